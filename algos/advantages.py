@@ -20,7 +20,7 @@ from slipstream.algos.shaping import group_centered, group_deviations, group_ext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """How the trajectories of one step ended.
+    """Rewards and lengths of the trajectories of one step.
 
     Raises:
         ValueError: the tensors do not fit together, or a group is not below num_groups.

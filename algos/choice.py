@@ -1,4 +1,4 @@
-"""What an algorithm is made of: parts, and the settings of the tables in the section [algo]."""
+"""Parts of an algorithm, and the settings of the tables in the section [algo]."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -35,7 +35,7 @@ from slipstream.algos.surrogates import SurrogateInputs, WholeMinibatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RightAnswers:
-    """Which sequences of a microbatch are right answers."""
+    """Marks the sequences of a microbatch that are right answers."""
 
     is_right: Tensor  # [B] bool
     num_tokens: float  # of right answers in the whole minibatch, copies counted
@@ -52,7 +52,7 @@ class PolicyOutputs(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class LossInputs:
-    """What is known of a microbatch before its gradient. Logprobs are 0.0 outside the mask.
+    """Inputs of the loss of a microbatch. Logprobs are 0.0 outside the mask.
 
     A learner's own microbatch inherits from it, and fills it before the first update of its step.
     """
@@ -138,11 +138,11 @@ class Algorithm:
         """Whether rewards are less the mean of their group before they are put on a token."""
 
     def trains_policy(self, step: int) -> bool:
-        """Return whether a learner step trains the policy, or its critic alone."""
+        """Return True if a learner step trains the policy, not its critic alone."""
         return not self.choice.needs_values or step >= self.choice.critic.warmup_steps
 
     def renews_reference(self, step: int) -> bool:
-        """Return whether the reference policy becomes the policy after so many learner steps."""
+        """Return True if the reference policy becomes the policy after this learner step."""
         every = self.choice.kl.renew_every
         return every > 0 and step % every == 0
 
@@ -197,7 +197,7 @@ class Algorithm:
         return result
 
     def taught(self, proximal: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        """Return what a teacher adds to advantages: c (log teacher - log q). Shapes [T].
+        """Return a teacher's term of the advantages: c (log teacher - log q). Shapes [T].
 
         On average over tokens of q it is the slope of -c KL(q || teacher) of each token where it
         stands: what a token does to those after it is not in it (on-policy distillation, arXiv
@@ -238,7 +238,7 @@ class Algorithm:
         reference: Tensor | None = None,
         gather: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> Correction:
-        """Return what all corrections together do. Arguments as in ``CorrectionInputs``.
+        """Combine all corrections. Arguments as in ``CorrectionInputs``.
 
         What replaces the proximal policy comes first: the others correct for the replaced one.
         """
@@ -261,7 +261,7 @@ class Algorithm:
         return combined(results, packing)
 
     def denominators(self, num_tokens: float, num_sequences: float) -> Denominators:
-        """Return what a minibatch of so many tokens and sequences is divided by."""
+        """Return the divisors of a minibatch of these numbers of tokens and sequences."""
         return Denominators(
             num_tokens=num_tokens,
             num_sequences=num_sequences,

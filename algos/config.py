@@ -1,4 +1,4 @@
-"""What the section [algo] comes to: the parts of a preset with a user's changes.
+"""The algorithm that [algo] describes: the parts of a preset with a user's changes.
 
 Every part and its settings are known here, so this needs torch; ``algos.section`` does not.
 """

@@ -36,7 +36,7 @@ def _itself(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionInputs:
-    """What a correction is computed from. Nothing outside the packing's mask matters.
+    """Inputs of a correction. Nothing outside the packing's mask matters.
 
     What may be None is there for corrections that need it (``needs``), and perhaps for others.
 
@@ -97,7 +97,7 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What is done to each token's loss."""
+    """Changes to each token's loss."""
 
     weights: Tensor  # [T] factor, >= 0, no gradient, 1.0 where nothing is corrected
     keep: Tensor  # [T] bool, tokens that stay: a subset of the mask
@@ -175,7 +175,7 @@ def importance_sampling(inputs: CorrectionInputs, options: ImportanceSamplingOpt
 
 
 class RejectionOptions(Options, frozen=True, kw_only=True):
-    """What is measured, over what, and its bounds; a measure of exactly a bound stays."""
+    """Measure, its unit and its bounds; a measure of exactly a bound stays."""
 
     measure: Literal["ratio", "k1", "k2", "k3", "tv", "binary-kl"] = "ratio"
     """The ratio proximal / behavior; an estimate of KL(behavior || proximal) in nats (k1 to k3);
@@ -232,7 +232,7 @@ def rejection(inputs: CorrectionInputs, options: RejectionOptions) -> Correction
 
 
 class VetoOptions(Options, frozen=True, kw_only=True):
-    """How improbable a token may have become."""
+    """Bound on how improbable a token may have become."""
 
     threshold: Positive = 1e-4
     """A sequence is dropped if a token's ratio proximal / behavior is below this."""
@@ -246,7 +246,7 @@ def veto(inputs: CorrectionInputs, options: VetoOptions) -> Correction:
 
 
 class OpsmOptions(Options, frozen=True, kw_only=True):
-    """How far a failed sequence may be from the proximal policy."""
+    """Bound on the distance of a failed sequence from the proximal policy."""
 
     max_kl: NotNegative = 1e-4
     """Tokens with A < 0 are dropped above this mean KL of their sequence, in nats."""
@@ -288,7 +288,7 @@ def m2po(inputs: CorrectionInputs, options: M2poOptions) -> Correction:
 
 
 class ClipCovOptions(Options, frozen=True, kw_only=True):
-    """Which tokens are left out for what they would do to the entropy."""
+    """Choice of the tokens left out for their effect on the entropy."""
 
     share: Share = 2e-4
     """At most this share of the minibatch's tokens is dropped, and one where there is any."""
@@ -321,7 +321,7 @@ def clip_cov(inputs: CorrectionInputs, options: ClipCovOptions) -> Correction:
 
 
 class KlCovOptions(Options, frozen=True, kw_only=True):
-    """Which tokens are held for what they would do to the entropy, and how firmly."""
+    """Choice of the tokens held for their effect on the entropy, and the penalty."""
 
     share: Share = 2e-4
     """This share of the minibatch's tokens is held, and at least one."""
@@ -345,7 +345,7 @@ def kl_cov(inputs: CorrectionInputs, options: KlCovOptions) -> Correction:
 
 
 class StalenessDecayOptions(Options, frozen=True, kw_only=True):
-    """How fast old tokens lose their weight."""
+    """Speed at which old tokens lose their weight."""
 
     decay: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """A token's weight falls by this factor with every learner step of staleness."""

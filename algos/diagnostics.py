@@ -18,7 +18,7 @@ _MAXIMA = ("policy/ratio_max", "staleness/correction_max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
-    """What a loss saw and did, per token and without gradient. Shapes [T]."""
+    """Inputs and effects of a loss, per token and without gradient. Shapes [T]."""
 
     mask: Tensor  # bool, the tokens that the policy chose
     keep: Tensor  # bool, those that no correction rejected
@@ -83,7 +83,7 @@ def diagnostic_sums(seen: Diagnosed, lags: Tensor | None = None, *, num_lags: in
 
 
 def is_maximum(name: str) -> bool:
-    """Return whether figures of this name are combined by their maximum and not by their sum."""
+    """Return True if figures of this name are combined by maximum instead of sum."""
     return name.partition("@")[0] in _MAXIMA
 
 
@@ -138,7 +138,7 @@ def effective_sample_share(mean_ratio: float, mean_squared_ratio: float) -> floa
 
 
 def critic_sums(*, mask: Tensor, values: Tensor, returns: Tensor, is_clipped: Tensor) -> Sums:
-    """Return sums over the mask of what tells how well returns are predicted. Shapes [].
+    """Return sums over the mask that measure how well returns are predicted. Shapes [].
 
     Args:
         mask: [T] bool.

@@ -154,7 +154,7 @@ def squared_probabilities(
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """How tokens are chosen from this rank's columns: makes the logits, alike in both passes."""
+    """Makes the logits of this rank's columns, alike in both passes."""
 
     temperature: Tensor | None  # [T]
     barred: Tensor | None  # [T] bool
@@ -164,7 +164,7 @@ class _Sampling:
 
     @classmethod
     def of(cls, layer: OutputLayer, temperature: Tensor | None, barred: Tensor | None) -> Self:
-        """Return how a layer's tokens are chosen."""
+        """Return the sampling of a layer's tokens."""
         first, rows = layer.first_row, len(layer.weight)
         last = first + rows if layer.vocab_size is None else layer.vocab_size
         here = tuple(i - first for i in layer.barred_ids if first <= i < first + rows)
@@ -184,7 +184,7 @@ class _Sampling:
         return logits
 
     def untempered(self, by_logits: Tensor) -> Tensor:
-        """Return what a gradient by logits, [T], is to the product before them, [T, 1]."""
+        """Scale a gradient by logits, [T], to one by the product before them, [T, 1]."""
         by_product = by_logits if self.temperature is None else by_logits / self.temperature
         return by_product.unsqueeze(-1)
 
@@ -202,7 +202,7 @@ class _Frozen(NamedTuple):
 
 
 class _Context(Protocol):
-    """What autograd offers to the two passes of a function."""
+    """Autograd's context of the two passes of a function."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -290,7 +290,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _columns_of_a_chunk(hidden: Tensor) -> int:
-    """Return how many columns' logits, in float32, fill a chunk."""
+    """Return the number of columns whose logits, in float32, fill a chunk."""
     chunk_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
     return max(MIN_CHUNK_COLUMNS, chunk_bytes // (4 * max(1, len(hidden))))
 

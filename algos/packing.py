@@ -1,4 +1,4 @@
-"""Which tokens belong to which sequence, and which of them the policy chose.
+"""Bounds of the sequences among packed tokens, and the mask of the policy's tokens.
 
 Shapes: T tokens of B sequences laid end to end.
 """

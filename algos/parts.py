@@ -1,4 +1,4 @@
-"""What an algorithm is put together from: functions with a name and options, one's own included.
+"""Parts of an algorithm: functions with a name and options, user-defined ones included.
 
 A part is one function, marked by a decorator that gives its kind and its options:
 

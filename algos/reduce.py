@@ -26,7 +26,7 @@ Rule = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """What a minibatch is divided by: counts over all its microbatches and ranks."""
+    """Divisors of a minibatch: counts over all its microbatches and ranks."""
 
     num_tokens: float
     num_sequences: float  # with at least one token

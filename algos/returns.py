@@ -27,7 +27,7 @@ def _alone(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Which sequences answer the same prompt, and how ranks add up. Shapes: B sequences."""
+    """Group of each sequence, and the sum over ranks. Shapes: B sequences."""
 
     of_sequence: Tensor  # [B] int64
     num_groups: int  # of the step
@@ -37,7 +37,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutcomes:
-    """What each token earned, and what its critic expected.
+    """Reward of each token, and its critic's value.
 
     What may be None is there for advantages that need it (``needs``).
 

@@ -39,7 +39,7 @@ class WholeMinibatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurrogateInputs:
-    """What a surrogate is computed from. Nothing outside the packing's mask matters.
+    """Inputs of a surrogate. Nothing outside the packing's mask matters.
 
     What has a default is there for surrogates that need it (``needs``), and perhaps for others.
 
@@ -176,7 +176,7 @@ def cispo(inputs: SurrogateInputs, options: CispoOptions) -> Terms:
 
 
 class SapoOptions(Options, frozen=True, kw_only=True):
-    """How fast the soft gate closes as the ratio leaves 1."""
+    """Speed at which the soft gate closes as the ratio leaves 1."""
 
     tau_positive: Positive = 1.0
     """Temperature where the advantage is positive."""
@@ -305,7 +305,7 @@ def drpo(inputs: SurrogateInputs, options: DrpoOptions) -> Terms:
 
 
 class ToprOptions(Options, frozen=True, kw_only=True):
-    """How what failed is tapered."""
+    """Bound on the weight of failed sequences."""
 
     level: Literal["token", "sequence", "geometric"] = "sequence"
     """The token's ratio, the product over its sequence, or the product's root (its mean)."""

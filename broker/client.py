@@ -1,4 +1,4 @@
-"""How a role talks to the broker: one request, one answer, with deadlines.
+"""A role's connection to the broker: one request, one answer, with deadlines.
 
 The client waits for a broker that died: once reconnected, it sends its hello again and
 repeats every request that was not answered. All requests may be repeated; an answer to the first

@@ -1,4 +1,4 @@
-"""Which run this is, and which of its lives: what run folder, store and checkpoints agree on.
+"""Identity of a run and of its lives, on which run folder, store and checkpoints agree.
 
 A *life* of a run is what one account of it went through, from its beginning, from a checkpoint
 without the store of the life before, or from where a store that lost acknowledged events ends.
@@ -21,7 +21,7 @@ IDS_PER_LIFE = 1_000_000_000  # so that g2000000017 is read as group 17 of life 
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What no life of a run may give out again."""
+    """Ids and epochs that no life of a run may give out again."""
 
     run_id: str  # random; empty before there was one
     life: int = 0  # from 0

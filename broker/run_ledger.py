@@ -76,7 +76,7 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
 
 
 def ledger_of(checkpoint: Path) -> BookState:
-    """Return what a checkpoint keeps of the ledger."""
+    """Return the ledger in a checkpoint."""
     data = read_ledger(checkpoint)
     if not data:
         raise ConfigError(

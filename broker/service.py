@@ -199,7 +199,7 @@ async def _make_server(
 
 
 def _remembered(run: RunSection, identity: RunIdentity) -> Callable[[int], None]:
-    """Return what puts granted epochs into the run folder."""
+    """Return a function that writes granted epochs into the run folder."""
     newest = identity
 
     def granted(epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""How a run starts in the broker: its ledger, its place in the store, its records."""
+"""Starts a run in the broker: its ledger, its place in the store, its records."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ _TRACKERS_START_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """What a broker starts from."""
+    """State that a broker starts from."""
 
     ledger: Ledger
     generation: int  # of this broker
@@ -202,7 +202,7 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
 async def open_records(
     settings: BrokerSettings, ledger: Ledger, trackers: BackgroundTrackers, store: TrajectoryStore
 ) -> FolderRecords:
-    """Return what writes into the run folder.
+    """Open the records in the run folder.
 
     What a broker that died did not record any more is recorded now.
     """

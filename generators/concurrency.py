@@ -1,4 +1,4 @@
-"""How many sequences an engine is given at a time: additive increase, multiplicative decrease.
+"""Number of sequences in an engine: additive increase, multiplicative decrease.
 
 More of them use an accelerator better, until their keys and values no longer fit. Then the engine
 retracts some (it gives up their keys and values, and computes them again later), which is work

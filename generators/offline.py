@@ -100,7 +100,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
 
 @dataclass(slots=True)
 class _Progress:
-    """What has been done so far."""
+    """Counts of the work done so far."""
 
     total: int
     started_s: float = field(default_factory=time.monotonic)

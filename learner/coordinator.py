@@ -132,7 +132,7 @@ class Coordinator:
     # ---- checkpoints and the end -----------------------------------------------
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
-        """Return what a checkpoint of ``version`` keeps of the broker; empty on the other ranks."""
+        """Return the broker's part of a checkpoint of ``version``; empty on the other ranks."""
         return self._leader.ledger_snapshot(version) if self._leader is not None else b""
 
     def seal(self, version: PolicyVersion, step: int, oldest_kept: int) -> None:

@@ -41,7 +41,7 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this start of a learner differs from others of the same settings."""
+    """Details of this start of a learner, beside its settings."""
 
     replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
     resumes: bool = False  # resume from the run's newest usable checkpoint

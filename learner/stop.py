@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Whether rank 0 has been asked to stop. While nothing is deferred a signal ends it at once."""
+    """A stop request to rank 0. While nothing is deferred a signal ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False

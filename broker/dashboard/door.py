@@ -26,7 +26,7 @@ class Door:
     """The token of a page, and the port that it was served at before."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Take those that are kept in a run folder, so that an open page comes back.
+        """Reuse the token and port kept in a run folder, so that an open page reconnects.
 
         Args:
             folder: of the run; None keeps nothing.
@@ -99,7 +99,7 @@ def is_any(host: str) -> bool:
 
 
 def machine_names() -> set[str]:
-    """Return what this machine is called; it may ask a name server and so block."""
+    """Return the names of this machine; may block on a name server."""
     return {plain(name) for name in (socket.gethostname(), socket.getfqdn())}
 
 
@@ -112,7 +112,7 @@ def known_names(host: str, others: Iterable[str] = ()) -> frozenset[str]:
 
 
 def reachable(host: str) -> str:
-    """Return what to put into an address for a page that listens at ``host``."""
+    """Return the host to put into the address of a page that listens at ``host``."""
     name = socket.gethostname() if is_any(host) else host
     return f"[{name}]" if ":" in name else name
 

@@ -1,4 +1,4 @@
-"""What the page is sent, as JSON: the whole state, and an event per snapshot."""
+"""The page's data as JSON: the whole state, and an event per snapshot."""
 
 import asyncio
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class _State(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is sent every second to everybody; ``steps`` are added for each."""
+    """Event sent every second to all viewers; ``steps`` are added for each."""
 
     status: RunStatus
     advisories: list[Advisory]

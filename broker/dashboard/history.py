@@ -1,4 +1,4 @@
-"""How the figures of a run moved: bounded however long it runs.
+"""History of the figures of a run, bounded however long it runs.
 
 Two tables of columns: one row per interval of time, and one per learner step or per so many of
 them.

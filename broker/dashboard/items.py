@@ -118,7 +118,7 @@ class RecordedItems:
             return None
 
     def _refresh(self) -> None:
-        """Read what was written since; a file that was cut or replaced is read anew."""
+        """Read newly written rows; a file that was cut or replaced is read again."""
         try:
             stat = self._path.stat()
         except OSError:

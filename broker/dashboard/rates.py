@@ -8,7 +8,7 @@ from slipstream.wire.process.phases import WAIT
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a process had done when it was looked at."""
+    """Counters of a process when it was sampled."""
 
     age_s: float
     waited_s: float
@@ -23,7 +23,7 @@ class Seen:
         return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
 
     def since(self, before: "Seen | None") -> "Seen":
-        """Return what it did since; all of it if it has restarted."""
+        """Return the difference since an earlier sample; all of it after a restart."""
         if before is None or self.age_s < before.age_s:
             return self
         return Seen(

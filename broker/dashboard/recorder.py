@@ -44,7 +44,7 @@ Write: TypeAlias = Callable[[Path, StoredState], None]
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page gets every second."""
+    """Data for the page, taken every second."""
 
     status: RunStatus  # with the newest step, publishes and evaluations only
     advisories: list[Advisory]
@@ -155,7 +155,7 @@ class Recorder:
             await self._write_last()
 
     def columns(self) -> HistoryColumns:
-        """Return how the run came to what was seen last, as copies that a thread may read."""
+        """Return the history up to the newest snapshot, as copies that a thread may read."""
         return self.history.snapshot()
 
     def steps_after(self, step: float) -> Sequence[Row]:
@@ -167,7 +167,7 @@ class Recorder:
         return shown_letters(self._letters())
 
     async def next_change(self) -> None:
-        """Return when the run was looked at again."""
+        """Return when the next snapshot was taken."""
         async with self.seen:
             await self.seen.wait()
 
@@ -232,7 +232,7 @@ class Recorder:
 
 
 class FinishedRun:
-    """What a run folder holds of a run that has ended."""
+    """A finished run, read from its folder."""
 
     def __init__(
         self, stored: StoredState, *, high_water_bytes: int, fsync: str, outcome: str = ""
@@ -252,7 +252,7 @@ class FinishedRun:
         )
 
     def columns(self) -> HistoryColumns:
-        """Return how the run went."""
+        """Return the history of the run."""
         return self._stored.history
 
     def steps_after(self, step: float) -> Sequence[Row]:
@@ -285,7 +285,7 @@ def shown_status(
 
 
 def fsync_of(durability: str) -> str:
-    """Return how a store is synced, from its own description; empty if that is silent.
+    """Return a store's sync policy from its own description; empty if it names none.
 
     It describes itself as in "appendfsync everysec: a crash can lose the last second".
     """

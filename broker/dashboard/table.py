@@ -82,7 +82,7 @@ class Table:
         self.num_left_out = 0  # values of names that there was no room for
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return self._count
 
     @property

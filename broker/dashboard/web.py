@@ -339,7 +339,7 @@ def _json(value: object) -> web.Response:
 
 
 def _resources() -> dict[str, bytes]:
-    """Return what the page consists of, by name."""
+    """Return the files of the page by name."""
     return {
         one.name: one.read_bytes()
         for folder in _FOLDERS

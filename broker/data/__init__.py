@@ -1,1 +1,1 @@
-"""Where prompts come from: files, generated data sets, and how they are mixed."""
+"""Sources of prompts (files, generated data sets), and their mixing."""

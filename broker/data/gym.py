@@ -65,7 +65,7 @@ def gym_rows(
 
 
 def verifier(name: str, options: Mapping[str, Json]) -> Verifier:
-    """Return how a data set scores an answer to one of its entries.
+    """Return a data set's scoring of an answer to one of its entries.
 
     Raises:
         ConfigError: there is no such data set.

@@ -18,7 +18,7 @@ class Prompts:
     held_out: Sequence[Prompt]
 
     def counts(self) -> dict[str, int]:
-        """Return how many there are, and how many rows were left out."""
+        """Return the number of prompts, and of rows left out."""
         return {
             "rows": self.training.num_rows,
             "rows_skipped": self.training.num_skipped,

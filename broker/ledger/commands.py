@@ -1,4 +1,4 @@
-"""What clients ask of the items, decided: each command checks, then records events.
+"""Decides clients' requests about items: each command checks, then records events.
 
 A pure state machine: an event is the only thing that changes the state (broker/ledger/effects.py),
 so that replaying the stored events rebuilds it. Time comes in as ``now_s``. Deadlines of leases are

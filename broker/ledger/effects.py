@@ -1,4 +1,4 @@
-"""How each event changes the book. Nothing is decided here.
+"""Applies each event to the book. Nothing is decided here.
 
 The state is the sum of the events in order: a broker that starts again reads the newest snapshot
 and applies the events after it.

@@ -1,4 +1,4 @@
-"""What can happen to an item. The ledger's state is the sum of these events, in order."""
+"""Events of an item. The ledger's state is the sum of these events, in order."""
 
 from typing import Literal, TypeAlias
 
@@ -189,7 +189,7 @@ class Evicted(Event, frozen=True):
 
 
 class HistoryCut(Event, frozen=True):
-    """What was trained before a step is remembered no longer: no learner can go back there."""
+    """Steps before this one are forgotten: no learner can go back to them."""
 
     step: int
 

@@ -84,7 +84,7 @@ class GroupIndex:
         self.num_scored += sign * len(group.scores)
 
     def _queue_of(self, group: Group) -> dict[int, Group]:
-        """Return where a group waits to be leased; only what was never leased needs a permit."""
+        """Return the queue of a group to lease; only one never leased needs a permit."""
         is_new = group.adopted_step < 0 and group.item == "train"
         return self.fresh if is_new else self.again
 

@@ -1,4 +1,4 @@
-"""Which work a generator is granted next: lapsed groups, then evaluation, then new prompts."""
+"""Chooses a generator's next work: lapsed groups, then evaluation, then new prompts."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -27,7 +27,7 @@ class Issuing:
         self._eval_prompt_at = eval_prompt_at
 
     def permits(self, adopted: PolicyVersion) -> int:
-        """Return how many more groups a generator that runs ``adopted`` may start."""
+        """Return the number of groups that a generator running ``adopted`` may still start."""
         rules, state = self._book.rules, self._book.state
         groups_per_step, live = rules.bound.groups_per_step, self._book.index.num_live
         allowed = rules.bound.permits(

@@ -1,4 +1,4 @@
-"""What leases of generation and of scoring have in common: a holder, and a term."""
+"""Common parts of generation and scoring leases: a holder, and a term."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 def holder_of(name: str, incarnation: str) -> str:
-    """Return what leases of one incarnation of a role are held under."""
+    """Return the holder name of one incarnation of a role."""
     return f"{name}@{incarnation}" if incarnation else name
 
 
@@ -25,7 +25,7 @@ class Held(Protocol):
 
 
 class LeaseTerms:
-    """When leases lapse. All terms are equally long, so the order of granting is that of lapsing.
+    """Terms of leases. All are equally long, so leases lapse in the order of granting.
 
     A lease that ended otherwise may be left here: callers check what is overdue against what is
     held.

@@ -25,7 +25,7 @@ class ScoringLease:
 
 @dataclass(slots=True)
 class _Failures:
-    """What is known of a trajectory that could not be scored."""
+    """Failed attempts to score a trajectory."""
 
     names: set[str]  # of workers that tried
     count: int = 0
@@ -73,7 +73,7 @@ class ScoringQueue:
         return list(self._by_holder)
 
     def leases_of(self, holder: str) -> int:
-        """Return how many trajectories one worker holds."""
+        """Return the number of trajectories that one worker holds."""
         return len(self._by_holder.get(holder, ()))
 
     def add(self, key: TrajectoryKey) -> None:

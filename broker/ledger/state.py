@@ -48,7 +48,7 @@ class LedgerRules:
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """What is remembered of a learner step while a learner could go back to before it."""
+    """Record of a learner step, kept while a learner could go back to before it."""
 
     groups: tuple[tuple[int, int], ...]  # (group id, position of its prompt)
     staleness: dict[int, int]  # staleness in steps -> tokens
@@ -118,7 +118,7 @@ def encode_state(state: BookState) -> bytes:
 
 
 def decode_state(data: bytes) -> BookState:
-    """Return what a snapshot holds; raises msgspec.DecodeError if it is none of this revision."""
+    """Return a snapshot's state; raises msgspec.DecodeError if it has another revision."""
     state = _decoder.decode(data)
     if state.revision != REVISION:
         raise msgspec.DecodeError(f"ledger revision {state.revision}, this broker reads {REVISION}")
@@ -126,7 +126,7 @@ def decode_state(data: bytes) -> BookState:
 
 
 def for_checkpoint(state: BookState) -> BookState:
-    """Return what a checkpoint of the learner's present step keeps.
+    """Return the state for a checkpoint of the learner's current step.
 
     Answers in flight are not part of it: their prompts are to be answered again.
     """

@@ -1,4 +1,4 @@
-"""Whether long answers are trained as often as short ones.
+"""Measures whether long answers are trained as often as short ones.
 
 What is dropped for its age was slow, and what is slow is long: a policy that never sees its long
 answers trained learns to be brief. The lengths of all answers are counted by what became of them,
@@ -32,7 +32,7 @@ def upper_tokens(bucket: int) -> int:
 def survivorship_of(
     lengths: Mapping[str, Mapping[int, int]], cancelled: Mapping[str, int], *, drops: bool
 ) -> Survivorship:
-    """Return how the share of answers dropped for their age depends on their length.
+    """Return the share of answers dropped for their age, by length.
 
     Args:
         lengths: by fate (trained, or a reason to drop), trajectories by bucket.

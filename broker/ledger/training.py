@@ -1,4 +1,4 @@
-"""What the learner asks of the items: epochs, batches, commits, checkpoints."""
+"""Decides the learner's requests about items: epochs, batches, commits, checkpoints."""
 
 from collections.abc import Callable, Collection
 from typing import TypeAlias
@@ -237,7 +237,7 @@ class Training:
             self._decisions.record(Sealed(step=step, oldest_kept=oldest_kept))
 
     def snapshot(self, version: PolicyVersion) -> BookState:
-        """Return what a checkpoint of the learner's present version keeps."""
+        """Return the ledger's part of a checkpoint of the learner's current version."""
         self._require_current(version)
         return for_checkpoint(self._book.state)
 

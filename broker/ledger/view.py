@@ -1,4 +1,4 @@
-"""The account of all items, as a client asks for it."""
+"""The account of all items for clients."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -90,7 +90,7 @@ def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") ->
 
 
 def _trajectories_in_flight(book: Book) -> dict[str, int]:
-    """Return how many siblings are to be generated, to be scored, and scored."""
+    """Return the numbers of siblings to be generated, to be scored, and scored."""
     index = book.index
     return {
         "to_generate": index.num_siblings - index.num_generated,

@@ -1,4 +1,4 @@
-"""Which reward functions fail lately, in words. Pure."""
+"""Describes reward functions that failed recently. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ _FUNCTIONS = 100  # that are remembered; the one that was tried longest ago is f
 
 @dataclass(slots=True)
 class _Tries:
-    """What came of the newest tries of a function."""
+    """Outcomes of the newest tries of a function."""
 
     outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=_TRIES))  # True: a reward
     reason: str = ""  # of the newest failure
@@ -30,13 +30,13 @@ class RewardTrouble:
         self._tries: dict[str, _Tries] = {}
 
     def scored(self, function: str) -> None:
-        """Take note of a reward."""
+        """Record a reward."""
         self._of(function).outcomes.append(True)
 
     def failed(self, function: str, reason: str) -> str:
-        """Take note of a try without a reward; return what to warn of, if it is time for that.
+        """Record a try without a reward; return a warning, or "" if none is due.
 
-        It is after 5 failures, then each time that they have doubled.
+        One is due after 5 failures, then each time that they have doubled.
         """
         tries = self._of(function)
         tries.outcomes.append(False)
@@ -48,7 +48,7 @@ class RewardTrouble:
         return self._about(function, tries)
 
     def summary(self) -> str:
-        """Return the worst of it; empty if nothing much fails."""
+        """Describe the function that fails most; empty if none fails often."""
         worst = max(self._tries.items(), key=lambda pair: pair[1].failed, default=None)
         if worst is None or worst[1].failed < _MANY:
             return ""

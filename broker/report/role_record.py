@@ -1,4 +1,4 @@
-"""What one process reported about itself."""
+"""Reports of one process about itself."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ class RoleRecord:
         return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
 
     def status(self, now_s: float, leases: int) -> RoleStatus:
-        """Return what is shown of it."""
+        """Return the status of the process."""
         age = max(now_s - self.since_s, 1e-9)
         return RoleStatus(
             name=self.hello.name,

@@ -194,7 +194,7 @@ class FolderRecords(RunRecords):
 
     @override
     def close(self, status: RunStatus, account: LedgerView) -> None:
-        """Write how the run ended. The caller closes the trackers it made."""
+        """Write the run's outcome. The caller closes the trackers it made."""
         self.evaluations(status.eval)
         self._write_figures(status, account)
         self.end_batches()

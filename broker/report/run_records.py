@@ -1,4 +1,4 @@
-"""What is kept of a run beside the ledger."""
+"""Records of a run beside the ledger."""
 
 from collections.abc import Mapping, Sequence
 

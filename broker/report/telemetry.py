@@ -1,4 +1,4 @@
-"""What the roles report about themselves, joined with the ledger into the state of the run."""
+"""Joins the roles' reports about themselves with the ledger into the state of the run."""
 
 import os
 import time
@@ -213,7 +213,7 @@ class Telemetry:
         return {role: count / (now - since) for role, count in sorted(tokens.items())}
 
     def _own_status(self, now: float) -> RoleStatus:
-        """Return what is shown of the broker itself: one event loop, busy when on a core."""
+        """Return the status of the broker itself: one event loop, busy when on a core."""
         age = max(now - self._started_s, 1e-9)
         cpu = min(self._cpu_seconds() - self._cpu_at_start_s, age)
         phases = {"serve": cpu, WAIT: age - cpu}
@@ -241,7 +241,7 @@ def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process takes; 0 where that cannot be read."""
+    """Return the memory of this process; 0 where it cannot be read."""
     try:
         pages = int(_STATM.read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -61,7 +61,7 @@ class Link:
             os._exit(EXIT_BROKEN)
 
     def receive(self) -> Load | Call | None:
-        """Return what the worker asks next; None when it is gone."""
+        """Return the worker's next request; None when it is gone."""
         while not self._waiting:
             self._check()
             try:
@@ -199,7 +199,7 @@ async def _awaited(result: Awaitable[object]) -> object:
 
 
 def took_too_long(timeout_s: float) -> str:
-    """Return why there is no reward after so many seconds."""
+    """Return the reason why there is no reward after ``timeout_s``."""
     return f"took longer than reward.timeout_s = {timeout_s:g}"
 
 

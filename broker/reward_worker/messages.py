@@ -86,7 +86,7 @@ class Unframer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what is complete by now.
+        """Yield the messages that are complete.
 
         Raises:
             ProtocolError: a frame announces an absurd length.

@@ -1,4 +1,4 @@
-"""What reward functions print, as log lines; no more of it than anybody would read."""
+"""Logs the output of reward functions, within a readable bound."""
 
 import logging
 import os

@@ -122,7 +122,7 @@ class ChildProcess(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what writes."""
+        """Keep the transport."""
         if isinstance(transport, asyncio.WriteTransport):
             self._transport = transport
 
@@ -163,7 +163,7 @@ class ChildProcess(asyncio.Protocol):
         return self._gone.is_set()
 
     def measure(self, table: Mapping[int, ProcessRow]) -> Usage:
-        """Return what the child and all that it has started take."""
+        """Return the usage of the child and its descendants."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         if self._process is None:
@@ -172,7 +172,7 @@ class ChildProcess(asyncio.Protocol):
         return usage_of((pid for pid in family if pid != reaper), table)
 
     def remember_loaded(self, table: Mapping[int, ProcessRow]) -> None:
-        """Take what runs now as what the functions need all the time."""
+        """Count the processes that run now as permanent ones of the functions."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         self._at_load = set(children.get(reaper, ()) if reaper is not None else ())

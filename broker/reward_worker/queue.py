@@ -31,7 +31,7 @@ class PendingCall:
     divisible: bool = False  # may be split among idle children
 
     def split(self, parts: int) -> "list[PendingCall]":
-        """Return the same answers as so many calls, or as fewer."""
+        """Return the same answers as at most ``parts`` calls."""
         parts = min(parts, len(self.work))
         ends = [len(self.work) * part // parts for part in range(parts + 1)]
         return [

@@ -35,7 +35,7 @@ Work = Sequence[tuple[ScoringItem, Transcript]]
 
 
 class Rewards(Protocol):
-    """What turns answers into scores: slipstream.broker.reward_worker.pool.RewardPool."""
+    """Turns answers into scores: slipstream.broker.reward_worker.pool.RewardPool."""
 
     @property
     def needs_groups(self) -> bool:

@@ -170,7 +170,7 @@ class Slot:
     # ---- limits --------------------------------------------------------------
 
     def fault(self, table: Mapping[int, ProcessRow]) -> tuple[Fault, str, list[int]] | None:
-        """Return what the child takes too much of, in words, and the calls that are to blame."""
+        """Return the limit that the child exceeds, in words, and the calls to blame."""
         if self.child is None or not self.ready:
             return None
         usage = self.child.measure(table)
@@ -210,7 +210,7 @@ class Slot:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return what an exit code of a child means."""
+    """Return the meaning of a child's exit code."""
     if code is None:
         return "sent nonsense"
     number = code - 128 if code > 128 else -code

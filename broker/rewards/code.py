@@ -52,7 +52,7 @@ class Tests:
 
 @dataclass
 class Budget:
-    """What is left of the time for one answer. The time that sandboxes take to start is not its."""
+    """Time left for one answer. The start of sandboxes does not count."""
 
     test_s: float
     left_s: float

@@ -81,7 +81,7 @@ def encode(value: Any, keep: dict[int, Any] | None = None) -> Any:  # noqa: ANN4
 
 
 def decode(data: Any, kept: Any) -> Any:  # noqa: ANN401
-    """Return what ``encode`` was given; ``kept`` makes a value of a number."""
+    """Return the value given to ``encode``; ``kept`` makes a value of a number."""
     if not isinstance(data, list):
         if type(data) not in _PLAIN:
             raise AnswerError("expected plain data")
@@ -307,7 +307,7 @@ def replace_content(old: Any, new: Any) -> None:  # noqa: ANN401
 
 
 def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
-    """Return what the tests see of the answer. Built-ins and modules are ours, whatever it did.
+    """Return the answer's names for the tests. Built-ins and modules are always ours.
 
     Of its own names that is ``function`` alone, where one is given: any other that a test uses and
     does not define, such as a function that compares, would be the answer's word for itself.
@@ -429,7 +429,7 @@ def fulfil(request: dict[str, Any], names: dict[str, Any], kept: dict[int, Any])
 
 
 def find(target: str | int, names: dict[str, Any], kept: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Return what is meant: a name, a method of a fresh object, or a kept value."""
+    """Return the target: a name, a method of a fresh object, or a kept value."""
     if isinstance(target, int):
         return kept[target]
     owner, dot, method = target.partition(".")
@@ -437,7 +437,7 @@ def find(target: str | int, names: dict[str, Any], kept: dict[int, Any]) -> Any:
 
 
 def operations() -> dict[str, Any]:
-    """Return what can be done with a value."""
+    """Return the operations on a value."""
     return {
         "call": lambda value, *arguments, **named: value(*arguments, **named),
         "attribute": getattr,

@@ -9,7 +9,7 @@ _THOUGHT_ENDS = "</think>"
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return what is marked as the answer, the last one of its kind; None if nothing is.
+    r"""Return the last marked answer; None if none is marked.
 
     ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before what follows ``####`` on
     its line.
@@ -30,5 +30,5 @@ def marked_answer(text: str) -> str | None:
 
 
 def after_thought(text: str) -> str:
-    """Return what follows the last ``</think>``; all of it where there is none."""
+    """Return the text after the last ``</think>``; all of it where there is none."""
     return text.rpartition(_THOUGHT_ENDS)[2]

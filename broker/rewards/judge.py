@@ -79,7 +79,7 @@ class LlmJudge:
         max_tokens: int = 512,
         extra: dict[str, Json] | None = None,
     ) -> None:
-        r"""Take where and how to ask.
+        r"""Keep the endpoint and its options.
 
         Args:
             url: of the API, such as ``http://127.0.0.1:30000/v1``.

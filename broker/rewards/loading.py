@@ -136,7 +136,7 @@ def _values(transcript: Transcript) -> tuple[Json, ...]:
 
 
 def _declared(target: Target) -> tuple[Takes | None, str]:
-    """Return what the decorator declares; a class needs none, its method takes one answer."""
+    """Return the decorator's declaration; a class needs none, its method takes one answer."""
     declared: tuple[Takes, str] | None = getattr(target, DECLARED, None)
     if declared is not None:
         return declared

@@ -87,7 +87,7 @@ def score(
 
 
 def evaluable(answer: str) -> str | None:
-    """Return what may be parsed of an answer: all of it, or else what is marked as final.
+    """Return the part of an answer to parse: all of it, or else its marked final answer.
 
     None is nothing: there is a number that is too big.
     """
@@ -124,7 +124,7 @@ def _is_big_exponent(exponent: str) -> bool:
 
 
 def _operand(text: str, start: int) -> str:
-    """Return what follows a power sign: a bracket, or what has no space in it."""
+    """Return the operand after a power sign: a bracket, or text up to a space."""
     depth = 0
     for at in range(start, len(text)):
         step = _BRACKETS.get(text[at], 0)

@@ -93,7 +93,7 @@ def last_number(text: str, *, require_mark: bool = False) -> Number | None:
 
 
 def _value(match: re.Match[str]) -> Number | None:
-    """Return what was written; None if it divides by 0 or is absurdly long."""
+    """Return the written value; None if it divides by 0 or is absurdly long."""
     if len(match[0]) > _MAX_DIGITS:
         return None
     parts = {name: text.replace(",", "") for name, text in match.groupdict("").items()}

@@ -132,7 +132,7 @@ def is_plain_formula(text: str) -> bool:
 
 
 def _bits(node: ast.expr) -> int:
-    """Return how many bits the value of a formula has at most; names are symbols, and have none.
+    """Return the most bits a formula's value can have; names are symbols, and have none.
 
     Raises:
         ValueError: it holds what is no formula, or a power with a large exponent.

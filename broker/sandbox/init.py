@@ -36,7 +36,7 @@ def prctl(option: int, value: int) -> int:
 
 
 class Init:
-    """What was asked for on the command line."""
+    """Options of the command line."""
 
     def __init__(self, arguments: list[str]) -> None:
         report, parent, uid, limits, *self.command = arguments

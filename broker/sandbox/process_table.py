@@ -40,7 +40,7 @@ class ProcessRow(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What several processes take together."""
+    """Total usage of several processes."""
 
     num_tasks: int  # processes and threads
     cpu_s: float
@@ -69,7 +69,7 @@ def row_of(pid: int) -> ProcessRow | None:
 
 
 def parsed_row(pid: int, line: bytes) -> ProcessRow:
-    """Return what a line of /proc/PID/stat says (proc_pid_stat(5))."""
+    """Parse a line of /proc/PID/stat (proc_pid_stat(5))."""
     fields = line[line.rfind(b")") + 2 :].split()  # its name may hold blanks and brackets
     reaped_ticks = int(fields[13]) + int(fields[14])
     cpu_ticks = int(fields[11]) + int(fields[12]) + reaped_ticks
@@ -122,7 +122,7 @@ def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
 
 
 def usage_of(pids: Iterable[int], table: Mapping[int, ProcessRow]) -> Usage:
-    """Return what these processes take together."""
+    """Return the total usage of these processes."""
     rows = [table[pid] for pid in pids if pid in table]
     return Usage(
         num_tasks=sum(row.num_threads for row in rows if not row.is_zombie),

@@ -1,4 +1,4 @@
-"""What a sandboxed run takes, measured from outside."""
+"""Usage of a sandboxed run, measured from outside."""
 
 import os
 from contextlib import suppress
@@ -16,7 +16,7 @@ _WANTS_CORE, _WAITS_FOR_DISK = "R", "D"
 
 @dataclass
 class RunUsage:
-    """What all processes of a run hold now, and held at most."""
+    """Current and peak usage of all processes of a run."""
 
     num_tasks: int = 0
     cpu_s: float = 0.0

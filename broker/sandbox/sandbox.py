@@ -52,7 +52,7 @@ _SPARE_UIDS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one run may take, all its processes together."""
+    """Limits of one run, for all its processes together."""
 
     own_s: float = 10.0
     """Seconds in which it had a core, or wanted none: those in which others had it do not count."""
@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     ``exit_code`` is -N after signal N, and None where we ended the run ourselves.
     """
@@ -235,7 +235,7 @@ class _Run:
                 return status
 
     def _read(self, name: str) -> bool:
-        """Read what is there; False at the end, or when nothing is there."""
+        """Read available output; False at the end, or when there is none."""
         stream = self._report_read if name == "report" else getattr(self._process, name)
         try:
             data = os.read(stream.fileno(), _READ_BYTES)
@@ -252,7 +252,7 @@ class _Run:
         return "output" if written > self._limits.max_output_bytes else None
 
     def _over_limit(self, now_s: float) -> _End | None:
-        """Return which limit the run is past."""
+        """Return the limit that the run has exceeded."""
         limits, usage = self._limits, self._usage
         if self._own is None:
             return "timeout" if now_s - self._start_s > _START_S + limits.own_s else None

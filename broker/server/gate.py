@@ -43,7 +43,7 @@ class Gate(Protocol):
 
 
 class TcpGate(Gate):
-    """Has the kernel drop what asks to connect, so that it asks again a little later."""
+    """Has the kernel drop connection attempts, so that clients retry a little later."""
 
     def __init__(self, listening: socket.socket) -> None:
         """Guard a listening socket, which may be handed to libzmq."""

@@ -275,7 +275,7 @@ class BrokerServer:
         The session is None without a hello on this connection.
 
         Raises:
-            SlowDownError: it asks too much at a time.
+            SlowDownError: the client exceeds its limits.
             ForbiddenError: its key was revoked.
             ProtocolError: it has too many frames, or is too large for its role.
         """
@@ -357,7 +357,7 @@ class BrokerServer:
         request_id: bytes,
         request: LeaseGroups | LeaseScoring | RequestBatch,
     ) -> None:
-        """Have a request wait for what it asks for, which may be there already."""
+        """Answer a waiting request now if possible, or else keep it until it can be."""
         wait_s = may_wait_s(request.wait_s)
         name = session.name
         match request:
@@ -465,7 +465,7 @@ class BrokerServer:
             self._persist()
 
     def close_records(self) -> None:
-        """Write how the run ended."""
+        """Write the run's outcome."""
         self.report.close()
         self._writer.close()
         self._trail.close()

@@ -1,4 +1,4 @@
-"""What a handler returns for a request."""
+"""Answer of a handler to a request."""
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field

@@ -158,7 +158,7 @@ class Router:
         self._cleanup.close()
 
     def _gate_of(self, endpoint: str) -> tuple[str, Gate | None]:
-        """Return where to bind, and the gate before it; none within a process."""
+        """Return the address to bind, and the gate before it; none within a process."""
         if endpoint.startswith("ipc://"):
             unix = UnixGate(Path(endpoint.removeprefix("ipc://")))
             self._cleanup.callback(unix.close)

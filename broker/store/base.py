@@ -1,4 +1,4 @@
-"""Where the broker keeps what must survive it: a snapshot, events in order, and payloads."""
+"""Interface of the broker's durable store: a snapshot, events in order, and payloads."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Changes:
-    """What one group commit writes, all of it or nothing.
+    """Changes of one group commit, written as a whole or not at all.
 
     A trajectory that one and the same change puts and removes is removed. A snapshot covers
     everything recorded before it: the events of earlier commits go, ``events`` follow it.

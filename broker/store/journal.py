@@ -1,4 +1,4 @@
-"""What the ledger recorded on its way into the store, and into the trail once it is there."""
+"""Writes the ledger's events into the store, and into the trail once they are durable."""
 
 import asyncio
 import time
@@ -117,7 +117,7 @@ class LedgerWriter:
         return encode_state(state)
 
     def close(self) -> None:
-        """Write what is left of the trail."""
+        """Write the rest of the trail."""
         if self._writing_trail is not None:
             self._writing_trail.cancel()
             self._writing_trail = None

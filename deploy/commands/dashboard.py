@@ -96,7 +96,7 @@ def require_page(run: RunSection, broker: BrokerSection) -> None:
 
 
 def _end_of(stored: StoredState, outcome: str) -> str:
-    """Return how a run ended, by its summary or else by its page; empty if neither holds it."""
+    """Return a run's outcome, by its summary or else by its page; empty if neither has it."""
     return next((one for one in (outcome, stored.status.outcome) if one not in {"", "running"}), "")
 
 

@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class SourceReport:
-    """What is in one source."""
+    """Contents of one source."""
 
     source: Source
     num_rows: int

@@ -104,7 +104,7 @@ def let_go(held: Path, checkpoint: Path) -> None:
 
 
 def out_folder(checkpoint: Path, out: Path | None) -> Path:
-    """Return where to write.
+    """Return the folder to write.
 
     Raises:
         ConfigError: the folder holds something, or none follows from the checkpoint.

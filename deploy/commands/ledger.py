@@ -126,7 +126,7 @@ def _account(view: LedgerView) -> Iterator[Table]:
 
 
 def _work_in_flight(view: LedgerView) -> Iterator[Table]:
-    """Yield which process holds what, and the oldest items."""
+    """Yield each process with the work it holds, and the oldest items."""
     if view.holders:
         table = Table(title="work by process", title_justify="left")
         for heading in ("process", "work", "leases", "trajectories"):

@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of summary.json."""
+    """Fields read from summary.json."""
 
     newest: list[PublishRecord] = msgspec.field(name=PUBLISHES, default_factory=list)
     publishes: int = 0

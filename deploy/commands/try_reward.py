@@ -204,7 +204,7 @@ def _answers_by_row(path: Path) -> dict[int, list[str]]:
 async def _score(
     settings: RewardSection, function: str, hide: Sequence[Path], samples: Sequence[_Sample]
 ) -> tuple[list[TestedAnswer], float]:
-    """Return what the answers are worth, in order, and the seconds that it took."""
+    """Return the scores of the answers, in order, and the seconds that it took."""
     pool = await RewardPool.start(settings, function=function, hide=hide)
     try:
         run_start_s = time.perf_counter()

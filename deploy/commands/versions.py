@@ -46,7 +46,7 @@ class _Role(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of summary.json."""
+    """Fields read from summary.json."""
 
     run_name: str
     outcome: str

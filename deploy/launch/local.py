@@ -284,7 +284,7 @@ def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
-    """Write how the run ended into its summary, and show it."""
+    """Write the run's outcome into its summary, and show it."""
     path = run.summary_file
     outcome = reason.splitlines()[0]
     try:

@@ -1,4 +1,4 @@
-"""Which checkpoint `slipstream run --resume` resumes from."""
+"""Finds the checkpoint that `slipstream run --resume` resumes from."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ class ResumePoint:
 
 
 def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
-    """Return what to resume from.
+    """Return the point to resume from.
 
     Args:
         run: the section as the user wrote it.

@@ -36,7 +36,7 @@ def one_line(status: RunStatus) -> str:
 
 
 def startup_wait(status: RunStatus) -> str:
-    """Return what a run waits for before its first group; empty afterwards."""
+    """Describe the wait before a run's first group; empty afterwards."""
     if status.issued or status.stop_reason:
         return ""
     generators = [role for role in status.roles if role.role == "generator"]
@@ -86,7 +86,7 @@ def equation(status: RunStatus) -> str:
 
 
 def scores(metrics: Mapping[str, float]) -> str:
-    """Return what an evaluation measured as one line."""
+    """Return the results of an evaluation as one line."""
     shown = {name: value for name, value in metrics.items() if "@" in name}
     return ", ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no answers"
 

@@ -24,7 +24,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Where the lines are to fit."""
+    """Size of the screen that lines have to fit."""
 
     width: int
     height: int

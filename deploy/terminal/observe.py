@@ -54,7 +54,7 @@ def dashboard_address(run: RunSection) -> str:
 
 
 def page_line(run: RunSection, *, is_terminal: bool) -> str:
-    """Return where the page is; its address holds a token, which a terminal alone may show."""
+    """Return a line with the page's address; its token is for a terminal alone."""
     place = run.folder / PAGE_ADDRESS
     if is_terminal or not place.exists():
         return f"dashboard {dashboard_address(run)}"
@@ -123,7 +123,7 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
 
 
 def outcome_of(run: RunSection) -> str:
-    """Return how a run ended by its summary; empty if that is not known."""
+    """Return a run's outcome by its summary; empty if it is not known."""
     try:
         return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
     except (OSError, ValueError):

@@ -42,7 +42,7 @@ _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker"
 
 
 class History(Protocol):
-    """What is known of the time before."""
+    """Earlier state of the run."""
 
     def busy(self, process: str) -> float | None:
         """Return the share of the last seconds that a process was busy; None is not known."""
@@ -84,7 +84,7 @@ def lines_of(
     footer: str = "",
     now_s: float,
 ) -> list[Text]:
-    """Return what is shown, at most as many lines as the screen has, and no line too long.
+    """Return the lines to show; they fit the screen.
 
     ``trouble`` is why the state is old. A footer that is too long takes several lines.
     """
@@ -240,7 +240,7 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Tex
 
 
 def _details(role: RoleStatus) -> str:
-    """Return how many answers the engine of a process has, and the process's time by phase."""
+    """Return the number of answers in a process's engine, and the process's time by phase."""
     parts = []
     if role.sequence_limit:
         cache = "" if role.kv_use is None else f", {role.kv_use:.0%} of the cache"
@@ -259,7 +259,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text]]:
-    """Return how stale the trained tokens are, and what the newest step's correction had to do."""
+    """Return the staleness of the trained tokens, and the effect of the newest correction."""
     lags = range(status.max_staleness_steps + 1)
     metrics = status.steps_history[-1].metrics if status.steps_history else {}
     correction = []

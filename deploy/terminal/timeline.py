@@ -180,7 +180,7 @@ class TrailReader:
 
 
 def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
-    """Yield what the learner did between two commits, a lane per phase.
+    """Yield the learner's phases between two commits, a lane per phase.
 
     The learner reports how long it was in each phase, and is always in one. Phases that take turns,
     a minibatch at a time, are drawn as one span each, in the order in which they start.

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 lacks on a machine without CUDA; ``prepare()`` before it is imported.
+"""Supplies what SGLang 0.5.23 lacks without CUDA; call ``prepare()`` before importing it.
 
 Works because our servers fork their processes on a CPU: what is done here reaches them all.
 Remove at an SGLang release whose CPU build can be installed from a package index.

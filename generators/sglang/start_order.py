@@ -1,4 +1,4 @@
-"""What an SGLang server is started with: settings, environment, a port, a key."""
+"""Start parameters of an SGLang server: settings, environment, a port, a key."""
 
 import os
 import random

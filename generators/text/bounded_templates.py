@@ -101,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @override
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return what formats a text safely, unless it asks for much."""
+        """Return a safe formatting function, unless the text needs too much."""
         if (safe := super().wrap_str_format(value)) is not None:
             _check_widths(value.__self__)
         return safe
@@ -146,7 +146,7 @@ def _call(method: str, *arguments: nodes.Expr) -> nodes.Call:
 
 
 def _size_of(operator: str, left: object, right: object) -> int:
-    """Return how long a result will be: bits of a number, items of a text or list."""
+    """Return the size of a result: bits of a number, items of a text or list."""
     if isinstance(left, int) and isinstance(right, int):
         if operator == "**":
             return left.bit_length() * max(0, right)

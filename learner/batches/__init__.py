@@ -1,4 +1,4 @@
-"""Where batches come from: the broker or a file, planned by rank 0, packed into microbatches.
+"""Batches from the broker or a file, planned by rank 0, packed into microbatches.
 
 No model is known here.
 """

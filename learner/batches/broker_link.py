@@ -43,7 +43,7 @@ _POLL_S, _LOG_WAITING_AFTER_S = 1.0, 10.0
 
 
 class LeaderLink(PayloadLink):
-    """What rank 0 needs besides: batches, commits, publishes, reports."""
+    """Rank 0's further requests: batches, commits, publishes, reports."""
 
     publishes = True
 

@@ -1,4 +1,4 @@
-"""Where a learner's batches come from and where its results go: the broker, or a file."""
+"""A learner's source of batches and sink of results: the broker, or a file."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 
 class RankLink(Protocol):
-    """What the one rank of a replica needs that fetches its payloads."""
+    """Interface for the rank of a replica that fetches its payloads."""
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return the payloads of delivered trajectories as they are, in the order asked.
@@ -33,7 +33,7 @@ class RankLink(Protocol):
 
 
 class LeadingLink(RankLink, Protocol):
-    """What rank 0 needs besides."""
+    """Further interface of rank 0."""
 
     publishes: bool  # whether whole weights are wanted after each step
 
@@ -76,7 +76,7 @@ class LeadingLink(RankLink, Protocol):
         """Hand out a version that was written whole; returns at once."""
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
-        """Return what a checkpoint of ``version`` keeps of the broker."""
+        """Return the broker's part of a checkpoint of ``version``."""
 
     def leave(self) -> None:
         """Report that the run is complete and that this learner has no more requests."""

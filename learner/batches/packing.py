@@ -38,7 +38,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """What the model reads and what the loss needs per token. Index t is the token at t."""
+    """Inputs of the model and of the loss per token. Index t is the token at t."""
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence

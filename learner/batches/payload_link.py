@@ -20,7 +20,7 @@ _CHECK_S = 0.05
 
 
 class PayloadLink:
-    """What the fetching rank of every replica needs: the payloads of its trajectories."""
+    """Fetches the payloads of a replica's trajectories."""
 
     def __init__(
         self,

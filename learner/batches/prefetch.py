@@ -21,7 +21,7 @@ KeysByReplica = tuple[tuple[TrajectoryKey, ...], ...]
 
 
 class EarlyPlans:
-    """Where rank 0 posts what every replica will want of the next batch; a key per step.
+    """Rank 0's early plans of each replica's share of the next batch; a key per step.
 
     The store's client is for this alone: a client that waits blocks all other users of it.
     """
@@ -34,7 +34,7 @@ class EarlyPlans:
         self._store.set(str(step), msgspec.json.encode(keys).decode())
 
     def read(self, step: int) -> KeysByReplica | None:
-        """Return what was posted for a step, None if nothing is there; does not wait."""
+        """Return the plan posted for a step, None if there is none; does not wait."""
         if not self._store.check([str(step)]):
             return None
         return msgspec.json.decode(self._store.get(str(step)), type=KeysByReplica)
@@ -60,7 +60,7 @@ class PayloadPrefetch:
         self._task = asyncio.create_task(self._fetched(step, tuple(keys)))
 
     async def take(self, step: int, keys: Sequence[TrajectoryKey]) -> Payloads:
-        """Return those of ``keys`` that were fetched for this step, and forget everything.
+        """Return the payloads of ``keys`` fetched for this step, and forget everything.
 
         If they are on their way, this waits for them.
         """

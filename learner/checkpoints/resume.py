@@ -1,4 +1,4 @@
-"""Which of its run's checkpoints a restarted learner resumes from."""
+"""Finds the checkpoint that a restarted learner resumes from."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""When the learner saves, and which checkpoints it keeps; the decisions are in retention.py."""
+"""Saves and prunes the learner's checkpoints; the decisions are in retention.py."""
 
 import logging
 import shutil

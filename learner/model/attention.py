@@ -32,7 +32,7 @@ class LengthGroups:
 
 
 def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
-    """Return how to reorder tokens so that sequences of equal length are neighbors.
+    """Return an order of tokens in which sequences of equal length are neighbors.
 
     Args:
         cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].

@@ -45,7 +45,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the learner needs of config.json; keys it does not know are ignored."""
+    """Fields of config.json that the learner needs; unknown keys are ignored."""
 
     model_type: str
     vocab_size: int

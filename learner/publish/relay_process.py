@@ -22,7 +22,7 @@ _WINDOW_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class RelayLaunch:
-    """How a relay is started.
+    """Start parameters of a relay.
 
     ``lifeline`` is a descriptor whose end of file ends it; without one it ends by itself some time
     after the learner.

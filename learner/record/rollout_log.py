@@ -152,7 +152,7 @@ class RolloutLog:
         }
 
     def _texts(self, token_ids: list[int]) -> list[str]:
-        """Return what each token adds to the text; a part of a character adds nothing yet.
+        """Return each token's addition to the text; a part of a character adds nothing yet.
 
         A sequence of bytes that is no text (a policy may sample any) is decoded token by token.
         """

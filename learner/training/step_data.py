@@ -1,4 +1,4 @@
-"""What the headers of a step state, equal on all ranks. Shapes: N trajectories."""
+"""Facts from the headers of a step, equal on all ranks. Shapes: N trajectories."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""What safetensors files hold and whether they are whole, without reading a tensor."""
+"""Reads the contents of safetensors files and checks completeness, without reading a tensor."""
 
 from pathlib import Path
 

@@ -114,7 +114,7 @@ def _store_of(group: dist.ProcessGroup) -> Store:
 
 
 def late(timeout_s: float) -> str:
-    """Return what is said of a broadcast that does not end."""
+    """Return the error for a broadcast that does not end."""
     return f"a broadcast of weights did not end in {timeout_s:g} s (weightbus.timeout_s)"
 
 

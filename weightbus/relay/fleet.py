@@ -14,7 +14,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """What the decisions depend on for one member."""
+    """State of one member, for decisions."""
 
     name: str
     transport: str

@@ -23,7 +23,7 @@ _MAX_RECORDS = 1_000  # kept while the broker is gone
 
 
 class BrokerReports:
-    """What a relay reports. Use it inside one event loop."""
+    """Reports of a relay. Use it inside one event loop."""
 
     def __init__(self, run: RunSection) -> None:
         self._run = run

@@ -174,6 +174,6 @@ class Transaction:
 
 
 def holder(member: Member) -> Holder:
-    """Return what a member's tensors look like."""
+    """Return the layout of a member's tensors."""
     join = member.join
     return Holder(join.device, join.num_ranks, join.attention_groups or 1)

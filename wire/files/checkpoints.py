@@ -70,7 +70,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def readable_checkpoints(folder: Path) -> dict[Path, CheckpointInfo]:
-    """Return what the checkpoints in RUN/checkpoints are; unreadable ones are logged, left out."""
+    """Return the checkpoints in RUN/checkpoints; unreadable ones are logged and left out."""
     found: dict[Path, CheckpointInfo] = {}
     for path in sorted(folder.glob("step-*")):
         if _NAME.fullmatch(path.name) and path.is_dir() and (info := _readable(path)) is not None:
@@ -121,7 +121,7 @@ def read_best(folder: Path) -> BestCheckpoint | None:
 
 
 def read_checkpoint_info(folder: Path) -> CheckpointInfo:
-    """Return what a checkpoint is.
+    """Return the info of a checkpoint.
 
     Raises:
         ConfigError: the folder is no checkpoint, or of a format that this version cannot read.

@@ -62,7 +62,7 @@ class Welcome(Message, frozen=True):
 
 
 class RoleReport(Message, frozen=True):
-    """What a role did since it started; answered by Done. Cumulative, so losing one is fine."""
+    """A role's cumulative report, so losing one is fine; answered by Done."""
 
     phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
     counters: dict[str, float]  # monotonic counts, e.g. tokens
@@ -218,7 +218,7 @@ class GetDeadLetters(Message, frozen=True):
 
 
 class DeadLetters(Message, frozen=True):
-    """What was given up, by group id."""
+    """Groups given up, by id."""
 
     letters: tuple[DeadLetter, ...]
     total: int
@@ -238,7 +238,7 @@ class DropDeadLetters(Message, frozen=True):
 
 
 class DeadLettersHandled(Message, frozen=True):
-    """What was done, and what was not."""
+    """Groups handled, and groups not."""
 
     done: dict[int, int]  # group -> the new item; -1 where it was forgotten
     refused: dict[int, str]  # group -> why
@@ -301,7 +301,7 @@ class BatchDelivered(Message, frozen=True):
 
 
 class BatchNotReady(Message, frozen=True):
-    """Why there is no batch yet: the missing groups and the holders of their leases."""
+    """Reason why there is no batch yet: missing groups and the holders of their leases."""
 
     waiting_for: tuple[int, ...]
     reason: str
@@ -368,7 +368,7 @@ class GetLedgerSnapshot(Message, frozen=True):
 
 
 class LedgerSnapshotAnswer(Message, frozen=True):
-    """What a checkpoint keeps so that a broker can resume from it; opaque to the learner."""
+    """The broker's state for a checkpoint; opaque to the learner."""
 
     data: bytes
 
@@ -380,7 +380,7 @@ class PublishReport(Message, frozen=True):
 
 
 class RelayReport(Message, frozen=True):
-    """What each engine holds and the relay's address; sent twice a second."""
+    """Version of each engine and the relay's address; sent twice a second."""
 
     members: list[MemberState]
     door: RelayAddress | None = None  # for generators on other hosts

@@ -23,7 +23,7 @@ class ItemView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HolderView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has work in its hands."""
+    """Leases of one holder."""
 
     name: str
     work: str  # generation or scoring

@@ -30,7 +30,7 @@ class OpenMemory(RelayMessage, frozen=True):
 
 
 class Reserve(RelayMessage, frozen=True):
-    """Which slot may be written next?"""
+    """Request for the next slot to write."""
 
     epoch: int
 

@@ -33,7 +33,7 @@ class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class Join(BusMessage, frozen=True):
-    """An agent lives and asks for weights; repeated as its heartbeat, answered by Heard."""
+    """An agent's request for weights; repeated as its heartbeat, answered by Heard."""
 
     name: EngineName
     incarnation: EngineName  # differs after each restart of the engine
@@ -198,7 +198,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine holds, as the relay knows it."""
+    """Version of one engine, as known to the relay."""
 
     name: str
     state: Literal["current", "behind", "receiving", "torn"]

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, found without CUDA: a count must not create a context."""
+"""GPUs this process may use, found without CUDA: a count must not create a context."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
-    """Return what CUDA takes of ``variable``: all names before the first that is no GPU.
+    """Return the GPUs CUDA takes from ``variable``: all before the first that is none.
 
     Args:
         variable: CUDA_VISIBLE_DEVICES; None if it is not set.

@@ -21,7 +21,7 @@ class LastWords:
         self.descriptor = os.memfd_create(_NAME)  # the child's copy is opened by ``pass_fds``
 
     def read(self) -> str:
-        """Return what the child said, or nothing."""
+        """Return the child's message, or nothing."""
         return os.pread(self.descriptor, _MOST_BYTES, 0).decode(errors="replace").strip()
 
     def close(self) -> None:

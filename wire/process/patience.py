@@ -1,4 +1,4 @@
-"""How long to wait for another process: as long as it does something.
+"""Waits for another process for as long as it shows activity.
 
 The speed of a machine decides how long something takes, never whether it works. So a wait for a
 process on this host is over when that process has shown no sign of life for a while, not after a

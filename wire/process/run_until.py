@@ -45,7 +45,7 @@ async def run_until(*jobs: Job) -> None:
 
 
 async def unless(work: Coroutine[None, None, T], *ends: "asyncio.Task[object]") -> T | None:
-    """Return what some work returns, or None if one of ``ends`` is done before it.
+    """Return the result of some work, or None if one of ``ends`` is done first.
 
     Raises:
         BaseException: what the work, or an end that came first, raised.

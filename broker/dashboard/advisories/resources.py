@@ -64,7 +64,7 @@ def _generators_starved(view: View) -> Finding | None:
 
 
 def _reward_backlog(view: View) -> float:
-    """Return how many answers wait for a reward if they are at least half a batch, else 0."""
+    """Return the number of answers waiting for a reward if at least half a batch, else 0."""
     end, status = view.window_ends[0], view.status
     waiting = view.values("queue:waiting_for_reward", end)
     mean = fmean(waiting) if waiting else 0.0

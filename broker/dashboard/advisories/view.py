@@ -1,4 +1,4 @@
-"""A state of the run and its newest history, as the rules look at them. Pure.
+"""A state of the run and its newest history, as the rules read them. Pure.
 
 A rule speaks once its measure, taken over a window, passed the rule's limit lately, and until the
 measure is a fifth below that; before its window is full it is silent.
@@ -51,7 +51,7 @@ class Trends(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(NamedTuple):
-    """What a rule states."""
+    """Statement of a rule."""
 
     text: str
     setting: str  # that changes it first
@@ -71,7 +71,7 @@ class View:
 
     @classmethod
     def of(cls, status: RunStatus, history: Trends) -> "View":
-        """Return a run as the rules look at it."""
+        """Return a run as the rules read it."""
         at_s, steps_at_s = history.at_s, history.steps_at_s
         if len(at_s) < WINDOW_ROWS or len(steps_at_s) <= WINDOW_STEPS:
             return cls(status, history, 0, 0, WINDOW_S, full=False)
@@ -111,17 +111,17 @@ class View:
         return bisect_right(at_s, start_s, lo=self.first, hi=end) - 1
 
     def values(self, name: str, end: int) -> list[float]:
-        """Return what is known of a series in the window that ends before row ``end``."""
+        """Return the known values of a series in the window that ends before row ``end``."""
         column = self.history.series.get(name, ())
         return [value for value in column[self._start(end) : end] if value is not None]
 
     def growth(self, name: str, end: int) -> float:
-        """Return by how much a count grew in the window that ends before row ``end``."""
+        """Return the growth of a count in the window that ends before row ``end``."""
         values = self.values(name, end)
         return max(0.0, values[-1] - values[0]) if values else 0.0
 
     def waited(self, role: str) -> Measure:
-        """Return how to measure the share of time that the processes of a role waited."""
+        """Return a measure of the share of time that the processes of a role waited."""
         names = [f"busy:{one.name}" for one in self.status.roles if one.role == role]
 
         def measure(end: int) -> float | None:
@@ -131,11 +131,11 @@ class View:
         return measure
 
     def reading(self, measure: Measure, limit: float) -> float | None:
-        """Return the newest value of a measure over time if a rule about it is to speak."""
+        """Return the newest value of a measure over time if a rule about it applies."""
         return reading(measure, self.window_ends, limit)
 
     def stalled(self, name: str) -> list[float]:
-        """Return what is known of a series since ``WINDOW_S`` ago if no step was done since.
+        """Return the known values of a series since ``WINDOW_S`` ago if no step was done since.
 
         Empty if one was, or if the run is younger. Needs no step at all, unlike ``values``.
         """
@@ -193,7 +193,7 @@ def known(column: Column) -> list[float]:
 
 
 def step_window_ends(rows: int, needed: int) -> list[int]:
-    """Return where windows of learner steps end: the newest, and one step earlier each."""
+    """Return the ends of windows of learner steps: the newest, and one step earlier each."""
     return [end for end in range(rows, rows - NUM_WINDOWS, -1) if end >= needed]
 
 
@@ -207,5 +207,5 @@ def running_means(values: Sequence[float]) -> list[float]:
 
 
 def newest_values(column: Column, end: int, steps: int = FIGURE_STEPS) -> list[float]:
-    """Return what is known of the ``steps`` rows before row ``end``."""
+    """Return the known values of the ``steps`` rows before row ``end``."""
     return known(column[max(0, end - steps) : end])

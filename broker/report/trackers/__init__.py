@@ -1,1 +1,1 @@
-"""Where a run's curves go besides the page: one adapter per tool, chosen by name."""
+"""Experiment trackers for a run's curves: one adapter per tool, chosen by name."""

@@ -1,4 +1,4 @@
-"""What a transport does within a transaction, and how members fail in it."""
+"""Interface of a transport within a transaction, and its members' failures."""
 
 import asyncio
 import importlib
