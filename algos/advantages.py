@@ -193,7 +193,7 @@ def gdpo(outcomes: Outcomes, options: GdpoOptions) -> Tensor:
 
 @advantage("zero")
 def zero(outcomes: Outcomes, _: NoOptions) -> Tensor:
-    """A = 0: what is learned comes from elsewhere, such as a teacher (algo.teacher)."""
+    """A = 0: the policy learns from elsewhere, such as a teacher (algo.teacher)."""
     return torch.zeros_like(outcomes.rewards)
 
 

@@ -84,7 +84,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The rewards that are learned from, and what of the batch is trained. Shapes [N]."""
+    """The rewards to learn from, and the trained part of the batch. Shapes [N]."""
 
     rewards: Tensor  # float64
     copies: Tensor  # int64, 0 where a trajectory trains nothing
@@ -94,7 +94,7 @@ class Algorithm:
     """The parts of one run's algorithm, put together. Pure: holds settings, no state."""
 
     def __init__(self, choice: AlgoChoice, *, max_response_tokens: int) -> None:
-        """Compose what ``slipstream.algos.config.choice_of`` chose.
+        """Compose the choice of ``slipstream.algos.config.choice_of``.
 
         Args:
             choice: parts and their settings.
@@ -154,7 +154,7 @@ class Algorithm:
         Args:
             outcomes: of the step.
             is_truncated: [N] bool, responses that ended at the length limit.
-            generator: decides what is drawn again (PF-PPO); equal on all ranks.
+            generator: draws trajectories again (PF-PPO); equal on all ranks.
         """
         data, groups, num_groups = self.choice.data, outcomes.groups, outcomes.num_groups
         rewards = scaled(outcomes.rewards, scale=data.scale, bias=data.bias, clip=data.clip)
@@ -191,7 +191,7 @@ class Algorithm:
         return values
 
     def token_advantages(self, given: TokenOutcomes) -> TokenAdvantages:
-        """Return advantages of tokens and what a critic learns. Only where ``is_token_level``."""
+        """Return advantages of tokens and a critic's targets. Only where ``is_token_level``."""
         advantage = self.choice.advantage
         result: TokenAdvantages = advantage.part.function(given, advantage.options)
         return result
@@ -200,7 +200,7 @@ class Algorithm:
         """Return a teacher's term of the advantages: c (log teacher - log q). Shapes [T].
 
         On average over tokens of q it is the slope of -c KL(q || teacher) of each token where it
-        stands: what a token does to those after it is not in it (on-policy distillation, arXiv
+        is: its effect on later tokens is not included (on-policy distillation, arXiv
         2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation).
         """
         options = self.choice.teacher
@@ -240,7 +240,7 @@ class Algorithm:
     ) -> Correction:
         """Combine all corrections. Arguments as in ``CorrectionInputs``.
 
-        What replaces the proximal policy comes first: the others correct for the replaced one.
+        A replacement of the proximal policy comes first: the others correct for the replaced one.
         """
         given = CorrectionInputs(
             proximal=proximal.detach(),

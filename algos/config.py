@@ -78,7 +78,7 @@ PARTS: dict[Kind, dict[str, AnyPart]] = {
     "surrogate": SURROGATES,
     "correction": CORRECTIONS,
 }
-# What is multiplied or divided by. Other settings are limits, and inf is no limit.
+# Factors and divisors. Other settings are limits, and inf is no limit.
 _FACTORS = frozenset(
     {"coefficient", "scale", "bias", "weights", "lr", "length", "least_reward", "entropy_bonus"}
 )
@@ -151,7 +151,7 @@ def _chosen(
 
 
 def _checked(chosen: Chosen) -> Chosen:
-    """Return a part whose options need what there is.
+    """Return a part whose options need only available inputs.
 
     Raises:
         PartError: they need something else.

@@ -12,7 +12,7 @@ _KEEPING_ALL = frozenset(
 
 
 def refuse_conflicts(choice: AlgoChoice, section: AlgoSection) -> None:
-    """Refuse what makes no sense together, and settings without effect, with the reason.
+    """Refuse contradictory settings, and settings without effect, with the reason.
 
     Raises:
         PartError: naming the settings, and why.

@@ -38,7 +38,7 @@ def _itself(values: Tensor) -> Tensor:
 class CorrectionInputs:
     """Inputs of a correction. Nothing outside the packing's mask matters.
 
-    What may be None is there for corrections that need it (``needs``), and perhaps for others.
+    Optional fields are set for corrections that need them (``needs``), and perhaps for others.
 
     Raises:
         ValueError: a tensor does not have the shape of the packing's mask.
@@ -142,7 +142,7 @@ class ImportanceSamplingOptions(Options, frozen=True, kw_only=True):
         return frozenset({"whole_minibatch"}) if self.normalize else frozenset()
 
     def __post_init__(self) -> None:
-        """Reject what has no meaning."""
+        """Reject meaningless settings."""
         if self.low > self.high:
             raise ValueError(
                 f"importance-sampling needs low <= high, got low {self.low}, high {self.high}"
@@ -189,7 +189,7 @@ class RejectionOptions(Options, frozen=True, kw_only=True):
     """Rejected below this; not set for no limit."""
 
     def __post_init__(self) -> None:
-        """Reject what has no meaning."""
+        """Reject meaningless settings."""
         if self.high is None and self.low is None:
             raise ValueError("rejection needs a bound: high, low, or both; got neither")
         if self.high is not None and self.low is not None and self.low > self.high:
@@ -298,7 +298,7 @@ class ClipCovOptions(Options, frozen=True, kw_only=True):
     """Only tokens whose covariance is below this."""
 
     def __post_init__(self) -> None:
-        """Reject what has no meaning."""
+        """Reject meaningless settings."""
         if self.low >= self.high:
             raise ValueError(f"clip-cov needs low < high, got low {self.low}, high {self.high}")
 

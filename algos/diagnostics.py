@@ -21,11 +21,11 @@ class Diagnosed:
     """Inputs and effects of a loss, per token and without gradient. Shapes [T]."""
 
     mask: Tensor  # bool, the tokens that the policy chose
-    keep: Tensor  # bool, those that no correction rejected
+    keep: Tensor  # bool, not rejected by any correction
     proximal: Tensor
     behavior: Tensor
     entropy: Tensor
-    ratio: Tensor  # what the surrogate clips
+    ratio: Tensor  # that the surrogate clips
     weights: Tensor  # of the correction
     clipped_up: Tensor  # bool
     clipped_down: Tensor  # bool
@@ -142,8 +142,8 @@ def critic_sums(*, mask: Tensor, values: Tensor, returns: Tensor, is_clipped: Te
 
     Args:
         mask: [T] bool.
-        values: [T] what was predicted before the step.
-        returns: [T] what came.
+        values: [T] predicted before the step.
+        returns: [T] observed.
         is_clipped: [T] bool, errors whose gradient the clip took.
     """
     per_token = {

@@ -42,7 +42,7 @@ _NO_COLUMNS = (PADDED_LOGIT, PADDED_LOGIT, 0.0, PADDED_LOGIT, 0.0)  # _part of n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLayer:
-    """The last layer of a model on this rank, and what is barred or padding in it."""
+    """The last layer of a model on this rank, and its barred and padding tokens."""
 
     weight: Tensor  # [V/tp, H] rank r holds rows r*V/tp to (r+1)*V/tp
     group: dist.ProcessGroup | None = None  # ranks that the rows are split over
@@ -101,7 +101,7 @@ def linear_logprobs(
         target: [T] int64 token ids; the result for other numbers is finite and meaningless.
         temperature: [T], 1 if None.
         barred: [T] bool, where ``layer.barred_ids`` cannot be chosen; nowhere if None.
-        reference: what KL is taken from; tempered and barred alike.
+        reference: the other policy of the KL; tempered and barred alike.
         chunk_columns: columns of this rank whose logits exist at a time; None fills CHUNK_BYTES
             (CUDA_CHUNK_BYTES), with MIN_CHUNK_COLUMNS at least.
     """
@@ -269,7 +269,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = ctx.sampling.logits(hidden, weight, chunk)
             all_logprobs = logits.sub_(log_total.unsqueeze(-1))
             probabilities = all_logprobs.exp()
-            # What is as large as PADDED_LOGIT meets its probability 0 first: it cannot overflow.
+            # Values as large as PADDED_LOGIT meet their probability 0 first: they cannot overflow.
             grad = probabilities * -by_chosen
             at, is_here = _within(column - chunk.start, grad)
             grad.scatter_add_(-1, at, by_chosen * (is_free.unsqueeze(-1) & is_here))

@@ -40,7 +40,7 @@ class NoOptions(Options, frozen=True, kw_only=True):
 
 
 class PartError(ValueError):
-    """A part of the algorithm is not there, or is not what its setting asks for."""
+    """A part of the algorithm is missing, or of another kind than its setting needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,9 @@ def find_part(
     """Return a part by its name, or by ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``.
 
     Args:
-        kind: what it must be.
+        kind: the required kind.
         name: of the part.
-        built_in: those that need no module.
+        built_in: parts that need no module.
         setting: that names it, for messages.
         module_named: imports the part before the colon.
 

@@ -33,7 +33,7 @@ def normalized(
 ) -> Tensor:
     """Return (r - mean) / (std + epsilon) over the group or the whole batch. [N] -> [N] float64.
 
-    The standard deviation is the unbiased one. What is alone, or equal to all others, becomes 0.0.
+    The standard deviation is unbiased. A lone value, or one equal to all others, becomes 0.0.
 
     Args:
         rewards: [N].

@@ -2,7 +2,7 @@
 
 The client waits for a broker that died: once reconnected, it sends its hello again and
 repeats every request that was not answered. All requests may be repeated; an answer to the first
-sending that still arrives is ignored, so that what the client knows and what the broker granted
+sending that still arrives is ignored, so that the client's state and the broker's grants
 agree again from the hello on.
 """
 
@@ -138,14 +138,14 @@ class BrokerClient:
 
         Args:
             endpoint: of the broker.
-            role: what this process is.
+            role: of this process.
             name: stable over restarts.
             packages: versions worth recording.
             tokenizer: a tokenizer_hash.
             timeout_s: of the first hello, and of a request while the broker is there; None is
                 ``outage_s``.
             outage_s: how long a broker that is gone is waited for later.
-            key_file: what this host proves itself with; needed for a broker on another host.
+            key_file: this host's key; needed for a broker on another host.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.

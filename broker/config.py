@@ -39,7 +39,7 @@ class DataSection(Section, frozen=True, kw_only=True):
     shuffle: bool = True
     """Take prompts in an order of run.seed, another one in every epoch; false is file order."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What becomes of a row that is no prompt; skipped rows are counted and logged."""
+    """Treatment of rows that are no prompts; skipped rows are counted and logged."""
     prompt_column: str = "prompt"
     """Column of a file that holds text or a list of turns."""
     as_chat: bool = False
@@ -96,7 +96,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""
     max_in_flight: int | None = None
-    """Most groups started and in no batch yet; default is what the staleness bound allows."""
+    """Most groups started and in no batch yet; default is the most the staleness bound allows."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (they carry no gradient) and issue others."""
     zero_variance_of: str = ""
@@ -151,7 +151,7 @@ class RewardSection(Section, frozen=True, kw_only=True):
     workers: AtLeast0 = 1
     """Reward workers that `slipstream run` starts; 0 if they are started by hand."""
     inline: bool = False
-    """Score in the generators first; workers get what has no reward then."""
+    """Score in the generators first; workers get the answers still without a reward."""
     processes: AtLeast1 = 2
     """Child processes in which one worker runs the function."""
     concurrency: AtLeast1 = 16

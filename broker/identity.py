@@ -1,6 +1,6 @@
 """Identity of a run and of its lives, on which run folder, store and checkpoints agree.
 
-A *life* of a run is what one account of it went through, from its beginning, from a checkpoint
+A *life* of a run is the history of one account of it, from its beginning, from a checkpoint
 without the store of the life before, or from where a store that lost acknowledged events ends.
 ``identity.json`` in the run folder outlives every store, so that an epoch, or the id of a group or
 a lease, is never given out twice.
@@ -115,7 +115,7 @@ def begin_life(
     epochs: Iterable[int] = (),
     apart: bool = False,
 ) -> None:
-    """Have a ledger give out what no life before has given out.
+    """Have a ledger give out only ids and epochs that no earlier life gave out.
 
     Args:
         state: of the ledger that the run continues with.

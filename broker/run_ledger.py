@@ -127,20 +127,20 @@ def resumed(
 ) -> tuple[Ledger, Changes]:
     """Resume from run.resume_from: in the store if it reaches back to there, else without it.
 
-    Returns the ledger, and what makes it that of the store.
+    Returns the ledger, and the changes that bring the store to it.
     """
     run = settings.run
     folder = Path(run.resume_from)
     saved = ledger_of(folder)
     version = saved.version
-    goes_on = (
+    in_store = (
         known is not None
         and known.book.state.num_events > 0
         and known.book.is_ancestor(version)
         and known.book.can_go_back_to(version.step)
         and known.book.state.group_size == run.group_size
     )
-    ledger = known if known is not None and goes_on else build_ledger(settings, prompts, saved)
+    ledger = known if known is not None and in_store else build_ledger(settings, prompts, saved)
     state = ledger.book.state
     points = [point for point in state.eval_points if point.step <= version.step]
     if reason := ledger.book.rules.eval_plan.verdict(points):
@@ -148,7 +148,7 @@ def resumed(
     check_same_run(ledger.book.rules, state, settings)
     warn_of_other_problems(ledger)
     released: list[TrajectoryKey] = []
-    if goes_on:
+    if in_store:
         begin_life(state, identity, others=[saved], apart=state.num_events < first_event)
         _log.info("going back from step %d to step %d", ledger.book.step, version.step)
     else:
@@ -187,8 +187,8 @@ def _begin_apart(
 def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Changes:
     """Return the whole state as it is to be stored, fit for the settings of now.
 
-    Under another bound or group size than it was admitted under, what is under way restarts; so
-    do evaluations under other problems or samples.
+    Groups under way that were admitted under another bound or group size restart; so do
+    evaluations under other problems or samples.
     """
     state, rules = ledger.book.state, ledger.book.rules
     other_size = state.group_size != rules.group_size

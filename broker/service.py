@@ -60,7 +60,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
     limit = raise_descriptor_limit(least)
     if limit < _FEW_DESCRIPTORS:
         _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
-    gc.disable()  # what is read back stays
+    gc.disable()  # the state read back stays
     run, broker = settings.run, settings.broker
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
@@ -185,7 +185,7 @@ async def _make_server(
     )
     ledger.restarted(time.monotonic())
     for group in ledger.book.groups.values():
-        if group.item == "eval" and group.headers:  # what eval/ shows of them is kept in memory
+        if group.item == "eval" and group.headers:  # their part of eval/ is kept in memory
             keys = group.trajectory_keys()
             for key, stored in zip(keys, await store.fetch(keys), strict=True):
                 server.frames.pin(key, stored)  # a group at a time, as much as there is room for

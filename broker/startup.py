@@ -73,7 +73,7 @@ async def start_run(
         prompts: of the run.
         store: of the run; from now on this broker is its only writer.
         restarted: this process takes the place of one that died, and has resumed if it was to.
-        first_event: of the trail: so many events were acknowledged in all lives of the run.
+        first_event: of the trail: the number of events acknowledged in all lives of the run.
 
     Raises:
         ConfigError: the store is not this run's, the run has ended, has other data, or its
@@ -179,7 +179,7 @@ async def _stored_ledger(
 
 
 async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
-    """Start what logging.trackers names, before anything of an earlier life is touched.
+    """Start the trackers of logging.trackers, before anything of an earlier life is touched.
 
     Raises:
         ConfigError: one cannot be started, or not in time.
@@ -204,7 +204,7 @@ async def open_records(
 ) -> FolderRecords:
     """Open the records in the run folder.
 
-    What a broker that died did not record any more is recorded now.
+    Events that a broker did not record before it died are recorded now.
     """
     run, broker = settings.run, settings.broker
     path = run.folder / BATCHES if broker.record_batches else None

@@ -19,14 +19,14 @@ class DeploySection(Section, frozen=True, kw_only=True):
     """[deploy]: how `slipstream run` supervises the processes of one host.
 
     A process that fails is started again: the broker reads its ledger back, the learner resumes
-    from its newest checkpoint, and what a generator or reward worker held is leased to others.
+    from its newest checkpoint, and work of a generator or reward worker is leased to others.
     Several hosts are planned by `--dry-run` only.
     """
 
     hosts: tuple[str, ...] = ("localhost",)
     """Hosts of the run: broker, learner and reward workers on the first, generators after it."""
     gpus_per_host: AtLeast0 = 0
-    """GPUs of each host; 0 is what this host has."""
+    """GPUs of each host; 0 is the number on this host."""
     gpu_memory_gib: Positive = 80.0
     """Memory of one GPU, for the estimate that --dry-run prints."""
     share_gpus: bool = False
@@ -65,7 +65,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_config(table: Table) -> RunConfig:
-    """Decode all sections and check what concerns more than one role.
+    """Decode all sections and check settings that concern more than one role.
 
     Raises:
         ConfigError: naming the setting.

@@ -39,7 +39,7 @@ COMMANDS = {
 
 def main() -> int:
     """Run one subcommand."""
-    return run_role(_called)  # what a subcommand needs may take a second to import
+    return run_role(_called)  # a subcommand's imports may take a second
 
 
 def _called() -> int:

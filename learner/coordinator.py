@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Coordinator:
-    """One rank's view of what rank 0 asks for all of them."""
+    """One rank's view of rank 0's requests for all of them."""
 
     def __init__(self, leader: LeadingLink | None, topology: "Topology", stop: StopRequest) -> None:
         """Connect the ranks; rank 0 alone has a ``leader``."""

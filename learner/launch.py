@@ -43,7 +43,7 @@ _HOST = "127.0.0.1"
 class Launch:
     """Details of this start of a learner, beside its settings."""
 
-    replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
+    replay: Path | None = None  # trajectory file to train on in place of a broker's batches
     resumes: bool = False  # resume from the run's newest usable checkpoint
     begun_after: int | None = None  # the newest epoch of a checkpoint as the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)

@@ -1,7 +1,7 @@
 """Stopping a learner: the first signal lets it save and exit, the second ends it at once.
 
 Rank 0 alone listens. The other ranks are started with SIGINT and SIGTERM ignored, since a terminal
-sends its signal to all of them; they follow what rank 0 broadcasts, and die with it.
+sends its signal to all of them; they follow rank 0's broadcasts, and die with it.
 """
 
 import logging

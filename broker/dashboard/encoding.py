@@ -91,7 +91,7 @@ class StateEncoder:
 
 
 class EventEncoder:
-    """Encodes events: what all viewers get once per snapshot, and the steps that they lack."""
+    """Encodes events: the common part once per snapshot, and the steps each viewer lacks."""
 
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None

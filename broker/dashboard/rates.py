@@ -1,4 +1,4 @@
-"""Turns the cumulative counts of a run's state into what happened since the last snapshot."""
+"""Turns the cumulative counts of a run's state into changes since the last snapshot."""
 
 from dataclasses import dataclass
 

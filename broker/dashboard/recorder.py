@@ -1,7 +1,7 @@
-"""Takes a snapshot of a run every second, for all viewers, and keeps what the page shows.
+"""Takes a snapshot of a run every second, for all viewers, and keeps the page's data.
 
-Nothing here may end the broker or hold it up: what fails is logged once and left out, and what
-takes long (rules, encoding, writing) works in threads on copies.
+Nothing here may end the broker or hold it up: failures are logged once and left out, and slow
+work (rules, encoding, writing) runs in threads on copies.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorLog:
-    """Logs what fails on the way to the page."""
+    """Logs failures on the way to the page."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str]] = set()
@@ -98,7 +98,7 @@ class _Background:
 
 
 class Recorder:
-    """Samples the state of a run; many may read what it saw last. Use it in one event loop."""
+    """Samples the state of a run; many may read the last sample. Use it in one event loop."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Recorder:
         advise: Advise = advise,
         write: Write = write_state,
     ) -> None:
-        """Continue with what the file at ``path`` holds, if it is there.
+        """Continue with the contents of the file at ``path``, if it is there.
 
         ``missed`` are figures of learner steps that the file may lack; ``fsync`` is how often the
         store writes to disk, empty if not known; ``now`` is a unix time that never goes back.
@@ -237,7 +237,7 @@ class FinishedRun:
     def __init__(
         self, stored: StoredState, *, high_water_bytes: int, fsync: str, outcome: str = ""
     ) -> None:
-        """Show what was stored last, with a better known ``outcome`` if one is given."""
+        """Show the last stored state, with a better known ``outcome`` if one is given."""
         self._stored = stored
         status = shown_status(stored.status)
         if outcome:

@@ -282,7 +282,7 @@ class Dashboard:
                 await response.prepare(request)
             await self._stream(response, step)
         except (ConnectionResetError, TimeoutError):
-            _abort(request)  # a graceful end would wait for what is not read
+            _abort(request)  # a graceful end would wait for unread data
         finally:
             self.num_viewers -= 1
         return response

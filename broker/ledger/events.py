@@ -52,7 +52,7 @@ class Leased(Event, frozen=True):
 
 LeaseEnd = Literal[
     "lapsed",  # no heartbeat
-    "restarted",  # its holder started anew
+    "restarted",  # its holder restarted
     "failed",  # its holder handed it back
     "left",  # its holder ended in order
     "lost",  # the answer that granted it never arrived

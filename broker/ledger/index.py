@@ -116,7 +116,7 @@ class GroupIndex:
         return {state: self._in_state[state] for state in STATES}
 
     def nearest(self, take: dict[int, int]) -> tuple[int, ...]:
-        """Return so many ready groups of each deadline, the oldest first; they stay where they are.
+        """Return this many ready groups of each deadline, oldest first, without removing them.
 
         An entry of a heap whose group is not ready any more is forgotten on the way.
         """

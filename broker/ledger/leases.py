@@ -27,8 +27,7 @@ class Held(Protocol):
 class LeaseTerms:
     """Terms of leases. All are equally long, so leases lapse in the order of granting.
 
-    A lease that ended otherwise may be left here: callers check what is overdue against what is
-    held.
+    A lease that ended otherwise may be left here: callers check overdue leases against held ones.
     """
 
     def __init__(self, lease_s: float, max_lease_s: float = 0.0) -> None:
@@ -65,7 +64,7 @@ class LeaseTerms:
     def extend(
         self, leases: Mapping[int, Held], holder: str, lease_ids: Iterable[int], now_s: float
     ) -> list[int]:
-        """Give a holder's leases a full term; return those that it no longer has."""
+        """Give a holder's leases a full term; return the ones it no longer has."""
         lost = []
         for lease_id in lease_ids:
             lease = leases.get(lease_id)

@@ -43,8 +43,8 @@ class LedgerRules:
     max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
-    prompts_fingerprint: str = ""  # what the training prompts are, and their order
-    problems_fingerprint: str = ""  # what the held-out problems are
+    prompts_fingerprint: str = ""  # of the training prompts, in order
+    problems_fingerprint: str = ""  # of the held-out problems
 
 
 class TrainedStep(msgspec.Struct, frozen=True):

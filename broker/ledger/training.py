@@ -50,8 +50,8 @@ class Training:
             held: the version of that checkpoint; None for the weights that the run started with.
 
         Raises:
-            RefusedError: this run cannot resume from that step, or these are other weights than
-                those that this run had at it.
+            RefusedError: this run cannot resume from that step, or had other weights
+                at it.
         """
         book, state = self._book, self._book.state
         if learner and learner == state.learner:
@@ -77,7 +77,7 @@ class Training:
         return version
 
     def _answer_again(self) -> None:
-        """After a take-over, requeue prompts whose answers are gone, and drop what has no place."""
+        """After a take-over, requeue prompts whose answers are gone, and drop the rest."""
         book, state = self._book, self._book.state
         for group_id, position in list(state.lost):
             self._decisions.record(
@@ -105,7 +105,7 @@ class Training:
     # ---- batches -------------------------------------------------------------
 
     def deliver(self, version: PolicyVersion, step: int | None = None) -> Delivery:
-        """Return the batch of a learner step, or what it waits for, or None at the end.
+        """Return the batch of a learner step, or the reason it waits, or None at the end.
 
         The same step asked again gets the same batch.
 
@@ -152,7 +152,7 @@ class Training:
         return batch
 
     def _deliver_the_rest(self, version: PolicyVersion, step: int) -> Delivery:
-        """Make the last batch of what is ready, if that is enough, and plan the end."""
+        """Make the last batch of the ready groups, if they are enough, and plan the end."""
         book, state = self._book, self._book.state
         if later := sorted(s for s in state.batches if s > step):
             for later_step in later:  # the run ends with the batch of this step

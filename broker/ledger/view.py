@@ -26,7 +26,7 @@ def account_of(
 ) -> LedgerView:
     """Return counts, the equation, the oldest ``num_items`` items and the holders.
 
-    ``store`` is the server behind the ledger and what a commit survives there; ``issued_at`` has
+    ``store`` is the server behind the ledger and its durability; ``issued_at`` has
     unix times by group id, as far as known.
     """
     state = book.state
@@ -67,7 +67,7 @@ def account_of(
 def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") -> str:
     """Describe which groups a batch waits for, and their holders; warn if all are dropped.
 
-    ``trouble`` is what is known of reward functions that fail.
+    ``trouble`` describes reward functions that fail.
     """
     state = book.state
     barren = ""

@@ -11,7 +11,7 @@ Frames = Sequence[StoredTrajectory]
 
 
 class RunRecords:
-    """Is given what happened. This one keeps nothing."""
+    """Receives the events of a run. This one keeps nothing."""
 
     @property
     def wants_batches(self) -> bool:

@@ -65,7 +65,7 @@ class Telemetry:
         if (before := self._roles.get(hello.name)) is not None:
             self._ended_tokens[before.hello.role] += int(before.tokens)
         now = self._now()
-        # A name may hold a pid: those that have been silent for long are no longer shown.
+        # A name may hold a pid: roles that have been silent for long are no longer shown.
         # Of a learner only one is shown, and it may be silent in a long step.
         for name, one in list(self._roles.items()):
             if one.hello.role in MANY and now - one.last_message_s > _GONE_S:
@@ -115,7 +115,7 @@ class Telemetry:
         self._publishes.add(record)
 
     def members(self, members: list[MemberState]) -> None:
-        """The relay's report of what each engine holds."""
+        """The relay's report of each engine's version."""
         self._members = bounded_members(members)
 
     def notice(self, book: Book) -> None:

@@ -1,6 +1,6 @@
 """The process in which reward functions run: reads calls, runs them, answers. Ends with its worker.
 
-Its parent, bubblewrap or ``sandbox/init.py``, kills what the functions leave when it ends.
+Its parent, bubblewrap or ``sandbox/init.py``, kills the functions' leftover processes at its end.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class Link:
         return to_child.decode(self._waiting.pop(0))
 
     async def received(self) -> Load | Call | None:
-        """Return the same without standing in the way of what runs."""
+        """Return the same without blocking running calls."""
         import asyncio
 
         if not self._waiting:
@@ -125,7 +125,7 @@ class Runner:
                 self._link.send(self._run(call))
 
     def close(self) -> None:
-        """Let the functions put away what they hold."""
+        """Let the functions release their resources."""
         for function in self._functions:
             result = function.close()
             if isinstance(result, Awaitable):

@@ -14,7 +14,7 @@ _LINE_CHARACTERS = 500
 
 
 class OutputLog:
-    """Logs what comes out of one child; drops and counts what comes too fast."""
+    """Logs the output of one child; drops and counts the excess."""
 
     def __init__(self, name: str, *, now: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -25,7 +25,7 @@ class OutputLog:
         self.dropped_bytes = 0
 
     def read(self, descriptor: int) -> bool:
-        """Log what is there now; return whether there may be more."""
+        """Log available output; return True if there may be more."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:

@@ -90,7 +90,7 @@ class RewardPool:
             _log.warning('reward.sandbox = "none": reward functions can see the files that we can')
         else:
             await asyncio.to_thread(check_jail)
-            for path in hide:  # nothing can be laid over what is not there
+            for path in hide:  # a missing path cannot be covered
                 if not path.exists() and not path.suffix:
                     with suppress(OSError):  # it is for another user to make, and to protect
                         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,8 +112,8 @@ class RewardPool:
     async def score(self, work: Work) -> AsyncIterator[Score]:
         """Yield one score per answer as they are there, in any order.
 
-        Callers take turns. One that stops listening gives up what has not started. No score comes
-        for what was given back meanwhile.
+        Callers take turns. One that stops listening gives up work not started. No score comes
+        for work given back meanwhile.
         """
         request = request_of(work, self._choice, self.functions)
         self._requests.append(request)
@@ -178,7 +178,7 @@ class RewardPool:
             min(fitting, key=lambda slot: len(slot.running)).run(self._last_call_id, call)
             self._working.set()
 
-    # ---- what comes of a call ------------------------------------------------
+    # ---- outcomes of calls ---------------------------------------------------
 
     def _answered(self, slot: Slot, answer: Answered) -> None:
         running = slot.running.get(answer.call_id)
@@ -308,7 +308,7 @@ class RewardPool:
     # ---- limits --------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Measure the children, often while they work; replace those that take too much."""
+        """Measure the children, often while they work; replace the ones over their limits."""
         loop = asyncio.get_running_loop()
         while True:
             busy = any(slot.running for slot in self._slots)

@@ -178,7 +178,7 @@ class ChildProcess(asyncio.Protocol):
         self._at_load = set(children.get(reaper, ()) if reaper is not None else ())
 
     def kill_left_behind(self, table: Mapping[int, ProcessRow], *, before_s: float) -> int:
-        """Kill what has left the child's own tree, started before; return how many."""
+        """Kill processes that left the child's tree, started before; return how many."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         if reaper is None:
@@ -207,7 +207,7 @@ class ChildProcess(asyncio.Protocol):
     async def end(self, *, in_order: bool = False) -> None:
         """Kill it with all that it has started; return when nothing is left.
 
-        With ``in_order`` its functions may put away first what they hold; not for long.
+        With ``in_order`` its functions may first release their resources; not for long.
         """
         self._ending = True
         process = self._process

@@ -1,4 +1,4 @@
-"""A place for one child of a reward worker: starts it, gives it calls, checks what it takes."""
+"""A place for one child of a reward worker: starts it, gives it calls, checks its usage."""
 
 import asyncio
 import math
@@ -192,7 +192,7 @@ class Slot:
         return ("timeout", took_too_long(limit_s), late) if late else None
 
     def kill_left_behind(self, table: Mapping[int, ProcessRow]) -> int:
-        """Kill what calls that are over have left behind; return how many processes."""
+        """Kill processes that finished calls left behind; return how many."""
         if self.child is None or not self.ready:
             return 0
         before_s = min((run.started_s for run in self.running.values()), default=math.inf)

@@ -3,12 +3,12 @@
 A script, the standard library only; ``code.py`` has the sandbox run it as ``main.py`` with the
 answer next to it. Two processes:
 
-    tester    reads the tests from stdin and writes what came out, a line of JSON each, to stdout
-    answer    started by the tester as ``main.py --answer``: loads the answer, does as it is asked
+    tester    reads the tests from stdin and writes the results, a line of JSON each, to stdout
+    answer    started by the tester as ``main.py --answer``: loads the answer, follows the tester
 
-The answer's process never holds a test, an expected value or a descriptor of the tester, and what
-it sends is plain data: it can send only what its functions return. The tester is not dumpable,
-which closes its memory and descriptors in /proc. An answer that ends or hangs is started anew.
+The answer's process never holds a test, an expected value or a descriptor of the tester, and
+sends plain data: only results of its functions. The tester is not dumpable, which closes its
+memory and descriptors in /proc. An answer that ends or hangs is restarted.
 
 A test is a call (its result is written, and compared outside) or statements (whether they passed
 is written). In statements, names of the answer refer to what lives in its process; values that
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 pathlib is slow to import
 _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
 _MOST_BYTES = 1 << 20  # of one reply
-_LOAD_S = 60.0  # to start Python, besides what a test may take
+_LOAD_S = 60.0  # to start Python, besides a test's time
 _POLL_S = 0.05
 _WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
 _DISK_SHARE = 0.5  # of a test's time: an answer may wait for a disk as long as that besides
@@ -46,7 +46,7 @@ _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozen
 
 
 class AnswerError(Exception):
-    """The answer raised something of its own, ended, hung, or sent what we do not understand."""
+    """The answer raised an error of its own, ended, hung, or sent invalid data."""
 
 
 # ---- values between the two ----------------------------------------------------
@@ -179,7 +179,7 @@ class Answer:
         read, self._requests = os.pipe()
         self._replies, write = os.pipe()
         os.set_blocking(self._requests, False)
-        # Through high numbers, so that no copy overwrites what is still to be copied.
+        # Through high numbers, so that no copy overwrites a descriptor still to be copied.
         high = {nothing: 100, read: 101, write: 102}
         actions: list[Any] = [(os.POSIX_SPAWN_DUP2, old, new) for old, new in high.items()]
         actions += [(os.POSIX_SPAWN_DUP2, 100, number) for number in (0, 1, 2)]
@@ -215,7 +215,7 @@ class Answer:
     def _wait(self, reads: list[int], writes: list[int]) -> None:
         """Wait for a pipe for as long as the answer has; others' use of the machine is not its.
 
-        As in ``broker/sandbox/own_time.py``: where the answer wants a core, what it got counts,
+        As in ``broker/sandbox/own_time.py``: where the answer wants a core, its CPU time counts,
         and waiting for a disk counts as that for a while.
         """
         while not any(select.select(reads, writes, [], min(_POLL_S, self._clock_left_s))[:2]):
@@ -282,7 +282,7 @@ class Remote:
     def __eq__(self, other: object) -> bool:  # type: ignore[explicit-override] # costs an import
         raise TypeError("the answer's objects cannot be compared here")
 
-    __hash__ = None  # type: ignore[assignment] # what cannot be compared cannot be a key
+    __hash__ = None  # type: ignore[assignment] # incomparable values cannot be keys
 
 
 def known_exception(name: str, text: str) -> Exception:
@@ -320,7 +320,7 @@ def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
         if name in sys.stdlib_module_names:
             try:
                 visible[name] = importlib.import_module(name)
-            except Exception:  # noqa: BLE001, S112 a module that needs what is not there
+            except Exception:  # noqa: BLE001, S112 a module with a missing dependency
                 continue
         elif name.startswith("__") or hasattr(builtins, name):
             continue
@@ -330,7 +330,7 @@ def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
 
 
 def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
-    """Call the function with each list of arguments; write what it returned."""
+    """Call the function with each list of arguments; write the results."""
     for index, arguments in enumerate(tests["calls"]):
         try:
             answer.begin_test()
@@ -358,7 +358,7 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
                     names["__builtins__"] = builtins
                 if whole:
                     code = compile(ast.Module([statement], []), "tests", "exec")
-                    exec(code, names)  # noqa: S102 what tests are for
+                    exec(code, names)  # noqa: S102 the purpose of tests
                 else:
                     error = "what it depends on has failed"
             except BaseException as problem:  # noqa: BLE001 a test may exit
@@ -395,13 +395,13 @@ def send(message: dict[str, Any]) -> None:
 
 
 def serve() -> NoReturn:
-    """Load the answer and do as the tester asks, until it closes the pipe."""
+    """Load the answer and serve the tester's requests, until it closes the pipe."""
     names: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
     with open(os.path.join(_FOLDER, "answer.py"), encoding="utf-8") as file:  # noqa: PTH118, PTH123
         source = file.read()
     requests = os.fdopen(_REQUESTS, "rb")
     dumps, loads, write, leave = json.dumps, json.loads, os.write, os._exit
-    exec(compile(source, "answer.py", "exec"), names)  # noqa: S102 what we are for
+    exec(compile(source, "answer.py", "exec"), names)  # noqa: S102 our purpose
     kept: dict[int, Any] = {}
     for line in requests:
         reply = dumps(fulfil(loads(line), names, kept)).encode() + b"\n"

@@ -1,4 +1,4 @@
-r"""Pure: where the final answer is in what a model wrote: ``\boxed{}``, tags, ``####``."""
+r"""Pure: finds the final answer in a model's text: ``\boxed{}``, tags, ``####``."""
 
 import re
 
@@ -11,7 +11,7 @@ _THOUGHT_ENDS = "</think>"
 def marked_answer(text: str) -> str | None:
     r"""Return the last marked answer; None if none is marked.
 
-    ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before what follows ``####`` on
+    ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before the text after ``####`` on
     its line.
 
     Example: ``marked_answer("so \\boxed{\\frac{1}{2}}")`` is ``"\\frac{1}{2}"``.

@@ -132,7 +132,7 @@ def _values(transcript: Transcript) -> tuple[Json, ...]:
     return prompt.data_source, transcript.response, prompt.ground_truth, prompt.extra_info
 
 
-# ---- what it is --------------------------------------------------------------
+# ---- its identity ------------------------------------------------------------
 
 
 def _declared(target: Target) -> tuple[Takes | None, str]:
@@ -162,7 +162,7 @@ def _accepted(
     setting: str,
     name: str,
 ) -> dict[str, Json]:
-    """Return the options, and those offered that are named; refuse what nothing accepts."""
+    """Return the options, and the offered ones that are named; refuse unknown ones."""
     where = setting.removesuffix(".options")
     parameters = list(_signature(target, name, where).parameters.values())
     is_verl = _declared(target)[0] is None

@@ -33,7 +33,7 @@ _TOO_BIG = re.compile(
     r"|\^[\s({]*-?\d{3,}[\s})]*[})][\s})]*\^[\s({]*-?\d{3,}"
     r"|\d{400,}"
 )
-_SYMBOL = r"0-9A-Za-z\u0370-\u03ff"  # not those that write without blanks between words
+_SYMBOL = r"0-9A-Za-z\u0370-\u03ff"  # not scripts without blanks between words
 _LEFT, _RIGHT = rf"[{_SYMBOL})\]}}!]", rf"[+-]?(?:[{_SYMBOL}({{\[\\]|\.\d)"
 _BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
 _PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")

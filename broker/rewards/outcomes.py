@@ -1,4 +1,4 @@
-"""Pure: what a reward function returned or raised becomes a score that can be trusted."""
+"""Pure: turns a reward function's result or exception into a score that can be trusted."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -125,7 +125,7 @@ def score_of(
 
 
 def finite(value: object) -> float | None:
-    """Return a number as a float; None for anything else, NaN, infinities and what overflows.
+    """Return a number as a float; None for anything else, NaN, infinities and overflows.
 
     Scalars of numpy and torch are numbers, text and bytes are none.
     """

@@ -135,7 +135,7 @@ def _bits(node: ast.expr) -> int:
     """Return the most bits a formula's value can have; names are symbols, and have none.
 
     Raises:
-        ValueError: it holds what is no formula, or a power with a large exponent.
+        ValueError: it is no formula, or has a power with a large exponent.
     """
     match node:
         case ast.Constant(value=int() as number):

@@ -2,8 +2,8 @@
 
 A script for ``python -I -S init.py REPORT PARENT UID LIMITS COMMAND...``: the standard library
 only, and none of our modules, because it runs before untrusted code. ``sandbox.py`` starts
-it. Under bubblewrap the kernel kills what is left when process 1 ends; without, this process is the
-subreaper of the command and kills what it finds.
+it. Under bubblewrap the kernel kills all others when process 1 ends; without, this process is the
+subreaper of the command and kills its descendants.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Init:
         self.main = 0  # the command's process
 
     def run(self) -> NoReturn:
-        """Start the command, reap until it ends, kill what is left."""
+        """Start the command, reap until it ends, kill the rest."""
         if not self.in_namespace:
             prctl(_SET_SUBREAPER, 1)  # daemons become our children
             signal.signal(signal.SIGTERM, lambda *_: self.finish(_SETUP_FAILED))
@@ -85,7 +85,7 @@ class Init:
                 os.set_inheritable(self.report, False)
                 os.unsetenv("PWD")  # bubblewrap adds it
                 self.send("started")
-            os.execvp(self.command[0], self.command)  # noqa: S606 what this script is for
+            os.execvp(self.command[0], self.command)  # noqa: S606 this script's purpose
         except OSError as error:
             self.send(f"error {error}")
             os.write(2, f"{self.command[0]}: {error}\n".encode())

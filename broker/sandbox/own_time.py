@@ -26,7 +26,7 @@ class OwnTime:
         self._wanted_core, self._waited_for_disk = True, False
 
     def tick(self, now_s: float, cpu_s: float, *, wants_core: bool, waits_for_disk: bool) -> None:
-        """Add what has passed since the last call.
+        """Add the time since the last call.
 
         Args:
             now_s: seconds of the same clock.

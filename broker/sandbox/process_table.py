@@ -105,7 +105,7 @@ def children_by_parent(table: Mapping[int, ProcessRow]) -> dict[int, list[int]]:
 
 
 def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
-    """Return all that a process has started, and what that has started; not itself.
+    """Return all descendants of a process.
 
     Raises:
         ValueError: ``root`` is 0 or less, below which the whole host would be.
@@ -143,7 +143,7 @@ def kill(pid: int) -> None:
 
 
 async def kill_all(started: Mapping[int, float], *, timeout_s: float) -> list[int]:
-    """Kill processes, given with when they started, until they are gone; return what is left."""
+    """Kill processes, given with their start times, until they are gone; return the rest."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         rows = [row for pid, row in process_table().items() if started.get(pid) == row.started_s]

@@ -114,9 +114,9 @@ def run(
 
     Args:
         source: a module, run as ``__main__`` from a file in the work folder.
-        stdin: what it reads.
+        stdin: its input.
         files: further files in its work folder, which is the current one, by relative path.
-        limits: what it may take; the clocks start when it does.
+        limits: of its usage; the clocks start when it does.
         mode: ``none`` gives limits but no protection.
 
     Raises:
@@ -133,7 +133,7 @@ def run(
 
 
 class _Run:
-    """One started sandbox, its descriptors, and what it has taken."""
+    """One started sandbox, its descriptors, and its usage."""
 
     def __init__(
         self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, mode: Mode
@@ -269,7 +269,7 @@ class _Run:
         if self._process.returncode is not None:
             return
         if self._plain:
-            self._process.terminate()  # it kills what is below it
+            self._process.terminate()  # it kills its descendants
         elif not self._kill_init():
             self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -292,7 +292,7 @@ class _Run:
         return False
 
     def _outcome(self, status: _End | None, now_s: float) -> Outcome:
-        """Put together what was seen; raise SandboxUnavailableError if the code never started."""
+        """Make the outcome; raise SandboxUnavailableError if the code never started."""
         report = dict(line.partition(" ")[::2] for line in self._report.decode().splitlines())
         stderr = bytes(self._output["stderr"])
         shown = report.get("error", stderr.decode(errors="replace")[-300:])
@@ -339,7 +339,7 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
     """Return limits of a process, by their names in ``resource``.
 
     Memory and processes are looser than the limits of the run: those are measured, and a run that
-    is past them is ended and called so. These stop what is faster than our polling.
+    is past them is ended and called so. These stop processes faster than our polling.
     """
     rlimits = {
         "DATA": 2 * limits.memory_bytes + limits.max_processes * _STACK_BYTES,

@@ -121,7 +121,7 @@ class Learner:
         return None if isinstance(answer, NotYet) else Reply(answer)
 
     def no_batch(self, session: Session, request: RequestBatch) -> Reply:
-        """Answer a learner that has waited long enough with what its batch waits for."""
+        """Answer a learner that has waited long enough with the reason its batch waits."""
         batch = self._batch(session, request)
         if not isinstance(batch, NotYet):
             return Reply(batch)
@@ -146,7 +146,7 @@ class Learner:
         return BatchDelivered(step=request.step, groups=tuple(as_delivered(g) for g in batch))
 
     def _waits_for(self, step: int, reason: str) -> None:
-        """Show what the next step waits for; a batch asked for ahead of it delays nothing."""
+        """Show why the next step waits; a batch requested ahead of it delays nothing."""
         if step == self._book.step:
             self._report.telemetry.waiting_for = reason
 

@@ -439,7 +439,7 @@ class BrokerServer:
         put: dict[TrajectoryKey, StoredTrajectory] | None = None,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Hand to the store what the ledger recorded; ``then`` follows when it is durable."""
+        """Hand the ledger's events to the store; ``then`` follows when they are durable."""
         events, released = self._ledger.drain()
         self._writer.write(events, put or {}, released, then)
         self._leases.discard(released)

@@ -1,4 +1,4 @@
-"""Errors as answers: which code a client gets, what is counted, and what is logged."""
+"""Errors as answers: the client's code, counters and log lines."""
 
 import logging
 import time
@@ -61,7 +61,7 @@ class Refusals:
         return Reply(Refusal(reason=f"internal error: {error!r}", code=""))
 
     def _complain(self, name: str, reason: str) -> None:
-        """Log what a client may not do; once in a while, for it may try very often."""
+        """Log a forbidden request; once in a while, for a client may try very often."""
         now = self._now()
         if now - self._complained_s.get(name, -_COMPLAIN_EVERY_S) >= _COMPLAIN_EVERY_S:
             if len(self._complained_s) > _MAX_COMPLAINTS:

@@ -1,4 +1,4 @@
-"""A ROUTER socket on the event loop: what has arrived is handed over at once, many to a wake-up."""
+"""A ROUTER socket on the event loop: messages are handed over at once, many per wake-up."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -137,10 +137,10 @@ class Router:
         return self._is_paused
 
     def pause(self) -> None:
-        """Receive nothing more: what peers send waits with them."""
+        """Receive nothing more: messages wait at their peers."""
         if not self._is_paused:
             self._is_paused = True
-            self._loop.remove_reader(self._fd)  # what arrives would wake the loop all the time
+            self._loop.remove_reader(self._fd)  # arrivals would wake the loop all the time
 
     def resume(self) -> None:
         """Receive again."""

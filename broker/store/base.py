@@ -54,7 +54,7 @@ class Changes:
         )
 
     def merge(self, other: "Changes") -> None:
-        """Append what came later.
+        """Append later changes.
 
         The result holds a key in both ``put`` and ``remove`` if it was removed and put again.
         """
@@ -109,7 +109,7 @@ class TrajectoryStore(Protocol):
         ...
 
     async def durability(self) -> str:
-        """Describe what an acknowledged commit survives."""
+        """Describe the durability of an acknowledged commit."""
         ...
 
     async def figures(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Group commit: what arrives while one transaction is on its way goes into the next, together."""
+"""Group commit: changes that arrive during one transaction go into the next, together."""
 
 import asyncio
 from collections import deque
@@ -55,7 +55,7 @@ class GroupCommitter:
         """Return when these changes, and all handed in before, are durable.
 
         Raises:
-            SlipstreamError: what ended ``run``.
+            SlipstreamError: the error that ended ``run``.
         """
         if self._failure is not None:
             raise self._failure

@@ -61,7 +61,7 @@ def trace_item(trail: Iterable[tuple[int, float, bytes]], wanted: str) -> ItemTr
 
 
 def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
-    """Return a group, or None; reads only what was written since it was issued."""
+    """Return a group, or None; reads only the events since it was issued."""
     segments = segments_in(folder)
     for place in range(len(segments) - 1, -1, -1):
         events = (decode_event(data) for _, _, data in read_segments([segments[place]]))
@@ -69,7 +69,7 @@ def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
         first = next(issued, None)
         if first is not None and first <= group_id:
             return trace_item(read_segments(segments[place:]), f"g{group_id}")
-    return None  # what is left of the trail starts after it was issued
+    return None  # the rest of the trail starts after it was issued
 
 
 def groups_at(folder: Path, position: int) -> frozenset[int]:

@@ -188,7 +188,7 @@ class RedisServer:
                 raise
 
     def _start(self, lock_timeout_s: float) -> None:
-        """Start the child; it holds the folder's lock for as long as it lives."""
+        """Start the child; it holds the folder's lock until it ends."""
         settings = (
             f"port 0\nunixsocket {_quoted(self.socket)}\nunixsocketperm 700\n"
             f"dir {_quoted(self.folder)}\n"

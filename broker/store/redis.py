@@ -75,9 +75,9 @@ class RedisStore:
         self._watched = (self._name("generation"), self._name("commits"))
         self._writing = asyncio.Lock()
         self._connection: AbstractConnection | None = None
-        self._generation: bytes | None = None  # what the key holds since this handle claimed
+        self._generation: bytes | None = None  # value of the key since this handle claimed it
         self._num_commits = 0  # acknowledged, to this broker and those before
-        self._found: tuple[bytes | None, int] = (None, 0)  # what Redis held when last watched
+        self._found: tuple[bytes | None, int] = (None, 0)  # state of Redis when last watched
         self._outcome_known = True
 
     @classmethod
@@ -232,7 +232,7 @@ class RedisStore:
         return f"redis {info['redis_version']}"
 
     async def durability(self) -> str:
-        """Describe what an acknowledged commit survives."""
+        """Describe the durability of an acknowledged commit."""
         settings = await self._if_permitted(lambda: self._client.config_get("append*"))
         if settings is None:
             return "unknown (CONFIG is not permitted)"
@@ -308,7 +308,7 @@ class RedisStore:
             raise RedisError("a watched key was touched")
 
     def _is_applied(self, number: int) -> bool:
-        """Compare what Redis holds with what it acknowledged.
+        """Compare the state of Redis with its acknowledgements.
 
         Raises:
             SupersededError: another broker holds the store.
@@ -345,7 +345,7 @@ class RedisStore:
         return _number(taken)
 
     async def _watch(self) -> AbstractConnection:
-        """Return the connection that watches; a new one learns what Redis holds."""
+        """Return the connection that watches; a new one reads the state of Redis."""
         if self._connection is not None and self._connection.is_connected:
             return self._connection
         pool = self._client.connection_pool  # has the settings; this connection is not in it
@@ -422,7 +422,7 @@ class RedisStore:
                     await outage.wait(error, loads=isinstance(error, BusyLoadingError))
 
     async def _leave_replica(self) -> None:
-        """Connect anew: the server was made a replica, and its address may name another one."""
+        """Reconnect: the server was made a replica, and its address may name another one."""
         with suppress(RedisError, OSError):
             await self._drop_connection()
             await self._client.connection_pool.disconnect()

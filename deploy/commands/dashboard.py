@@ -1,4 +1,4 @@
-"""`slipstream dashboard RUN`: the page of a run, from its broker or from what it left."""
+"""`slipstream dashboard RUN`: the page of a run, from its broker or from its folder."""
 
 import argparse
 import asyncio
@@ -106,7 +106,7 @@ def shown_outcome(stored: StoredState, outcome: str) -> str:
 
 
 def described(stored: StoredState, outcome: str) -> str:
-    """Return in words what is shown, and of when."""
+    """Describe the state shown and its age."""
     written = f"its figures were last recorded at {_written_at(stored)}"
     if end := _end_of(stored, outcome):
         return f"the run has ended ({end}); {written}"

@@ -1,4 +1,4 @@
-"""`slipstream data check`: what a run would make of prompt files, before it starts."""
+"""`slipstream data check`: check prompt files as a run would read them."""
 
 import argparse
 import os
@@ -66,7 +66,7 @@ class SourceReport:
 
 
 def data_check(words: Sequence[str], config: Path | None, model: Path | None) -> int:
-    """Print what is in a file, or in all files of a run's settings; return the exit code.
+    """Print the contents of a file, or of all files in a run's settings; return the exit code.
 
     ``words`` are section.key=value settings and at most one file.
 

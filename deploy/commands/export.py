@@ -71,7 +71,7 @@ def checkpoint_of(target: Path | None, *, best: bool, runs: Path = RUNS) -> Path
 def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tuple[Path, Path]:
     """Return a checkpoint that a live run cannot remove, and which one it is.
 
-    Its files are linked a second time, which copies nothing: what the run removes stays with us. On
+    Its files are linked a second time, which copies nothing: files the run removes stay with us. On
     a file system without such links it is the checkpoint itself.
 
     Raises:
@@ -98,7 +98,7 @@ def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tu
 
 
 def let_go(held: Path, checkpoint: Path) -> None:
-    """Remove what was held of a checkpoint."""
+    """Remove the links to a checkpoint."""
     if held != checkpoint:
         shutil.rmtree(held, ignore_errors=True)
 

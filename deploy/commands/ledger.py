@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _account(view: LedgerView) -> Iterator[Table]:
-    """Yield the equation of all items, and what is behind its figures."""
+    """Yield the equation of all items, and the details behind its figures."""
     dropped, in_flight = sum(view.dropped.values()), sum(view.in_flight.values())
     title = f"{view.run_name}: {view.version.label} of {view.last_step} steps"
     if view.stop_reason:

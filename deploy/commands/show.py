@@ -1,4 +1,4 @@
-"""`slipstream show`: what the policy wrote, read in a terminal."""
+"""`slipstream show`: read the policy's answers in a terminal."""
 
 import argparse
 import json

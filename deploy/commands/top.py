@@ -64,7 +64,7 @@ def top(folder: Path, *, as_json: bool) -> int:
 
     Raises:
         ConfigError: it is no run folder, or there is no terminal to draw on.
-        PeerLostError: as_json, no broker answers, and none wrote what it saw.
+        PeerLostError: as_json, no broker answers, and none has saved its state.
     """
     run = run_of_folder(folder)
     stored = read_state(folder / PAGE_STATE)

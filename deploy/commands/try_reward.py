@@ -1,4 +1,4 @@
-"""`slipstream reward test`: what a reward function makes of answers, without a run."""
+"""`slipstream reward test`: score answers with a reward function, without a run."""
 
 import argparse
 import asyncio
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer and what it is worth."""
+    """One answer and its score."""
 
     __test__ = False  # no test of pytest
 
@@ -76,7 +76,7 @@ class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     unavailable: str
     function: str
     version: str
-    ms: float  # since its group was asked about, so what others took is in it
+    ms: float  # since its group was submitted, so the time of others is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def try_reward(
     return EXIT_UNAVAILABLE if failed else 0
 
 
-# ---- what to score -------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------
 
 
 def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[_Sample]:

@@ -57,7 +57,7 @@ _SOCKETS = "sockets"
 
 
 class _StopRequestedError(BaseException):
-    """SIGINT or SIGTERM arrived; what only shows a run does not catch it."""
+    """SIGINT or SIGTERM arrived; code that only shows a run does not catch it."""
 
 
 def run_locally(config: RunConfig, console: Console) -> int:

@@ -1,6 +1,6 @@
 """Pure: how much memory a run needs per GPU, part by part, with the formula of each.
 
-An estimate, to see in advance what cannot fit; P parameters, t = learner.tensor_parallel.
+An estimate, to see in advance whether a run can fit; P parameters, t = learner.tensor_parallel.
 """
 
 from collections.abc import Sequence

@@ -141,7 +141,7 @@ class Supervisor:
             self._sweep(child)
 
     def let_go(self) -> None:
-        """Cut the lifeline of what outlives a role; so does the end of this process."""
+        """Cut the lifeline of processes that outlive a role; so does the end of this process."""
         for descriptor in self._lifeline:
             os.close(descriptor)
         for child in self.children.values():
@@ -193,7 +193,7 @@ class Supervisor:
         child.restart_at_s = now + delay
 
     def _sweep(self, child: Child) -> None:
-        """Remove what a role that was killed could not remove itself."""
+        """Remove the files that a killed role could not remove itself."""
         for path in self.scratch.glob(f"{child.plan.name}-*"):
             remove_leftovers(path)
 

@@ -75,7 +75,7 @@ def final_table(status: RunStatus, *, outcome: str) -> RenderableType:
 
 
 def equation(status: RunStatus) -> str:
-    """Return the account of all groups, and what is missing from it."""
+    """Return the account of all groups, and the number missing from it."""
     in_flight = sum(status.in_flight.values())
     dropped = sum(status.dropped.values())
     text = (

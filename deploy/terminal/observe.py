@@ -31,7 +31,7 @@ _TIMEOUT_S = 30.0
 _STOP_CHECK_S = 0.1
 _NEWEST_STEPS = 100  # that a request every second may have missed
 _OLD_S = 3.0  # an older answer is marked as such
-_GONE_S = 30.0  # then the view states what to do
+_GONE_S = 30.0  # then the view gives advice
 A = TypeVar("A", bound=Answer)
 
 
@@ -100,9 +100,9 @@ def status_now(run: RunSection) -> RunStatus:
 
 
 def trouble_of(error: str, age_s: float, outcome: str) -> str:
-    """Return why what is shown is not of now; empty if it is.
+    """Return the reason why the shown state is out of date; empty if it is not.
 
-    ``error`` is of the newest question to the broker, ``age_s`` how old its newest answer is.
+    ``error`` is of the newest request to the broker, ``age_s`` the age of its newest answer.
     """
     if not error and age_s < _OLD_S:
         return ""
@@ -131,7 +131,7 @@ def outcome_of(run: RunSection) -> str:
 
 
 class StatusWatcher:
-    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
+    """Polls the broker of a run on its own thread; keeps the newest answer.
 
     The first answer holds all learner steps, later ones the newest.
     """

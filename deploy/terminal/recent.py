@@ -28,7 +28,7 @@ class Recent:
         fsync: str,
         now: Callable[[], float] | None = None,
     ) -> None:
-        """Start with what was written, or with nothing.
+        """Start with the saved history, or with nothing.
 
         Args:
             written: by the broker of the run.
@@ -61,7 +61,7 @@ class Recent:
         self.evaluate(status)
 
     def evaluate(self, status: RunStatus) -> None:
-        """Evaluate the rules on what is known so far, once every few seconds."""
+        """Evaluate the rules on the history so far, once every few seconds."""
         now_s = self._now()
         if self._history is not None and now_s - self._evaluated_s >= _EVALUATE_S:
             self._evaluated_s = now_s
@@ -81,7 +81,7 @@ class Recent:
         return now[process].since(before.get(process)).busy if process in now else None
 
     def curve(self, name: str) -> list[float]:
-        """Return a figure of the learner steps so far, without those that lack it."""
+        """Return a figure of the learner steps so far, where they have it."""
         return [value for value in self._steps.get(name, ()) if value is not None]
 
     def advisories(self) -> list[Advisory]:

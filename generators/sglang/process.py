@@ -140,7 +140,7 @@ class SglangProcess:
         self.clean()
 
     def clean(self) -> None:
-        """Remove what the server left: temporary files and shared memory."""
+        """Remove the server's leftovers: temporary files and shared memory."""
         remove_leftovers(self.scratch)
 
 

@@ -54,7 +54,7 @@ def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: Te
 async def running_engine(
     settings: GeneratorSettings, name: str, stopping: "asyncio.Task[object]"
 ) -> AsyncIterator[tuple[SglangProcess, SglangEngine] | None]:
-    """Start a server, yield it once it answers, then end it and remove what it left.
+    """Start a server, yield it once it answers, then end it and remove its leftovers.
 
     None when ``stopping`` is done before.
 

@@ -64,7 +64,7 @@ def server_flags(
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_cuda_graph": True,
-            # The tokens bound the memory. SGLang counts what other programs take of this host's
+            # The tokens bound the memory. SGLang counts the memory of other programs on this host
             # while it loads as its own, and gives up where that is more than this share.
             "mem_fraction_static": 0.9,
             "max_total_tokens": generators.max_cached_tokens,

@@ -1,9 +1,9 @@
 """Jinja templates that end: their steps and output are bounded, without a clock.
 
 Jinja's sandbox keeps a template from our objects, not from looping for ever. Straight text ends by
-itself; what repeats are loops, macros and calls of blocks, so each turn of one is a step. What
-grows does so in a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a
-format with a number as argument: such a number may not be large.
+itself; only loops, macros and calls of blocks repeat, so each turn of one is a step. Values grow in
+a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a format with a number
+as argument: such a number may not be large.
 """
 
 import re
@@ -44,7 +44,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):
             loop.body.insert(0, nodes.ExprStmt(_call("step")))
-            if loop.test is not None:  # what it leaves out is gone through, too
+            if loop.test is not None:  # skipped items are iterated over, too
                 loop.test = nodes.And(_call("step"), loop.test)
         blocks: list[nodes.Macro | nodes.CallBlock] = list(tree.find_all(nodes.Macro))
         for block in [*blocks, *tree.find_all(nodes.CallBlock)]:

@@ -162,7 +162,7 @@ class LeaderLink(PayloadLink):
         self._loop.run(self._client.ask(Goodbye(), Done))
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
-        """Report what the broker need not keep any more; returns when that is durable."""
+        """Report steps that the broker need not keep any more; returns when that is durable."""
         request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
         self._loop.run(self._client.ask(request, Done))
 

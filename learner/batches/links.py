@@ -18,8 +18,8 @@ class RankLink(Protocol):
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return the payloads of delivered trajectories as they are, in the order asked.
 
-        What was prefetched for this step is used and the rest asked for; what was prefetched for
-        another step is thrown away.
+        Payloads prefetched for this step are used and the rest requested; payloads prefetched for
+        another step are discarded.
         """
 
     def begin_prefetch(self, step: int) -> None:
@@ -29,7 +29,7 @@ class RankLink(Protocol):
         """
 
     def close(self) -> None:
-        """Close what is open, and stop what runs in the background."""
+        """Close connections, and stop background tasks."""
 
 
 class LeadingLink(RankLink, Protocol):
@@ -46,7 +46,7 @@ class LeadingLink(RankLink, Protocol):
     ) -> PolicyVersion:
         """Become the run's learner at ``step``; return the version of the weights held.
 
-        ``checkpoint`` is the name of what it resumes from, ``resumed`` its description; empty and
+        ``checkpoint`` names the one resumed from, ``resumed`` is its description; empty and
         None if it is the policy that the run started with.
         """
 

@@ -106,7 +106,7 @@ class PayloadLink:
             _log.warning("cannot prefetch step %d: %s", step, error)
 
     async def _find(self, step: int) -> None:
-        """Wait until rank 0 has posted what this replica will need, and start to fetch it."""
+        """Wait until rank 0 has posted this replica's keys, and start to fetch the payloads."""
         if self._early is None:
             return
         while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
@@ -117,4 +117,4 @@ class PayloadLink:
         self._end_search()
         self._prefetched.drop()
         self._client.close()
-        await asyncio.sleep(0)  # lets those that were cancelled see it
+        await asyncio.sleep(0)  # lets cancelled tasks see it

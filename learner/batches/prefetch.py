@@ -1,6 +1,6 @@
 """The payloads of one coming step, fetched while another step trains.
 
-Nothing depends on it: training takes what was prefetched of what it needs, and fetches the rest.
+Nothing depends on it: training uses prefetched payloads where it can, and fetches the rest.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class EarlyPlans:
         self._store = PrefixStore("prefetch", store)
 
     def post(self, step: int, keys: KeysByReplica) -> None:
-        """Post for the other ranks, replacing what was posted for the same step before."""
+        """Post for the other ranks, replacing an earlier post for the same step."""
         self._store.set(str(step), msgspec.json.encode(keys).decode())
 
     def read(self, step: int) -> KeysByReplica | None:
@@ -73,7 +73,7 @@ class PayloadPrefetch:
         return {key: found[key] for key in keys if key in found}
 
     def drop(self) -> None:
-        """Throw away what there is."""
+        """Discard all payloads."""
         if self._task is not None:
             self._task.cancel()
         self._task, self._keys = None, frozenset()

@@ -1,6 +1,6 @@
 """Digests of a checkpoint's files, so that damage is noticed before use.
 
-``digests.json`` has the xxh3 (128 bits) of every file but those that are replaced later:
+``digests.json`` has the xxh3 (128 bits) of every file except the ones replaced later:
 checkpoint.json, which is checked by reading it, and the broker's ledger, which holds its own.
 """
 

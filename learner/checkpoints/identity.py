@@ -43,7 +43,7 @@ def refuse_other_model(model: GPTModel, folder: Path, info: CheckpointInfo) -> N
     """Compare a checkpoint with the model that is to be filled.
 
     Raises:
-        ConfigError: saying what differs.
+        ConfigError: naming the differences.
     """
     ours = architecture_of(model.hf_config)
     differing = [

@@ -54,7 +54,7 @@ def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
 
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
-    """Megatron's description of a packed microbatch, with what its layers share."""
+    """Megatron's description of a packed microbatch, with data shared by its layers."""
 
     rotation: Rotation = field(kw_only=True)  # of all tokens
 

@@ -52,8 +52,8 @@ _NO_FUSIONS: dict[str, object] = {
 class TorchRMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm that marks its gradient to be summed over tensor parallelism.
 
-    Megatron's own wrapper refuses sequence parallelism; the mark on the weight is what makes
-    its gradients be summed there.
+    Megatron's own wrapper refuses sequence parallelism; the mark on the weight
+    has its gradients summed there.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ def load_hf_config(
         config = msgspec.json.decode(data, type=HfConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    # What would otherwise load and silently compute something else.
+    # Settings that would otherwise load and silently compute something else.
     for key, expected in families[model_type].config.items():
         if (got := getattr(config, key)) != expected:
             raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")

@@ -71,7 +71,7 @@ def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -
 
 
 def _yarn(frequencies: Tensor, rope: RopeParameters, hf: HfConfig) -> Tensor:
-    """Slow channels by a ramp over their number, between those that turn fast and slowly."""
+    """Slow channels by a ramp over their number, between fast and slow ones."""
     size = hf.kv_channels
 
     def channel(turns: float) -> float:

@@ -77,7 +77,7 @@ class RelayProcess:
             self._started = None
 
     def has_ended(self, pid: int) -> bool:
-        """True if no relay of this process id lives; one that was started here is reaped."""
+        """True if no relay of this process id is running; one that was started here is reaped."""
         if self._started is not None:
             self._started.poll()
         return not is_relay(pid)
@@ -95,7 +95,7 @@ class RelayProcess:
 
 
 def is_relay(pid: int) -> bool:
-    """True if a process lives and is a relay."""
+    """True if a process is a running relay."""
     try:
         return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:

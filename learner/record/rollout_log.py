@@ -83,7 +83,7 @@ class RolloutLog:
     def record(
         self, step: int, trajectories: Sequence[DeliveredTrajectory], parts: Sequence[TrainedPart]
     ) -> None:
-        """Record a sample of what this rank trained; ``trajectories`` are of the whole step."""
+        """Record a sample of this rank's answers; ``trajectories`` are of the whole step."""
         places = {
             index: (part, place) for part in parts for place, index in enumerate(part.indices)
         }

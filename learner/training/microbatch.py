@@ -1,4 +1,4 @@
-"""A microbatch of a learner step, with what is known of it before it is trained.
+"""A microbatch of a learner step, with the data known before it is trained.
 
 Shapes: T tokens of B sequences.
 """

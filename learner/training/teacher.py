@@ -1,7 +1,7 @@
 """A teacher behind an SGLang server: its log-probabilities of the tokens of a batch, over HTTP.
 
-One rank of each model replica asks and broadcasts the answer. The server reads prompts alone
-(``max_new_tokens = 0``) and answers with the log-probability of every token of them, at temperature
+One rank of each model replica sends requests and broadcasts the answers. The server only reads
+prompts (``max_new_tokens = 0``) and answers with the log-probability of their tokens at temperature
 1 and over its whole vocabulary: learner/training/algorithm.py refuses runs that sample otherwise.
 
 Shapes: T tokens of B sequences laid end to end.
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
 
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before what failed is asked again
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is retried
 _ROUND_S = 1.0  # after which ranks that wait for an answer learn that there is none yet
 _COME_AGAIN = (408, 429)  # of a server that is not ready
 _MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
 _SHOWN_CHARACTERS = 200
-_ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
+_ABOVE_0 = 1e-3  # nats: rounding error of the log-probability of a certain token
 _LEAST = -1e6  # nats: no logits are so far apart, and squares of it are finite in float32
 
 
@@ -208,7 +208,7 @@ class EndpointTeacher:
         """Return the log-probabilities of these tokens, the last ones that were asked about.
 
         Raises:
-            EngineError: the reply is of other tokens, or holds what is no log-probability.
+            EngineError: the reply is of other tokens, or holds an invalid log-probability.
         """
         try:
             found = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
@@ -244,7 +244,7 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
     """Refuse tokens that were not sampled at temperature 1 from the whole vocabulary.
 
     Raises:
-        ConfigError: names what they were sampled from.
+        ConfigError: naming the policy they were sampled from.
     """
     temperatures = batch.temperature[batch.loss_mask]
     if bool((temperatures != 1.0).any()):
@@ -260,7 +260,7 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
 
 
 async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:
-    """Return the body of an answer about so many tokens.
+    """Return the body of an answer about ``num_tokens``.
 
     Raises:
         EngineError: it is longer than any such answer.

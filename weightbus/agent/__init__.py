@@ -1,4 +1,4 @@
 """The generator's side of the weight bus: joins, receives, checks, loads, reports.
 
-Imported by generators; engine.py states what it needs from an engine.
+Imported by generators; engine.py is its interface to an engine.
 """

@@ -131,7 +131,7 @@ class Subscriber:
     async def _read(
         self, socket: zmq.asyncio.Socket, fetcher: BucketFetcher, commands: asyncio.Queue[Command]
     ) -> None:
-        """Record that the relay lives, also while the engine is busy, and queue its commands."""
+        """Record the relay's messages, also while the engine is busy, and queue its commands."""
         while True:
             frames = await socket.recv_multipart()
             try:

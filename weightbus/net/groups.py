@@ -77,7 +77,7 @@ def wait_for(
     Args:
         work: of a broadcast.
         timeout_s: that it may take.
-        group: give up too when rank 0 has left this group; None while its ranks connect, who use
+        group: give up too when rank 0 has left this group; None while its ranks connect, which use
             its store.
         arrived: on a GPU, an event to be recorded behind it and waited for: NCCL calls work
             complete that has failed, and its bytes are not there.

@@ -11,7 +11,7 @@ from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
 
 _log = logging.getLogger(__name__)
-_KEPT = 4  # what groups ask for at one time is close together
+_KEPT = 4  # groups request close buckets at one time
 _pinned: set[int] = set()  # addresses of slots that this process has pinned, or could not
 
 
@@ -27,8 +27,8 @@ class BucketsOnGpu:
     def get(self, index: int, device: torch.device) -> Tensor:
         """Return the bytes of a bucket, [num_bytes] uint8, on a device.
 
-        The copy is asynchronous, from pinned memory; what this device does next waits for it. A
-        bucket lives as long as what was started with it needs it.
+        The copy is asynchronous, from pinned memory; later work on this device waits for it. A
+        bucket lives as long as work started with it needs it.
         """
         flat = self._snapshot.bucket(index)
         if device.type == "cpu":

@@ -1,7 +1,7 @@
 """The weight relay: serves the learner's versions to the engines, and outlives the learner.
 
 A process that the learner starts: ``python -m slipstream.weightbus.relay.main --config RUN.toml``.
-It ends when the learner asks it to, when its lifeline is cut, or without a learner for
+It ends at the learner's request, when its lifeline is cut, or without a learner for
 weightbus.linger_s.
 """
 

@@ -1,7 +1,7 @@
-"""Pure: which tensors travel together, and where each lies in a version's memory.
+"""Pure: packs tensors into buckets, and places each in a version's memory.
 
 A version is one run of bytes: its tensors end to end, in the order of the manifest. The same bytes
-are what a slot of the learner's memory holds, what travels, and what follows the header of a
+lie in a slot of the learner's memory, travel, and follow the header of a
 safetensors file, so nothing is ever rearranged.
 """
 

@@ -1,6 +1,6 @@
-"""Checkpoints as folders: what every role may know of them without torch.
+"""Checkpoints as folders: the facts that need no torch.
 
-RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (what it is) and
+RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (its info) and
 ``ledger.bin`` (the broker's ledger as of that step). A checkpoint appears under its name when it
 is complete and on disk, so a run can resume from any folder with such a name.
 """
@@ -35,7 +35,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
     model: str  # absolute path of the Hugging Face folder with config and tokenizer
-    architecture: dict[str, int | float | bool | str]  # what decides the shape of the model
+    architecture: dict[str, int | float | bool | str]  # that decides the shape of the model
     parameters: str  # hash of all names and whole shapes
     dtype: str  # of the parameters
     ranks: int
@@ -55,7 +55,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of best.json: the checkpoint with the best evaluation among those that exist."""
+    """Content of best.json: the existing checkpoint with the best evaluation."""
 
     checkpoint: str  # name of its folder
     metric: str  # as eval.metric

@@ -1,6 +1,6 @@
 """Model families: all that one family of Hugging Face models differs in from another.
 
-One table per family: what its config.json must hold, which tensors its weights are, how
+One table per family: the required content of its config.json, its tensors, how
 Megatron-Core fuses them into parameters, and how SGLang keeps them. The learner, the relay's checks
 of engines and the memory estimate read it; a new dense family is a new entry in ``FAMILIES``.
 
@@ -134,10 +134,10 @@ class EngineTensor:
     """Place of a Hugging Face tensor in SGLang."""
 
     name: str
-    position: int = 0  # among those that are fused under this name
+    position: int = 0  # among the tensors fused under this name
     row_multiple: int = 1
     column_multiple: int = 1
-    split: Split = "whole"  # what each rank of an engine of several holds
+    split: Split = "whole"  # share of each rank of an engine of several
     of_attention: bool = False  # split over the ranks of one attention group
 
 

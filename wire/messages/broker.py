@@ -122,7 +122,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseGroups(Message, frozen=True):
     """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
 
-    adopted: PolicyVersion | None  # what the asking engine runs; None earns no work yet
+    adopted: PolicyVersion | None  # version of the engine; None gets no work yet
     max_sequences: int  # siblings that it can start now
     wait_s: float
 
@@ -172,7 +172,7 @@ class RejectPrompt(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """This client ends: lease what it holds to others. Answered by Done."""
+    """This client ends: lease its work to others. Answered by Done."""
 
 
 # ---- reward workers ----------------------------------------------------------
@@ -189,7 +189,7 @@ class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseScoring(Message, frozen=True):
     """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
 
-    credits: int  # trajectories that it can take on besides those that it has
+    credits: int  # trajectories that it can take on besides its present ones
     wait_s: float
     whole_groups: bool = False  # all siblings of a group at once, when they are all there
 
@@ -211,7 +211,7 @@ class SubmitScores(Message, frozen=True):
 
 
 class GetDeadLetters(Message, frozen=True):
-    """Ask for what was given up; answered by DeadLetters."""
+    """Request the groups given up; answered by DeadLetters."""
 
     after: int = -1  # groups with a greater id only
     limit: int = 100

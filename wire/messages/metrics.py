@@ -21,7 +21,7 @@ class MetricName(StrEnum):
     def __new__(
         cls, value: str, kind: MetricKind, unit: str, labels: tuple[str, ...], meaning: str
     ) -> "MetricName":
-        """Attach what is to be known about the metric to its name."""
+        """Attach the description of the metric to its name."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.kind, member.unit, member.labels, member.meaning = kind, unit, labels, meaning

@@ -18,7 +18,7 @@ class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class OpenMemory(RelayMessage, frozen=True):
-    """Serve what will be written here; ``whole`` names what is there already."""
+    """Serve the versions written here; ``whole`` names one that is there already."""
 
     epoch: int
     path: str
@@ -44,7 +44,7 @@ class Written(RelayMessage, frozen=True):
 
 
 class Alive(RelayMessage, frozen=True):
-    """The learner lives; sent periodically."""
+    """Heartbeat of the learner."""
 
 
 class EndRelay(RelayMessage, frozen=True):

@@ -1,4 +1,4 @@
-"""The state of a run as the broker sees it: what the page, the terminal and the summary show."""
+"""The broker's view of a run, for the page, the terminal and the summary."""
 
 import msgspec
 
@@ -118,7 +118,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     publishes: int  # versions that at least one engine adopted
     publishes_while_generating: int
     publish_history: list[PublishRecord]
-    members: list[MemberState]  # what each engine holds
+    members: list[MemberState]  # version of each engine
     tokens_per_second: dict[str, float]  # by role, over the whole run
     busy: dict[str, float]  # by role, mean over its processes
     roles: list[RoleStatus]

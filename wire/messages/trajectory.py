@@ -105,7 +105,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem: what the policy is asked, and what its reward function needs."""
+    """One problem: the input of the policy, and the data for its reward function."""
 
     prompt: str | tuple[ChatMessage, ...]  # text as it is, or turns for the chat template
     ground_truth: Json = ""

@@ -15,7 +15,7 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 def usable_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it.
 
-    That variable, where it is set, chooses from what the host has; else it is all of them, by
+    That variable, where it is set, chooses among the host's GPUs; else it is all of them, by
     their numbers.
     """
     return chosen_gpus(os.environ.get(_VARIABLE), gpus_of_host())  # noqa: TID251 CUDA has no other
@@ -45,7 +45,7 @@ def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
 def gpus_of_host() -> dict[str, str]:
     """Return the UUIDs of this host's GPUs by number, as the driver lists them.
 
-    Where its program is not there or hidden, GPUs are counted by what the driver shows in /proc,
+    Where its program is missing or hidden, GPUs are counted in the driver's part of /proc,
     else by their devices; containers may hide any of these. Each has its number for a UUID then.
     """
     command = ["nvidia-smi", "-L"]

@@ -103,7 +103,7 @@ class Patience:
 
 @asynccontextmanager
 async def log_wait(what: str, log: Callable[[str], None] = _log.info) -> AsyncIterator[None]:
-    """Log what is waited for while the block runs, first after ten seconds."""
+    """Log the wait for ``what`` while the block runs, first after ten seconds."""
 
     async def log_lines() -> None:
         waited_s = _LOG_FIRST_S

@@ -24,7 +24,7 @@ _MAX_NAME_BYTES = 200  # of a folder; a number may be added
 
 
 class RunSection(Section, frozen=True, kw_only=True):
-    """[run]: what run this is.
+    """[run]: identity and size of the run.
 
     A run folder is `DIR/NAME`. `slipstream run` takes NAME-2, NAME-3, ... when the folder exists
     already, unless called with `--resume`. With `run.socket_dir` empty it puts the sockets into a
@@ -134,7 +134,7 @@ class RunSection(Section, frozen=True, kw_only=True):
 
 
 def relay_lock(run: RunSection) -> Path:
-    """Return the file that the run's weight relay holds locked as long as it lives."""
+    """Return the file that the run's weight relay keeps locked until it ends."""
     return run.socket("relay").with_suffix(".lock")
 
 
@@ -213,7 +213,7 @@ class EvalSection(Section, frozen=True, kw_only=True):
     sets: dict[str, SourceTable] = msgspec.field(default_factory=dict)
     """Several files or reasoning-gym data sets, by name."""
     every_steps: AtLeast0 = 0
-    """Evaluate after every so many learner steps; 0 means only where asked below."""
+    """Evaluate every N learner steps; 0 means only where set below."""
     before_train: bool = True
     """Evaluate the policy that the run starts from."""
     at_end: bool = True
@@ -231,7 +231,7 @@ class EvalSection(Section, frozen=True, kw_only=True):
     correct_reward: float = 1.0
     """An answer with at least this reward is right, for pass@k."""
     metric: str = "mean"
-    """Decides what is best: mean (that is mean@n), pass@K, or SOURCE:mean, SOURCE:pass@K."""
+    """Ranks evaluations: mean (that is mean@n), pass@K, or SOURCE:mean, SOURCE:pass@K."""
     target: float | None = None
     """End the run when eval.metric reaches this."""
     patience: AtLeast0 = 0
@@ -256,13 +256,13 @@ class EvalSection(Section, frozen=True, kw_only=True):
 
 
 class CheckpointSection(Section, frozen=True, kw_only=True):
-    """[checkpoint]: what a run can resume from.
+    """[checkpoint]: checkpoints to resume from.
 
     See [checkpoints.md](checkpoints.md).
     """
 
     every_steps: AtLeast0 = 0
-    """Save after every so many learner steps; 0 means only where asked below."""
+    """Save every N learner steps; 0 means only where set below."""
     at_end: bool = True
     """Save when the run is complete."""
     on_stop: bool = True
@@ -276,7 +276,7 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
 
 
 def run_section(table: Table) -> RunSection:
-    """Return [run], checked for what needs more than one key."""
+    """Return [run], with checks across keys."""
     run = section(table, "run", RunSection)
     is_plain = run.name.isprintable() and "/" not in run.name
     if not run.name or run.name.startswith(".") or not is_plain:

@@ -1,10 +1,10 @@
-"""Rules about which pool waits for which, and what is full. Pure."""
+"""Rules about waiting pools and full stores. Pure."""
 
 from statistics import fmean
 
 from slipstream.broker.dashboard.advisories.view import Finding, Rules, View
 
-WAITED = 0.25  # share of a pool's time: above what fetching and uneven answers cost
+WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything
 THRASHED = 0.05  # of the answers: each is computed again from its first token
 NEAR_FULL = 0.8  # of the high water: past it generation is held back

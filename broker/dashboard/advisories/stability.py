@@ -23,7 +23,7 @@ REWARD_LOST = 1 / 3  # of the best: more than a harder stretch of the data costs
 REWARD_NOISE = 2.0  # standard deviations of single steps that a loss must exceed
 FLAT = 0.5  # share of the finished groups without a gradient: half of all generation for nothing
 FLAT_STEPS = 2  # batches' worth of finished groups, before the share means anything
-ENTROPY_LOST = 0.9  # of what it was at the beginning
+ENTROPY_LOST = 0.9  # of its first value
 ENTROPY_NATS = 0.1  # exp(0.1) = 1.1 tokens to choose from
 KL_NATS = 0.02  # per token; 1 / (1 + 2 KL) of the sample is effective, so under 4% is lost below it
 KL_RATIO = 2.0  # of the oldest lag against the newest: half of the mismatch comes from age

@@ -20,8 +20,8 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 Measure: TypeAlias = Callable[[int], float | None]
 
 WINDOW_S = 120.0  # long enough for a checkpoint or an evaluation to pass in it
-WINDOW_STEPS = 5  # it doubles until so many learner steps fit: a pool waits within each step
-WINDOW_ROWS = 5  # and so many rows of a history that has become coarse
+WINDOW_STEPS = 5  # it doubles until this many learner steps fit: a pool waits within each step
+WINDOW_ROWS = 5  # and this many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
 LEARNING_STEPS = 30  # before a trend of a figure is judged
 NUM_WINDOWS = 5  # windows, the newest and earlier ones, of which one must have passed the limit

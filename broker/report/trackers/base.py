@@ -28,7 +28,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is buffered; nothing is logged after it."""
+        """Flush; nothing is logged after it."""
         ...
 
 
