@@ -89,7 +89,7 @@ def check_store(
             whose = "another run" if own else "a run that this folder knows nothing of"
             raise ConfigError(
                 f"the store at {store} holds {whose} under this name: choose another run.name, put "
-                f"{run_folder / IDENTITY} back if it was lost, or remove what the store holds; "
+                f"{run_folder / IDENTITY} back if it was lost, or empty the store; "
                 "nothing was changed there"
             )
     if known is None:

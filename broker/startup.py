@@ -100,13 +100,13 @@ async def start_run(
             )
         check_same_run(ledger.book.rules, ledger.book.state, settings)
         warn_of_other_problems(ledger)
-        stands = identity_of(ledger.book.state)
+        stored_identity = identity_of(ledger.book.state)
         begin_life(ledger.book.state, known, apart=ledger.book.state.num_events < first_event)
-        if identity_of(ledger.book.state) != stands:
+        if identity_of(ledger.book.state) != stored_identity:
             stored = Changes(snapshot=encode_state(ledger.book.state))
-        _log.info("continuing with what the store holds, at step %d", ledger.book.step)
+        _log.info("continuing from the store at step %d", ledger.book.step)
     if not stored.is_empty:
-        await store.commit(stored)  # all of it or nothing, before anybody is spoken to
+        await store.commit(stored)  # all of it or nothing, before any client is answered
     identity = identity_of(ledger.book.state)
     if identity != known:
         settings.run.folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ async def _check_before(
 
 def _unreadable(settings: BrokerSettings, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the store holds a ledger of run {settings.run.name!r} that cannot be read: {error!r}; go "
-        "on from a checkpoint on an empty Redis, or choose another run.name"
+        f"the store holds a ledger of run {settings.run.name!r} that cannot be read: {error!r}; "
+        "resume from a checkpoint on an empty Redis, or choose another run.name"
     )
 
 

@@ -360,7 +360,7 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
                     code = compile(ast.Module([statement], []), "tests", "exec")
                     exec(code, names)  # noqa: S102 the purpose of tests
                 else:
-                    error = "what it depends on has failed"
+                    error = "an earlier statement has failed"
             except BaseException as problem:  # noqa: BLE001 a test may exit
                 error = f"{type(problem).__name__}: {problem}"[:500] or "failed"
                 whole = whole and is_test

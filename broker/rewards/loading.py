@@ -122,8 +122,8 @@ def _of_verl(
         )
     raise ConfigError(
         f"{setting}.function {name!r} takes {signature}, expected "
-        f"({', '.join(_VERL_ARGUMENTS)}) and what {setting}.options sets, or a function decorated "
-        "with @reward"
+        f"({', '.join(_VERL_ARGUMENTS)}) and the names in {setting}.options, or a function "
+        "decorated with @reward"
     )
 
 

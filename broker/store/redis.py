@@ -239,16 +239,16 @@ class RedisStore:
         limits = await self._if_permitted(lambda: self._client.config_get("maxmemory*")) or {}
         policy = limits.get("maxmemory-policy", "noeviction")
         if limits.get("maxmemory", "0") != "0" and policy != "noeviction":
-            return f"maxmemory-policy {policy}: a full server forgets what was acknowledged"
+            return f"maxmemory-policy {policy}: a full server loses acknowledged work"
         if settings.get("appendonly") != "yes":
-            return "no append-only file: what was acknowledged is lost when the server ends"
+            return "no append-only file: acknowledged work is lost when the server ends"
         match settings.get("appendfsync"):
             case "always":
                 return "appendfsync always"
             case "everysec":
                 return "appendfsync everysec: a crash can lose the last second"
             case other:
-                return f"appendfsync {other}: a crash of the machine can lose what was acknowledged"
+                return f"appendfsync {other}: a crash of the machine can lose acknowledged work"
 
     async def figures(self) -> dict[str, int]:
         """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
@@ -272,7 +272,7 @@ class RedisStore:
         async with self._writing:
             if not self._outcome_known:
                 raise PeerLostError(
-                    "a commit was cancelled and its outcome is unknown: claim the store anew"
+                    "a commit was cancelled and its outcome is unknown: claim the store again"
                 )
             if self._generation is None:
                 await self._claim()
@@ -414,7 +414,9 @@ class RedisStore:
                     async with asyncio.timeout(self._socket_timeout_s if one_wait else None):
                         return await attempt()
                 except NoPermissionError as error:
-                    message = f"Redis at {self._url} does not permit what the broker needs: {error}"
+                    message = (
+                        f"Redis at {self._url} forbids commands that the broker needs: {error}"
+                    )
                     raise ConfigError(message) from error
                 except (RedisError, OSError) as error:
                     if isinstance(error, ReadOnlyError):

@@ -131,7 +131,7 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
 
 def _shown(letter: DeadLetter) -> Panel:
     """Return all facts about one; a model's output is shown as text, never as markup."""
-    table = RichTable("answer", "tried by", "function", "what happened", "start of answer")
+    table = RichTable("answer", "tried by", "function", "outcome", "start of answer")
     for failure in letter.failures:
         table.add_row(
             "all missing" if failure.sibling < 0 else str(failure.sibling),

@@ -172,7 +172,7 @@ def _print_trace(folder: Path, prompt: str, *, as_json: bool) -> int:
     console = make_console()
     title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
     table = Table(title=Text(title), title_justify="left")
-    for heading in ("time", "after", "what happened"):
+    for heading in ("time", "after", "event"):
         table.add_column(heading, justify="left")
     start = trace.life[0].at_s if trace.life else 0.0
     for moment in trace.life:

@@ -107,6 +107,6 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
-            "what mem_fraction_static leaves",
+            "the rest of mem_fraction_static",
         ),
     ]

@@ -110,8 +110,8 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
         return f"the run has ended: {outcome}"
     why = f" ({error})" if error else ""
     late = (
-        f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
-        f"is old{why}"
+        f"the broker has not answered for {age(age_s)} and is asked every second; these figures "
+        f"are old{why}"
     )
     if age_s < _GONE_S:
         return late

@@ -86,7 +86,7 @@ def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:
     if view.as_of:
         yield _title("held by each engine, as last reported by the relay")
     elif silent_s is None:
-        what = "what engines hold is not known: no relay has reported to this broker"
+        what = "engines' versions are not known: no relay has reported to this broker"
         yield _title(what, style="yellow")
     elif silent_s > GONE_S:
         what = f"held by each engine before the relay went silent {_age(silent_s)} ago"

@@ -84,5 +84,5 @@ def data_start(folder: Path, manifest: WeightManifest) -> int:
             "folder on every host?)"
         ) from error
     if found != header or size != len(header) + manifest.num_bytes:
-        raise PublishError(f"{folder / WEIGHTS} does not hold what was offered")
+        raise PublishError(f"{folder / WEIGHTS} does not hold the offered version")
     return len(header)

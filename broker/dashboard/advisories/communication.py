@@ -63,7 +63,7 @@ def _publishes_dominating(view: View) -> Finding | None:
     text = (
         f"Publishes paused the slowest engine for {share:.0%} of {view.lately}, {seconds:.2g} s "
         "at the last one: compare engines less often (weightbus.engine_check_every), "
-        "load what was received before (weightbus.transport = tcp), or train more per step "
+        "load versions received before (weightbus.transport = tcp), or train more per step "
         "(run.groups_per_step)."
     )
     return Finding(text, "weightbus.engine_check_every")
@@ -84,7 +84,7 @@ def _dead_letters_growing(view: View) -> Finding | None:
     share = grown / issued if issued else 1.0
     text = (
         f"{grown:.0f} groups became dead letters in {view.lately}, {min(share, 1.0):.0%} of those "
-        "issued: see slipstream dead-letters list, fix what fails "
+        "issued: see slipstream dead-letters list, fix the cause "
         "(reward.function, reward.timeout_s), then retry them."
     )
     level: Level = "error" if share >= LETTERS_ERROR else "warning"

@@ -814,8 +814,8 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
     [
         ("appendfsync always", "always"),
         ("appendfsync everysec: a crash can lose the last second", "everysec"),
-        ("appendfsync no: a crash of the machine can lose what was acknowledged", "no"),
-        ("no append-only file: what was acknowledged is lost when the server ends", "no"),
+        ("appendfsync no: a crash of the machine can lose acknowledged work", "no"),
+        ("no append-only file: acknowledged work is lost when the server ends", "no"),
         ("unknown (CONFIG is not permitted)", ""),
     ],
 )
