@@ -206,7 +206,7 @@ def _options(where: str, kind: type[T], table: Table) -> T:
 
 
 def _refuse_no_number(where: str, settings: Table) -> None:
-    """Refuse nan, and infinite factors: they would make every batch one that cannot be trained.
+    """Refuse nan, and infinite factors: they would make every batch untrainable.
 
     Raises:
         PartError: naming the setting.

@@ -181,7 +181,7 @@ class RejectionOptions(Options, frozen=True, kw_only=True):
     """The ratio proximal / behavior; an estimate of KL(behavior || proximal) in nats (k1 to k3);
     how far the probability moved (tv), or its KL as of two coins (binary-kl)."""
     level: Literal["token", "sequence", "geometric", "sequence-mean", "sequence-max"] = "token"
-    """Each token's measure; or of a sequence the product of ratios and the sum of what is no ratio
+    """Each token's measure; or of a sequence the product of ratios and the sum of other measures
     (sequence), the geometric mean of ratios, the mean, or the maximum."""
     high: float | None = 2.0
     """Rejected above this; inf for no limit."""
@@ -256,7 +256,7 @@ class OpsmOptions(Options, frozen=True, kw_only=True):
 def opsm(inputs: CorrectionInputs, options: OpsmOptions) -> Correction:
     """Off-policy sequence masking: drop where A < 0 and mean_t(-log w) > max_kl.
 
-    What the policy would hardly write again teaches nothing by having failed (arXiv 2512.02556).
+    A failed answer that the policy would hardly write again teaches nothing (arXiv 2512.02556).
     """
     packing = inputs.packing
     is_far = packing.spread(packing.means(-inputs.log_ratios)) > options.max_kl
@@ -353,7 +353,7 @@ class StalenessDecayOptions(Options, frozen=True, kw_only=True):
 
 @correction("staleness-decay", StalenessDecayOptions)
 def staleness_decay(inputs: CorrectionInputs, options: StalenessDecayOptions) -> Correction:
-    """Weigh a token by decay ** staleness, whatever its ratio is."""
+    """Weigh a token by decay ** staleness, independent of its ratio."""
     lags = inputs.known_lags().to(inputs.log_ratios.dtype)
     return _weighing(inputs, options.decay**lags)
 
@@ -414,10 +414,10 @@ def _covariance(inputs: CorrectionInputs) -> tuple[Tensor, float]:
 
 
 def _lots(inputs: CorrectionInputs) -> Tensor:
-    """Return a number for each token that looks drawn at random, whatever its neighbors are. [T].
+    """Return a pseudo-random number for each token, independent of its neighbors. [T].
 
     Multiplicative hashing (Knuth, TAOCP 3, 6.4) of its place and of the behavior log-probabilities
-    of its sequence: whole numbers, added exactly, of what was sent and never computed here.
+    of its sequence: whole numbers, added exactly, of received values, never computed here.
     """
     packing = inputs.packing
     ordinal = packing.mask.long().cumsum(0)
@@ -437,11 +437,11 @@ def _hashed(values: Tensor) -> Tensor:
 def _is_among_smallest(
     values: Tensor, among: Tensor, number: int, gather: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return True at the smallest values of a minibatch: so many, fewer where several tie. [T].
+    """Return True at the ``number`` smallest values of a minibatch, fewer on ties. [T].
 
     Args:
         values: [T] of this rank.
-        among: [T] bool, those that count.
+        among: [T] bool, tokens that count.
         number: of values.
         gather: of the correction's inputs.
     """

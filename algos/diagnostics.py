@@ -88,7 +88,7 @@ def is_maximum(name: str) -> bool:
 
 
 def add_sums(total: Sums, more: Mapping[str, Tensor]) -> None:
-    """Add a microbatch's sums to those of others."""
+    """Add a microbatch's sums."""
     for name, value in more.items():
         if name not in total:
             total[name] = value.clone()

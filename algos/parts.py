@@ -116,7 +116,7 @@ def check_needs(kind: Kind, name: str, needs: frozenset[str]) -> None:
     """Refuse needs that no part meets.
 
     Raises:
-        PartError: naming them, and those there are.
+        PartError: naming them and the known ones.
     """
     known = _OF_KIND[kind]
     unknown = needs - known
@@ -171,7 +171,7 @@ def find_part(
         )
     try:
         found = getattr(module_named(module_name), function)
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise PartError(
             f"{setting} = {name!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error

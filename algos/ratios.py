@@ -12,7 +12,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: finite, and squares of it are too
 
 
 def upcast(values: Tensor) -> Tensor:
-    """Return float64 as it is and every other type as float32."""
+    """Return float64 unchanged and every other type as float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -50,7 +50,7 @@ from slipstream.wire.process.patience import log_wait
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
-_REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
+_REPEAT_S = 20.0  # a request whose answer is lost without a lost connection is repeated
 _HELLO_S = 5.0  # then it is sent again: it may have been lost. Doubled, for a slow peer
 _MAX_HELLO_S = 80.0
 _NAME_TAKEN_S = 1.0  # between hellos while another process has the name
@@ -149,7 +149,7 @@ class BrokerClient:
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
-            NameTakenError: another process that is connected has this name, and stays.
+            NameTakenError: another connected process has this name.
             ConfigError: the broker does not want this client: another wire revision, another
                 tokenizer, a key that it does not know. Or there is no key to show.
         """
@@ -197,7 +197,7 @@ class BrokerClient:
     async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
         """Send a hello, and repeat it for a while if another process has this name.
 
-        The connection of one that died is gone at once, that of a host that vanished after a
+        The connection of a dead process is gone at once, that of a vanished host after a
         minute. A longer wait means the other process is alive.
         """
         patience_s = _NAME_PATIENCE_S if self._key is None else _FAR_NAME_PATIENCE_S
@@ -325,7 +325,7 @@ class BrokerClient:
             pending.answer.set_result((answer, [frame.buffer for frame in attached]))
 
     async def _send_later(self, pending: _Pending) -> None:
-        """Send a request again that came too early; its deadline stays."""
+        """Resend a request that came too early; its deadline stays."""
         await asyncio.sleep(_SLOW_DOWN_S * (1 + random()))  # noqa: S311 so that not all come at once
         if not pending.answer.done():
             await self._send(pending, time.monotonic() + self._timeout_s)

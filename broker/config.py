@@ -58,7 +58,7 @@ class RedisTable(Section, frozen=True, kw_only=True):
     username: str = ""
     """ACL user of an existing server; empty is its default user."""
     ca_file: str = ""
-    """Certificates that a rediss:// server must be signed by; empty is those of the system."""
+    """Certificates that a rediss:// server must be signed by; empty is the system's."""
     password_file: str = ""
     """File with the password of an existing server; passwords do not belong into settings."""
     fsync: Annotated[str, msgspec.Meta(pattern="^(always|everysec|no)$")] = "always"
@@ -167,8 +167,8 @@ class RewardSection(Section, frozen=True, kw_only=True):
     max_processes: AtLeast1 = 64
     """Processes and threads of one child and all that it starts."""
     environment: tuple[str, ...] = ()
-    """Variables that a reward function gets besides those of the system and Python, such as the
-    name of one that holds the key of a judge."""
+    """Variables that a reward function gets besides the system's and Python's, such as the
+    name of a judge's API key variable."""
     sandbox: Literal["namespaces", "none"] = "namespaces"
     """How reward functions, and code that a model wrote, are run: in namespaces made by bubblewrap
     (`bwrap`), or unprotected. Without bubblewrap the worker refuses to start; in a

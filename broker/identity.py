@@ -76,7 +76,7 @@ def check_store(
         stored: the ledger that the store holds, if any.
         has_begun: something has happened in that.
         saved: the ledger of the checkpoint to resume from, if any.
-        restarted: this broker takes the place of one that died in the same run.
+        restarted: this broker replaces one that died in the same run.
         run_folder: to name.
         store: where it is, to name.
 

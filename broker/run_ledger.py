@@ -168,7 +168,7 @@ def _begin_apart(
     first_event: int,
     identity: RunIdentity | None,
 ) -> list[TrajectoryKey]:
-    """Make sure that nothing of an abandoned life is taken for something of this one.
+    """Keep data of an abandoned life apart from this one's.
 
     Returns the payloads of that life that the store holds.
     """
@@ -185,7 +185,7 @@ def _begin_apart(
 
 
 def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Changes:
-    """Return the whole state as it is to be stored, fit for the settings of now.
+    """Return the whole state to store, adapted to the present settings.
 
     Groups under way that were admitted under another bound or group size restart; so do
     evaluations under other problems or samples.

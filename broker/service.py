@@ -1,4 +1,4 @@
-"""Runs a broker until it is asked to end."""
+"""Runs a broker until it is stopped."""
 
 import asyncio
 import gc
@@ -53,7 +53,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
 
     Args:
         settings: the broker's.
-        restarted: it takes the place of one that died in the same run.
+        restarted: it replaces one that died in the same run.
     """
     stop = stop_event()
     least = _LEAST_LISTENING if settings.broker.listen else _LEAST_DESCRIPTORS

@@ -72,7 +72,7 @@ async def start_run(
         settings: the broker's.
         prompts: of the run.
         store: of the run; from now on this broker is its only writer.
-        restarted: this process takes the place of one that died, and has resumed if it was to.
+        restarted: this process replaces one that died, which has resumed if it was to.
         first_event: of the trail: the number of events acknowledged in all lives of the run.
 
     Raises:

@@ -82,7 +82,7 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     request_timeout_s: Positive = 3600.0
     """A generation that takes longer has failed; its lease is handed back."""
     environment: tuple[str, ...] = ()
-    """Variables that the engine gets besides those of the system, Python, CUDA, NCCL and SGLang."""
+    """Variables for the engine besides the system's, Python's, CUDA's, NCCL's and SGLang's."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens. With
     tp_size an engine is split over that many GPUs of one host, in attn_dp_size groups, each with

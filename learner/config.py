@@ -83,7 +83,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     rollouts_per_step: AtLeast0 = 2
     """Trained trajectories to record in rollouts/ per learner step."""
     max_rollout_bytes: AtLeast1 = 64 * 1024 * 1024
-    """Size of rollouts/trained.jsonl at which its oldest half goes."""
+    """Size of rollouts/trained.jsonl at which its oldest half is removed."""
     deterministic: bool = False
     """Choose operators that compute the same bits each time; slower on a GPU."""
     megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)

@@ -181,7 +181,7 @@ def _open_link(
             link = PayloadLink(loop, settings, name, replica=replica, early=early)
         try:
             yield link, leader
-        except SystemExit:  # asked to stop at once
+        except SystemExit:  # stopped at once
             if leader is not None:
                 leader.end()
             raise

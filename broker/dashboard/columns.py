@@ -125,7 +125,7 @@ def read_state(path: Path) -> StoredState | None:
 
 
 def claim_state(path: Path) -> StoredState | None:
-    """Return the state that an earlier broker wrote, if there is one that can be read.
+    """Return the state of an earlier broker, if it can be read.
 
     Another one is put aside: it is about to be written over.
     """

@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """True if an address means all those of this machine."""
+    """True if an address means all addresses of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -104,7 +104,7 @@ def machine_names() -> set[str]:
 
 
 def known_names(host: str, others: Iterable[str] = ()) -> frozenset[str]:
-    """Return the names by which a page at an address may be asked for.
+    """Return the host names that requests for a page at an address may use.
 
     Any other name may belong to a foreign page that had it point here.
     """
@@ -128,7 +128,7 @@ def name_of(authority: str) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a name or address as it is compared: ::ffff:127.0.0.1 is 127.0.0.1."""
+    """Normalize a name or address for comparison: ::ffff:127.0.0.1 is 127.0.0.1."""
     name = name.partition("%")[0].rstrip(".").lower()
     try:
         address = ipaddress.ip_address(name)

@@ -119,7 +119,7 @@ class History:
             self.step(point, began_s + lasted_s * place / (len(steps) + 1))
 
     def went_back(self, step: int) -> None:
-        """Forget learner steps after this one: they did not happen."""
+        """Discard learner steps after this one."""
         self._steps.forget_after(step)
         self._step = min(self._step, step)
 

@@ -186,7 +186,7 @@ class Table:
         return {name: column.copy() for name, column in sorted(self.series.items())}
 
     def rows(self, first: int) -> Rows:
-        """Return the rows from one on, with their keys as ``step``, whatever is added later."""
+        """Return a snapshot of the rows from one on, with their keys as ``step``."""
         columns = {name: column[first:].copy() for name, column in sorted(self.series.items())}
         steps = self.keys[first:].copy()
         return Rows({"step": steps, **columns}, len(steps))

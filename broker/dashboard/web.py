@@ -39,7 +39,7 @@ _CHUNK = 64 * 1024
 _READ_S = 5.0  # for the run folder
 _NAMES_S = 5.0  # for a name server
 _QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
-_IDLE_S = 75.0  # of a connection that nothing is asked on
+_IDLE_S = 75.0  # of a connection without requests
 _MAX_QUERY = 200
 _MAX_DIGITS = 15
 MAX_VIEWERS = 32
@@ -74,7 +74,7 @@ class Dashboard:
         patience_s: float = _PATIENCE_S,
         read_s: float = _READ_S,
     ) -> None:
-        """Prepare to serve; port 0 is that of the last time, or one that the system chooses.
+        """Prepare to serve; port 0 is the previous one, or one chosen by the system.
 
         The token and the port are kept in ``folder``, of the run. ``patience_s`` is for a browser
         that does not read, ``read_s`` for the run folder.

@@ -12,7 +12,7 @@ from slipstream.wire.settings.eval_metric import check_metric
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """All that the policy will be asked."""
+    """All prompts of a run."""
 
     training: PromptSource
     held_out: Sequence[Prompt]

@@ -138,7 +138,7 @@ class Ledger:
         return group
 
     def submit(self, holder: str, header: TrajectoryHeader, num_bytes: int = 0) -> bool:
-        """Take one finished sibling; return False for one that is there already.
+        """Take one finished sibling; return False if it is there already.
 
         A late answer from a lapsed lease is as good as any, as long as its sibling is missing
         and no token of it is older than the group's deadline allows.

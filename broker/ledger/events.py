@@ -152,7 +152,7 @@ class LetterDropped(Event, frozen=True):
 
 
 class LearnerLeft(Event, frozen=True):
-    """The run is complete and its learner has nothing to do any more: everybody may leave."""
+    """The run is complete and its learner is done: all clients may leave."""
 
 
 class StopPlanned(Event, frozen=True):

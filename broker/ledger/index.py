@@ -102,7 +102,7 @@ class GroupIndex:
         return next(iter(self._ready.values()), None)
 
     def lags(self, step: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Count live groups by their staleness at a step: those under way, and those ready."""
+        """Count live groups under way, and ready ones, by their staleness at a step."""
         under_way: Counter[int] = Counter()
         ready: Counter[int] = Counter()
         for deadline, count in self.due.items():

@@ -1,4 +1,4 @@
-"""Trajectories that wait for a reward, and those being scored. Rebuilt from the ledger."""
+"""Trajectories waiting for a reward or being scored. Rebuilt from the ledger."""
 
 import secrets
 from collections import OrderedDict
@@ -56,7 +56,7 @@ class ScoringQueue:
         self._lapsed: dict[TrajectoryKey, dict[int, str]] = {}
         self._failures: dict[TrajectoryKey, _Failures] = {}
         self.num_given_back = 0  # untried, because a sibling had failed
-        self._seen: dict[str, float] = {}  # worker -> when it last asked for work
+        self._seen: dict[str, float] = {}  # worker -> time of its last request for work
 
     @property
     def num_waiting(self) -> int:

@@ -41,7 +41,7 @@ class Training:
     ) -> PolicyVersion:
         """Grant a new epoch to a learner that holds the weights after ``step`` steps.
 
-        A learner takes over once in its life: asked again, it gets the epoch that it has.
+        A learner takes over once in its life: a repeated request returns its epoch.
 
         Args:
             step: learner steps completed in its weights.
@@ -107,7 +107,7 @@ class Training:
     def deliver(self, version: PolicyVersion, step: int | None = None) -> Delivery:
         """Return the batch of a learner step, or the reason it waits, or None at the end.
 
-        The same step asked again gets the same batch.
+        A repeated request for a step gets the same batch.
 
         Args:
             version: the learner's own.
@@ -115,7 +115,9 @@ class Training:
         """
         book, state = self._book, self._book.state
         if version.next() == book.version and step == book.step:
-            version = book.version  # asked ahead, and the commit came meanwhile: it is that step
+            version = (
+                book.version
+            )  # requested ahead, and the commit came meanwhile: it is that step
         self._require_current(version)
         step = version.step if step is None else step
         if not version.step <= step <= version.step + 1:
@@ -171,7 +173,7 @@ class Training:
         """Drop groups of a batch that must not be trained; the others wait again."""
         self._require_current(version)
         if not set(group_ids) & set(self._book.state.batches.get(step, ())):
-            return  # asked twice
+            return  # repeated request
         for group in self._unbind(step):
             if group.group_id in group_ids:
                 self._decisions.drop(group, reason)
@@ -211,7 +213,7 @@ class Training:
         """Record that the learner trained the step that leads to ``version``."""
         book, state, rules = self._book, self._book.state, self._book.rules
         if version == book.version:
-            return  # asked twice
+            return  # repeated request
         self._require_current(PolicyVersion(version.epoch, version.step - 1))
         if book.step not in state.batches:
             raise RefusedError(f"commit of step {book.step}, which was never delivered")

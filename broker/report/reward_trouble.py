@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-_TRIES = 50  # that are looked at, of each function
+_TRIES = 50  # counted for each function
 _MANY = 5  # of them without a reward, before a warning
-_FUNCTIONS = 100  # that are remembered; the one that was tried longest ago is forgotten first
+_FUNCTIONS = 100  # kept; the least recently tried is dropped first
 
 
 @dataclass(slots=True)

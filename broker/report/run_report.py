@@ -1,4 +1,4 @@
-"""The state of a run as it is shown and as its files keep it."""
+"""The state of a run for viewers and for its files."""
 
 import logging
 import time

@@ -110,7 +110,7 @@ class RewardPool:
         return any(function.takes == "group" for function in self.functions)
 
     async def score(self, work: Work) -> AsyncIterator[Score]:
-        """Yield one score per answer as they are there, in any order.
+        """Yield one score per answer as they arrive, in any order.
 
         Callers take turns. One that stops listening gives up work not started. No score comes
         for work given back meanwhile.

@@ -51,7 +51,7 @@ class Slot:
         on_answer: "Callable[[Slot, Answered], None]",
         on_end: "Callable[[Slot, int | None], None]",
     ) -> None:
-        """Start with no child; ``on_end`` gets the exit code of one that ended by itself.
+        """Start with no child; ``on_end`` gets the exit code of a child that ended by itself.
 
         The code is None where a child sends nonsense.
         """

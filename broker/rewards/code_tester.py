@@ -292,7 +292,7 @@ def known_exception(name: str, text: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ours):
         try:
             return kind(text)
-        except TypeError:  # one that wants more
+        except TypeError:  # its constructor needs more arguments
             return AnswerError(name)
     return AnswerError(f"{name}: {text}")
 
@@ -339,7 +339,7 @@ def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
                 target = f"Solution.{target}"
             reply = answer.operate("call", target, arguments)
             send({"test": index, "value": encode(reply)})
-        except Exception as error:  # noqa: BLE001 whatever an answer makes us do
+        except Exception as error:  # noqa: BLE001 an answer may raise anything
             send({"test": index, "error": f"{type(error).__name__}: {error}"[:500]})
 
 

@@ -83,7 +83,7 @@ def outcomes_of(results: object, count: int) -> list[Outcome]:
 
 
 def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes of a group; one that is missing leaves no other to be trusted."""
+    """Return the outcomes of a group; if one is missing, none is trusted."""
     for number, outcome in enumerate(outcomes, start=1):
         if outcome.reward is None:
             reason = f"answer {number} of {len(outcomes)}: {outcome.unavailable}"

@@ -86,7 +86,7 @@ def _check_entry(name: str, entry: dict[str, Json]) -> None:
 
 @lru_cache(maxsize=4096)
 def _check_verifier(name: str, options: str, entry: str) -> None:
-    """Let a row's verifier judge the row's own answer: one that cannot judges no other.
+    """Test a row's verifier on the row's own answer: if that fails, it judges no other.
 
     Raises:
         ValueError: it raised an error, or finds that answer wrong.

@@ -111,7 +111,7 @@ class Init:
             raise OSError(ctypes.get_errno(), "capset")
 
     def set_limits(self) -> None:
-        """Set limits by their names in ``resource``, never above ours; more stack may be asked."""
+        """Set limits by their names in ``resource``, never above ours; the stack may be raised."""
         for name, wanted in self.limits.items():
             kind = getattr(resource, f"RLIMIT_{name}")
             most = resource.getrlimit(kind)[1]

@@ -55,7 +55,7 @@ class Limits:
     """Limits of one run, for all its processes together."""
 
     own_s: float = 10.0
-    """Seconds in which it had a core, or wanted none: those in which others had it do not count."""
+    """Seconds in which it had a core, or wanted none; time waiting for a core does not count."""
     cpu_s: float = 10.0
     memory_bytes: int = 512 * _MIB
     max_processes: int = 32
@@ -183,7 +183,7 @@ class _Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End whatever still runs, and wait until it is gone."""
+        """End all remaining processes, and wait until they are gone."""
         with self._stack, self._process:
             self._end()
 

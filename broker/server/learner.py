@@ -101,9 +101,9 @@ class Learner:
         if trains and trains != learner and self._sessions.is_connected(trains):
             raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
         version = self._training.take_over(request.step, request.checkpoint, learner, request.held)
-        self._on_epoch(version.epoch)  # on disk before anybody may use it
+        self._on_epoch(version.epoch)  # on disk before it may be used
         if version.step != self._book.step:
-            return TookOver(version=version)  # asked twice
+            return TookOver(version=version)  # repeated request
         if version.epoch > epoch:
             self._clients.discard_answers_again()
         back = f", {before - version.step} steps back" if version.step < before else ""
@@ -179,7 +179,7 @@ class Learner:
         batch = [self._book.groups[group_id] for group_id in ids]
         found = await self._frames.load(key for group in batch for key in group.trajectory_keys())
         if request.version == self._book.version:
-            return Reply(self._commit(request))  # asked twice: it is being recorded
+            return Reply(self._commit(request))  # repeated request: it is being recorded
         answer = self._commit(request)
         self._persist()  # before anything else that happens
         frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]

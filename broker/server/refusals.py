@@ -55,7 +55,7 @@ class Refusals:
                 elif code == "name_taken":
                     self._complain("a second process", str(error))
                 return Reply(Refusal(reason=str(error), code=code))
-        # A fault of ours that one message brought to light must not end everybody's run.
+        # A bug of ours that one message exposed must not end the whole run.
         _log.error("request of %s failed", self._sessions.named(peer), exc_info=error)
         self._telemetry.rejected["internal"] += 1
         return Reply(Refusal(reason=f"internal error: {error!r}", code=""))

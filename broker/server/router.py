@@ -13,7 +13,7 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.pieces import PIECE_BYTES
 
 _BURST = 64  # messages handed over before other work gets its turn
-_SEND_LIMIT = 4_000  # answers that wait for one peer; it asked for every one of them
+_SEND_LIMIT = 4_000  # answers that wait for one peer; it requested every one
 _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024

@@ -97,7 +97,7 @@ class TrajectoryStore(Protocol):
         ...
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
-        """Return stored trajectories; KeyError names one that is not there."""
+        """Return stored trajectories; KeyError names a missing one."""
         ...
 
     async def clear(self) -> None:

@@ -127,7 +127,7 @@ def read_trail(folder: Path) -> Iterator[tuple[int, float, bytes]]:
 
 
 def read_segments(segments: Sequence[Path]) -> Iterator[tuple[int, float, bytes]]:
-    """Yield (number, unix time, event) of some segments; one that is gone by now has none."""
+    """Yield (number, unix time, event) of some segments; a deleted one has none."""
     for segment in segments:
         try:
             data = segment.read_bytes()

@@ -87,7 +87,7 @@ def groups_at(folder: Path, position: int) -> frozenset[int]:
 
 
 class _Follower:
-    """Reads events in order and keeps those of the items that fit."""
+    """Reads events in order and keeps the ones of matching items."""
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted

@@ -215,7 +215,7 @@ class RedisServer:
                 stdin.write(settings.encode())
 
     async def _answers(self) -> bool:
-        """True if the server answers a client at all; one that loads its file does."""
+        """True if the server answers a client at all, also while it loads its file."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self.socket)

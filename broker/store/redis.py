@@ -188,7 +188,7 @@ class RedisStore:
                 return
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
-        """Return stored trajectories; KeyError names one that is not there."""
+        """Return stored trajectories; KeyError names a missing one."""
         stored: list[StoredTrajectory] = []
         num_bytes = 0
         while len(stored) < len(keys):

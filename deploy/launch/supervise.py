@@ -88,7 +88,7 @@ class Supervisor:
         return child is not None and child.process is not None and child.process.poll() is None
 
     def pids(self, name: str) -> list[int]:
-        """Return the process of a role as it is now, or nothing between two."""
+        """Return the process id of a role, or nothing between two processes."""
         return _pids(self.children[name])
 
     def finished(self, names: Iterable[str]) -> bool:

@@ -104,7 +104,7 @@ def age(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a figure as text; one that is not known is a dash."""
+    """Return a figure as text; an unknown one is a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

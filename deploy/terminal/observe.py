@@ -174,7 +174,7 @@ class StatusWatcher:
             self._thread.join(timeout=_TIMEOUT_S)
 
     async def _loop(self) -> None:
-        """Keep one connection for as long as it lasts, then make another."""
+        """Use one connection until it breaks, then make another."""
         while not self._stop.is_set():
             try:
                 client = await _connect(self._run, _TIMEOUT_S, "observer")

@@ -13,7 +13,7 @@ from slipstream.deploy.terminal.observe import broker_of_folder
 from slipstream.wire.messages.status import RunStatus
 
 _NOW_S = 10.0  # over which a share of now is taken
-_MAX_STATES = 64  # of that time, however often the run is asked
+_MAX_STATES = 64  # of that time, however often the run is polled
 _EVALUATE_S = 5.0
 
 
@@ -47,7 +47,7 @@ class Recent:
         self._steps: Mapping[str, Column] = {}
 
     def add(self, status: RunStatus) -> None:
-        """Take in the next state; one that was there before is known already."""
+        """Add the next state, unless it is there already."""
         if status is self._newest:
             return
         self._newest = status
@@ -90,7 +90,7 @@ class Recent:
 
 
 def recent_of(folder: Path, stored: StoredState | None) -> Recent:
-    """Return the history of a run as far as it is written, with the limits that it goes by."""
+    """Return the saved history of a run, with its limits."""
     broker = broker_of_folder(folder)
     return Recent(
         stored.history if stored else None,

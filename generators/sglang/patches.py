@@ -38,7 +38,7 @@ def install() -> None:
     """Correct the modules named here right after their import.
 
     Raises:
-        ConfigError: this is another SGLang than the one that they were written for.
+        ConfigError: this is another SGLang version than theirs.
     """
     check_version(metadata.version("sglang"))
     retractions = Retractions()

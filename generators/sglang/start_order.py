@@ -24,7 +24,7 @@ _VARIABLES_OF_ENGINES = (
 # scheduler ends at the first request.
 _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 _RUST_TREE_FROM = (2, 13)
-_NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # one that is not there: its ranks take gloo alone
+_NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # a missing file: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 HOST = "127.0.0.1"

@@ -26,7 +26,7 @@ _RENDERING_ERRORS = (
 
 
 class ChatTemplate:
-    """The template of a model, or one that is used in its place."""
+    """The template of a model, or its replacement."""
 
     def __init__(self, source: str, variables: Mapping[str, Json], *, origin: str) -> None:
         """Compile a template; ``variables`` are its inputs besides the turns.

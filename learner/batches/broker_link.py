@@ -100,9 +100,9 @@ class LeaderLink(PayloadLink):
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
     ) -> StepPlan | BatchNotReady | RunComplete:
-        """Wait for the batch of the step that starts from ``version``, or until asked to stop.
+        """Wait for the batch of the step that starts from ``version``, or for a stop request.
 
-        The broker is asked even where the batch was found in the background: its answer now counts,
+        The request is sent even if the batch was found in the background: this answer counts,
         and the same batch comes again at once.
         """
         self._loop.call(self._end_search)

@@ -16,7 +16,7 @@ class RankLink(Protocol):
     """Interface for the rank of a replica that fetches its payloads."""
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
-        """Return the payloads of delivered trajectories as they are, in the order asked.
+        """Return the payloads of delivered trajectories unchanged, in the requested order.
 
         Payloads prefetched for this step are used and the rest requested; payloads prefetched for
         another step are discarded.
@@ -25,7 +25,7 @@ class RankLink(Protocol):
     def begin_prefetch(self, step: int) -> None:
         """Find the batch of a coming step in the background, and fetch its payloads.
 
-        At most one step is prefetched: whatever was before is thrown away. Nothing depends on it.
+        At most one step is prefetched: an earlier one is discarded. Nothing depends on it.
         """
 
     def close(self) -> None:

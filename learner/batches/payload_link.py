@@ -63,7 +63,7 @@ class PayloadLink:
         )
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
-        """Return the payloads of delivered trajectories, in the order asked."""
+        """Return the payloads of delivered trajectories, in the requested order."""
         return self._loop.run(self._fetched(step, keys))
 
     def begin_prefetch(self, step: int) -> None:

@@ -54,7 +54,7 @@ class PayloadPrefetch:
         self._task: asyncio.Task[Payloads] | None = None
 
     def begin(self, step: int, keys: Sequence[TrajectoryKey]) -> None:
-        """Fetch the payloads of a step, in place of those of another."""
+        """Fetch the payloads of a step, in place of another's."""
         self.drop()
         self._step, self._keys = step, frozenset(keys)
         self._task = asyncio.create_task(self._fetched(step, tuple(keys)))

@@ -36,7 +36,7 @@ def write_digests(folder: Path) -> None:
 def damage_of(folder: Path) -> str:
     """Describe the damage to the files of a checkpoint; empty if there is none.
 
-    One that was written before there were digests counts as whole.
+    A checkpoint older than digests counts as whole.
 
     Raises:
         ConfigError: it is no checkpoint.

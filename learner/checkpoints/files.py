@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(SlipstreamError):
-    """A checkpoint could not be written; those written before are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 def prepare_folder(folder: Path) -> None:

@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def _uncompiled(function: object = None, **_options: object) -> object:
-    """Return a function as it is, also as a decorator with options."""
+    """Return a function unchanged, also as a decorator with options."""
     return function if function is not None else lambda decorated: decorated
 
 

@@ -1,4 +1,4 @@
-"""The relay's process: one that this learner starts, or one that an earlier learner left."""
+"""The relay's process: started by this learner, or left by an earlier one."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ class RelayLaunch:
 
 
 class RelayProcess:
-    """The relay that answered last, and the one that was started here."""
+    """The relay that answered last, and the one started here."""
 
     def __init__(self, launch: RelayLaunch) -> None:
         self._launch = launch

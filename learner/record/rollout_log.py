@@ -60,7 +60,7 @@ def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[
 
 
 class RolloutLog:
-    """Appends to rollouts/trained.jsonl; the oldest half goes when it reaches its size limit."""
+    """Appends to rollouts/trained.jsonl; removes the oldest half at its size limit."""
 
     def __init__(
         self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer

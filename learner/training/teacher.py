@@ -58,11 +58,11 @@ class EndpointTeacher:
     def __init__(
         self, options: TeacherOptions, topology: "Topology", *, vocab_size: int, timeout_s: float
     ) -> None:
-        """Ask one question, so that a wrong server is known at the start.
+        """Send one test request, so that a wrong server is noticed at the start.
 
-        SGLang does not report the size of its vocabulary, and ends if it is asked about a token
+        SGLang does not report the size of its vocabulary, and ends if it gets a token
         that it does not have: the user is responsible for equal tokens of teacher and policy. While
-        the server does not answer, a question is asked again for ``timeout_s``.
+        the server does not answer, a request is retried for ``timeout_s``.
 
         Raises:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
@@ -107,7 +107,7 @@ class EndpointTeacher:
         result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
         asked = self._thread.submit(self._fill, batches, result) if self._asks else None
         while any_rank(asked is not None and not asked.done(), world_size=self._world_size):
-            if asked is not None:  # ranks that do not ask wait in the line above
+            if asked is not None:  # the other ranks wait in the line above
                 wait([asked], _ROUND_S)
         failure = None if asked is None else asked.exception()
         if any_rank(failure is not None, world_size=self._world_size):
@@ -205,7 +205,7 @@ class EndpointTeacher:
         return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
 
     def _values(self, body: bytes, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of these tokens, the last ones that were asked about.
+        """Return the log-probabilities of these tokens, the last ones of the request.
 
         Raises:
             EngineError: the reply is of other tokens, or holds an invalid log-probability.

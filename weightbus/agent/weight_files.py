@@ -16,7 +16,7 @@ def tensor_shapes(path: Path) -> Shapes:
         OSError: it cannot be opened.
         SafetensorError: its header is no safetensors header, or describes a file of another size.
     """
-    with safe_open(path, framework="numpy") as file:  # no tensor is asked for
+    with safe_open(path, framework="numpy") as file:  # no tensor is read
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 it is no dict
 
 

@@ -90,7 +90,7 @@ class Fleet:
     ) -> CollectiveGroup | None:
         """Record the end of a serving; return its group if that is empty now.
 
-        ``adopted`` names those whose engines run the version; the others may hold a mixture, and
+        ``adopted`` names members whose engines run the version; the others may hold a mixture, and
         are served alone after a while.
         """
         for seat in serving.seats:

@@ -55,7 +55,7 @@ def copies_in(parent: Path) -> list[Path]:
 
 
 def number_after(copies: Iterable[Path]) -> int:
-    """Return a number larger than those of these copies."""
+    """Return a number larger than any of these copies'."""
     found = (_OURS.fullmatch(path.name) for path in copies)
     return 1 + max((int(match[2]) for match in found if match is not None), default=0)
 

@@ -22,7 +22,7 @@ def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightMa
     """Lay tensors end to end and group them in order into buckets of at most ``bucket_bytes``.
 
     Wider types come first, so that every tensor starts at a multiple of its item size. A tensor is
-    never split: one that is larger than the limit has a bucket to itself.
+    never split: a larger one than the limit has a bucket to itself.
 
     Raises:
         PublishError: a type that cannot be published.

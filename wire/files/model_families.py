@@ -173,7 +173,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
 
 
 def engine_tensor(name: str) -> EngineTensor:
-    """Return the place of any family's tensor in SGLang; an unknown one stays as it is."""
+    """Return the place of any family's tensor in SGLang; an unknown one is unchanged."""
     found = _HF_LAYER.fullmatch(name)
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
     place = _ENGINE_TENSORS.get(inner)

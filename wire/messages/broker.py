@@ -2,7 +2,7 @@
 
 Every exchange is a request by a role and one answer by the broker, matched by a request id
 that travels in a frame of its own. Messages that change state are idempotent by their natural
-keys (group, sibling, lease, step): a repeated one is answered from the state as it is.
+keys (group, sibling, lease, step): a repeated one is answered from the present state.
 """
 
 from typing import Literal, TypeAlias
@@ -321,7 +321,7 @@ class FetchPayloads(Message, frozen=True):
 
 
 class Payloads(Message, frozen=True):
-    """Frames: one payload per trajectory, in the order asked."""
+    """Frames: one payload per trajectory, in the requested order."""
 
     num_frames: int
 

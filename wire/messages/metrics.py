@@ -7,7 +7,7 @@ MetricKind: TypeAlias = Literal["counter", "gauge"]
 
 
 class MetricName(StrEnum):
-    """A metric as it is called in the code; Prometheus appends ``_total`` to counters.
+    """A metric by its name in the code; Prometheus appends ``_total`` to counters.
 
     A counter goes back where the run does: a learner that takes over at an earlier step trains the
     later ones again.

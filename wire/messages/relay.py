@@ -18,7 +18,7 @@ class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class OpenMemory(RelayMessage, frozen=True):
-    """Serve the versions written here; ``whole`` names one that is there already."""
+    """Serve the versions written here; ``whole`` names one already present."""
 
     epoch: int
     path: str

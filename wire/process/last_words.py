@@ -25,12 +25,12 @@ class LastWords:
         return os.pread(self.descriptor, _MOST_BYTES, 0).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         os.close(self.descriptor)
 
 
 def leave_last_words(text: str) -> None:
-    """Tell the parent why this process ends, if it asked to know."""
+    """Report the reason for this process's end to its parent, if it listens."""
     with suppress(OSError, ValueError):  # no parent reads it, or the descriptor is another's by now
         descriptor = int(os.environ.get(LAST_WORDS_VARIABLE, ""))  # noqa: TID251 from our parent
         memory = Path(f"/proc/self/fd/{descriptor}").readlink()

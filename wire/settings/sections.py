@@ -53,7 +53,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     max_staleness_steps: AtLeast0 = 2
     """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
     staleness_mode: Literal["wait", "drop"] = "wait"
-    """wait reserves a place in a batch for each started group; drop discards those that expire."""
+    """wait reserves a place in a batch for each started group; drop discards groups that expire."""
     min_groups: AtLeast0 = 0
     """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
     outage_s: Positive = 300.0

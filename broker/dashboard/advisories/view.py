@@ -25,7 +25,7 @@ WINDOW_ROWS = 5  # and this many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
 LEARNING_STEPS = 30  # before a trend of a figure is judged
 NUM_WINDOWS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
-KEEPS = 0.8  # of its limit, under which a measure that had passed it counts as mended
+KEEPS = 0.8  # of its limit, below which a measure that had passed it counts as recovered
 
 
 class Advisory(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +91,8 @@ class View:
     def window_ends(self) -> list[int]:
         """Ends of windows, as numbers of rows: the newest, and earlier ones.
 
-        The earlier ones end at times that do not move with the newest, so that one that passed a
-        limit counts until it is a window old, and a measure about the limit does not flap.
+        The earlier ones end at times that do not move with the newest, so that a window that passed
+        a limit counts until it is a window old, and a measure near the limit does not flap.
         """
         if not self.full:
             return []
