@@ -20,7 +20,7 @@ from slipstream.algos.shaping import group_centered, group_deviations, group_ext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """How the trajectories of one step ended.
+    """Rewards and lengths of the trajectories of one step.
 
     Raises:
         ValueError: the tensors do not fit together, or a group is not below num_groups.
@@ -59,7 +59,7 @@ class Outcomes:
 
     @property
     def siblings(self) -> Tensor:
-        """Return the size of each trajectory's group, [N] float64."""
+        """Size of each trajectory's group, [N] float64."""
         return group_sums(torch.ones_like(self.rewards), self.groups, self.num_groups)
 
     def centered(self, weights: Tensor | None = None) -> Tensor:
@@ -193,7 +193,7 @@ def gdpo(outcomes: Outcomes, options: GdpoOptions) -> Tensor:
 
 @advantage("zero")
 def zero(outcomes: Outcomes, _: NoOptions) -> Tensor:
-    """A = 0: what is learned comes from elsewhere, such as a teacher (algo.teacher)."""
+    """A = 0: the policy learns from elsewhere, such as a teacher (algo.teacher)."""
     return torch.zeros_like(outcomes.rewards)
 
 

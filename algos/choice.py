@@ -1,4 +1,4 @@
-"""What an algorithm is made of: parts, and the settings of the tables in the section [algo]."""
+"""Parts of an algorithm, and the settings of the tables in the section [algo]."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -26,12 +26,12 @@ class ReduceOptions(Options, frozen=True, kw_only=True):
 
 
 class KlOptions(Options, frozen=True, kw_only=True):
-    """[algo.kl]: what holds the policy near a reference policy."""
+    """[algo.kl]: the KL term that holds the policy near a reference policy."""
 
     coefficient: NotNegative = 0.0
     """Weight of the KL divergence; 0 needs no reference policy."""
     to: Literal["reference", "behavior"] = "reference"
-    """What it is taken from: a frozen policy, or the policy that chose the token."""
+    """The other policy: a frozen one, or the policy that chose the token."""
     name: KlKind = "k3"
     """Estimator; k1+ and k3+ have the gradient of k2, full takes all logits."""
     place: Literal["loss", "reward"] = "loss"
@@ -41,7 +41,7 @@ class KlOptions(Options, frozen=True, kw_only=True):
     reference: str = ""
     """Hugging Face folder of the reference policy; empty is run.model."""
     renew_every: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The reference becomes the policy itself after every so many learner steps; 0 is never."""
+    """Copy the policy into the reference every N learner steps; 0 is never."""
 
 
 class TeacherOptions(Options, frozen=True, kw_only=True):
@@ -59,13 +59,13 @@ class TeacherOptions(Options, frozen=True, kw_only=True):
     api_key_file: str = ""
     """File with the bearer token of the endpoint, readable by its owner only."""
     concurrency: Annotated[int, msgspec.Meta(ge=1)] = 32
-    """Requests to the endpoint at a time, of each rank of the learner that asks."""
+    """Concurrent requests to the endpoint from each requesting rank of the learner."""
     clip: Positive | None = None
     """The difference counts as this many nats at most; not set for no limit."""
 
 
 class LikelihoodOptions(Options, frozen=True, kw_only=True):
-    """[algo.likelihood]: right answers are imitated besides: VAPO's positive example loss."""
+    """[algo.likelihood]: also imitate right answers: VAPO's positive example loss."""
 
     coefficient: NotNegative = 0.0
     """Weight of the mean of -log pi over the tokens of right answers."""
@@ -79,7 +79,7 @@ class CriticOptions(Options, frozen=True, kw_only=True):
     lr: Positive = 1e-5
     """Learning rate of the critic; its schedule is the learner's."""
     clip: Positive = 0.2
-    """Values move at most so far from what they were at the start of the step; inf for no limit."""
+    """Values move at most this far within a learner step; inf for no limit."""
     huber: Positive | None = None
     """Errors beyond this count linearly (Huber) instead of squared; not set squares all."""
     warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -87,7 +87,7 @@ class CriticOptions(Options, frozen=True, kw_only=True):
 
 
 class DataOptions(Options, frozen=True, kw_only=True):
-    """[algo.data]: what is done to rewards and to the batch before advantages."""
+    """[algo.data]: changes to rewards and to the batch before advantages."""
 
     scale: float = 1.0
     """Rewards are multiplied by this, after bias was added."""
@@ -122,7 +122,7 @@ class Chosen:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what it needs, as it is set; of ``NEEDS``."""
+        """Inputs that it needs with these settings; of ``NEEDS``."""
         return self.part.needs | self.options.needs
 
 
@@ -146,33 +146,33 @@ class AlgoChoice:
 
     @property
     def needs_values(self) -> bool:
-        """Return whether there is a critic."""
+        """True if there is a critic."""
         return "values" in self.advantage.needs
 
     @property
     def needs_of_tokens(self) -> frozenset[str]:
-        """Return what the surrogate and the corrections need."""
+        """Inputs that the surrogate and the corrections need."""
         return self.surrogate.needs.union(*(chosen.needs for chosen in self.corrections))
 
     @property
     def has_kl(self) -> bool:
-        """Return whether a KL divergence is in the loss or in the reward."""
+        """True if a KL divergence is in the loss or in the reward."""
         return self.kl.coefficient > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether there is a reference policy."""
+        """True if there is a reference policy."""
         of_kl = self.has_kl and self.kl.to == "reference"
         return of_kl or "reference" in self.needs_of_tokens
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether there is a teacher."""
+        """True if there is a teacher."""
         return self.teacher.coefficient > 0
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Return whether a group of equal rewards teaches something."""
+        """True if a group of equal rewards teaches something."""
         if self.has_teacher or self.likelihood.coefficient > 0:
             return True
         if "reward_parts" in self.advantage.needs:
@@ -181,5 +181,5 @@ class AlgoChoice:
 
     @property
     def is_group_relative(self) -> bool:
-        """Return whether a trajectory is compared with its siblings."""
+        """True if a trajectory is compared with its siblings."""
         return "siblings" in self.advantage.needs

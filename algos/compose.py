@@ -35,7 +35,7 @@ from slipstream.algos.surrogates import SurrogateInputs, WholeMinibatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RightAnswers:
-    """Which sequences of a microbatch are right answers."""
+    """Marks the sequences of a microbatch that are right answers."""
 
     is_right: Tensor  # [B] bool
     num_tokens: float  # of right answers in the whole minibatch, copies counted
@@ -52,7 +52,7 @@ class PolicyOutputs(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class LossInputs:
-    """What is known of a microbatch before its gradient. Logprobs are 0.0 outside the mask.
+    """Inputs of the loss of a microbatch. Logprobs are 0.0 outside the mask.
 
     A learner's own microbatch inherits from it, and fills it before the first update of its step.
     """
@@ -84,7 +84,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The rewards that are learned from, and what of the batch is trained. Shapes [N]."""
+    """The rewards to learn from, and the trained part of the batch. Shapes [N]."""
 
     rewards: Tensor  # float64
     copies: Tensor  # int64, 0 where a trajectory trains nothing
@@ -94,7 +94,7 @@ class Algorithm:
     """The parts of one run's algorithm, put together. Pure: holds settings, no state."""
 
     def __init__(self, choice: AlgoChoice, *, max_response_tokens: int) -> None:
-        """Compose what ``slipstream.algos.config.choice_of`` chose.
+        """Compose the choice of ``slipstream.algos.config.choice_of``.
 
         Args:
             choice: parts and their settings.
@@ -138,11 +138,11 @@ class Algorithm:
         """Whether rewards are less the mean of their group before they are put on a token."""
 
     def trains_policy(self, step: int) -> bool:
-        """Return whether a learner step trains the policy, or its critic alone."""
+        """Return True if a learner step trains the policy, not its critic alone."""
         return not self.choice.needs_values or step >= self.choice.critic.warmup_steps
 
     def renews_reference(self, step: int) -> bool:
-        """Return whether the reference policy becomes the policy after so many learner steps."""
+        """Return True if the reference policy becomes the policy after this learner step."""
         every = self.choice.kl.renew_every
         return every > 0 and step % every == 0
 
@@ -154,7 +154,7 @@ class Algorithm:
         Args:
             outcomes: of the step.
             is_truncated: [N] bool, responses that ended at the length limit.
-            generator: decides what is drawn again (PF-PPO); equal on all ranks.
+            generator: draws trajectories again (PF-PPO); equal on all ranks.
         """
         data, groups, num_groups = self.choice.data, outcomes.groups, outcomes.num_groups
         rewards = scaled(outcomes.rewards, scale=data.scale, bias=data.bias, clip=data.clip)
@@ -191,16 +191,16 @@ class Algorithm:
         return values
 
     def token_advantages(self, given: TokenOutcomes) -> TokenAdvantages:
-        """Return advantages of tokens and what a critic learns. Only where ``is_token_level``."""
+        """Return advantages of tokens and a critic's targets. Only where ``is_token_level``."""
         advantage = self.choice.advantage
         result: TokenAdvantages = advantage.part.function(given, advantage.options)
         return result
 
     def taught(self, proximal: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        """Return what a teacher adds to advantages: c (log teacher - log q). Shapes [T].
+        """Return a teacher's term of the advantages: c (log teacher - log q). Shapes [T].
 
         On average over tokens of q it is the slope of -c KL(q || teacher) of each token where it
-        stands: what a token does to those after it is not in it (on-policy distillation, arXiv
+        is: its effect on later tokens is not included (on-policy distillation, arXiv
         2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation).
         """
         options = self.choice.teacher
@@ -238,9 +238,9 @@ class Algorithm:
         reference: Tensor | None = None,
         gather: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> Correction:
-        """Return what all corrections together do. Arguments as in ``CorrectionInputs``.
+        """Combine all corrections. Arguments as in ``CorrectionInputs``.
 
-        What replaces the proximal policy comes first: the others correct for the replaced one.
+        A replacement of the proximal policy comes first: the others correct for the replaced one.
         """
         given = CorrectionInputs(
             proximal=proximal.detach(),
@@ -261,7 +261,7 @@ class Algorithm:
         return combined(results, packing)
 
     def denominators(self, num_tokens: float, num_sequences: float) -> Denominators:
-        """Return what a minibatch of so many tokens and sequences is divided by."""
+        """Return the divisors of a minibatch of these numbers of tokens and sequences."""
         return Denominators(
             num_tokens=num_tokens,
             num_sequences=num_sequences,

@@ -1,4 +1,4 @@
-"""What the section [algo] comes to: the parts of a preset with a user's changes.
+"""The algorithm that [algo] describes: the parts of a preset with a user's changes.
 
 Every part and its settings are known here, so this needs torch; ``algos.section`` does not.
 """
@@ -78,7 +78,7 @@ PARTS: dict[Kind, dict[str, AnyPart]] = {
     "surrogate": SURROGATES,
     "correction": CORRECTIONS,
 }
-# What is multiplied or divided by. Other settings are limits, and inf is no limit.
+# Factors and divisors. Other settings are limits, and inf is no limit.
 _FACTORS = frozenset(
     {"coefficient", "scale", "bias", "weights", "lr", "length", "least_reward", "entropy_bonus"}
 )
@@ -151,7 +151,7 @@ def _chosen(
 
 
 def _checked(chosen: Chosen) -> Chosen:
-    """Return a part whose options need what there is.
+    """Return a part whose options need only available inputs.
 
     Raises:
         PartError: they need something else.
@@ -206,7 +206,7 @@ def _options(where: str, kind: type[T], table: Table) -> T:
 
 
 def _refuse_no_number(where: str, settings: Table) -> None:
-    """Refuse nan, and infinite factors: they would make every batch one that cannot be trained.
+    """Refuse nan, and infinite factors: they would make every batch untrainable.
 
     Raises:
         PartError: naming the setting.

@@ -1,4 +1,4 @@
-"""Which settings of [algo] contradict each other, and which have no effect. Pure."""
+"""Finds settings of [algo] that contradict each other or have no effect. Pure."""
 
 from slipstream.algos import advantages, returns
 from slipstream.algos.choice import AlgoChoice, DataOptions
@@ -12,7 +12,7 @@ _KEEPING_ALL = frozenset(
 
 
 def refuse_conflicts(choice: AlgoChoice, section: AlgoSection) -> None:
-    """Refuse what makes no sense together, and settings without effect, with the reason.
+    """Refuse contradictory settings, and settings without effect, with the reason.
 
     Raises:
         PartError: naming the settings, and why.
@@ -24,7 +24,7 @@ def refuse_conflicts(choice: AlgoChoice, section: AlgoSection) -> None:
 
 
 def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
-    """Return what cannot be together, and whether it is."""
+    """Return contradictions between settings, and whether each applies."""
     names = {chosen.part.name for chosen in choice.corrections}
     advantage, kl, data = choice.advantage.part, choice.kl, choice.data
     has_ratio = choice.surrogate.part.name not in _WITHOUT_RATIO
@@ -111,7 +111,7 @@ def _shapes_rewards(data: DataOptions) -> bool:
 
 
 def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]:
-    """Return what is set and nothing reads, and whether it is."""
+    """Return reasons why a setting has no effect, and whether each applies."""
     names = {chosen.part.name for chosen in choice.corrections}
     data, options = choice.data, choice.advantage.options
     given = set(section.advantage) if isinstance(section.advantage, dict) else set()

@@ -36,9 +36,9 @@ def _itself(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionInputs:
-    """What a correction is computed from. Nothing outside the packing's mask matters.
+    """Inputs of a correction. Nothing outside the packing's mask matters.
 
-    What may be None is there for corrections that need it (``needs``), and perhaps for others.
+    Optional fields are set for corrections that need them (``needs``), and perhaps for others.
 
     Raises:
         ValueError: a tensor does not have the shape of the packing's mask.
@@ -65,7 +65,7 @@ class CorrectionInputs:
 
     @property
     def log_ratios(self) -> Tensor:
-        """Return log w, not clamped, 0.0 outside the mask, [T]."""
+        """Log w, not clamped, 0.0 outside the mask, [T]."""
         return log_ratio(
             target=self.proximal.detach(), sampled_from=self.behavior, mask=self.packing.mask
         )
@@ -97,7 +97,7 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What is done to each token's loss."""
+    """Changes to each token's loss."""
 
     weights: Tensor  # [T] factor, >= 0, no gradient, 1.0 where nothing is corrected
     keep: Tensor  # [T] bool, tokens that stay: a subset of the mask
@@ -142,7 +142,7 @@ class ImportanceSamplingOptions(Options, frozen=True, kw_only=True):
         return frozenset({"whole_minibatch"}) if self.normalize else frozenset()
 
     def __post_init__(self) -> None:
-        """Reject what has no meaning."""
+        """Reject meaningless settings."""
         if self.low > self.high:
             raise ValueError(
                 f"importance-sampling needs low <= high, got low {self.low}, high {self.high}"
@@ -175,13 +175,13 @@ def importance_sampling(inputs: CorrectionInputs, options: ImportanceSamplingOpt
 
 
 class RejectionOptions(Options, frozen=True, kw_only=True):
-    """What is measured, over what, and its bounds; a measure of exactly a bound stays."""
+    """Measure, its unit and its bounds; a measure of exactly a bound stays."""
 
     measure: Literal["ratio", "k1", "k2", "k3", "tv", "binary-kl"] = "ratio"
     """The ratio proximal / behavior; an estimate of KL(behavior || proximal) in nats (k1 to k3);
     how far the probability moved (tv), or its KL as of two coins (binary-kl)."""
     level: Literal["token", "sequence", "geometric", "sequence-mean", "sequence-max"] = "token"
-    """Each token's measure; or of a sequence the product of ratios and the sum of what is no ratio
+    """Each token's measure; or of a sequence the product of ratios and the sum of other measures
     (sequence), the geometric mean of ratios, the mean, or the maximum."""
     high: float | None = 2.0
     """Rejected above this; inf for no limit."""
@@ -189,7 +189,7 @@ class RejectionOptions(Options, frozen=True, kw_only=True):
     """Rejected below this; not set for no limit."""
 
     def __post_init__(self) -> None:
-        """Reject what has no meaning."""
+        """Reject meaningless settings."""
         if self.high is None and self.low is None:
             raise ValueError("rejection needs a bound: high, low, or both; got neither")
         if self.high is not None and self.low is not None and self.low > self.high:
@@ -232,7 +232,7 @@ def rejection(inputs: CorrectionInputs, options: RejectionOptions) -> Correction
 
 
 class VetoOptions(Options, frozen=True, kw_only=True):
-    """How improbable a token may have become."""
+    """Bound on how improbable a token may have become."""
 
     threshold: Positive = 1e-4
     """A sequence is dropped if a token's ratio proximal / behavior is below this."""
@@ -246,7 +246,7 @@ def veto(inputs: CorrectionInputs, options: VetoOptions) -> Correction:
 
 
 class OpsmOptions(Options, frozen=True, kw_only=True):
-    """How far a failed sequence may be from the proximal policy."""
+    """Bound on the distance of a failed sequence from the proximal policy."""
 
     max_kl: NotNegative = 1e-4
     """Tokens with A < 0 are dropped above this mean KL of their sequence, in nats."""
@@ -256,7 +256,7 @@ class OpsmOptions(Options, frozen=True, kw_only=True):
 def opsm(inputs: CorrectionInputs, options: OpsmOptions) -> Correction:
     """Off-policy sequence masking: drop where A < 0 and mean_t(-log w) > max_kl.
 
-    What the policy would hardly write again teaches nothing by having failed (arXiv 2512.02556).
+    A failed answer that the policy would hardly write again teaches nothing (arXiv 2512.02556).
     """
     packing = inputs.packing
     is_far = packing.spread(packing.means(-inputs.log_ratios)) > options.max_kl
@@ -288,7 +288,7 @@ def m2po(inputs: CorrectionInputs, options: M2poOptions) -> Correction:
 
 
 class ClipCovOptions(Options, frozen=True, kw_only=True):
-    """Which tokens are left out for what they would do to the entropy."""
+    """Choice of the tokens left out for their effect on the entropy."""
 
     share: Share = 2e-4
     """At most this share of the minibatch's tokens is dropped, and one where there is any."""
@@ -298,7 +298,7 @@ class ClipCovOptions(Options, frozen=True, kw_only=True):
     """Only tokens whose covariance is below this."""
 
     def __post_init__(self) -> None:
-        """Reject what has no meaning."""
+        """Reject meaningless settings."""
         if self.low >= self.high:
             raise ValueError(f"clip-cov needs low < high, got low {self.low}, high {self.high}")
 
@@ -321,7 +321,7 @@ def clip_cov(inputs: CorrectionInputs, options: ClipCovOptions) -> Correction:
 
 
 class KlCovOptions(Options, frozen=True, kw_only=True):
-    """Which tokens are held for what they would do to the entropy, and how firmly."""
+    """Choice of the tokens held for their effect on the entropy, and the penalty."""
 
     share: Share = 2e-4
     """This share of the minibatch's tokens is held, and at least one."""
@@ -345,7 +345,7 @@ def kl_cov(inputs: CorrectionInputs, options: KlCovOptions) -> Correction:
 
 
 class StalenessDecayOptions(Options, frozen=True, kw_only=True):
-    """How fast old tokens lose their weight."""
+    """Speed at which old tokens lose their weight."""
 
     decay: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """A token's weight falls by this factor with every learner step of staleness."""
@@ -353,7 +353,7 @@ class StalenessDecayOptions(Options, frozen=True, kw_only=True):
 
 @correction("staleness-decay", StalenessDecayOptions)
 def staleness_decay(inputs: CorrectionInputs, options: StalenessDecayOptions) -> Correction:
-    """Weigh a token by decay ** staleness, whatever its ratio is."""
+    """Weigh a token by decay ** staleness, independent of its ratio."""
     lags = inputs.known_lags().to(inputs.log_ratios.dtype)
     return _weighing(inputs, options.decay**lags)
 
@@ -414,10 +414,10 @@ def _covariance(inputs: CorrectionInputs) -> tuple[Tensor, float]:
 
 
 def _lots(inputs: CorrectionInputs) -> Tensor:
-    """Return a number for each token that looks drawn at random, whatever its neighbors are. [T].
+    """Return a pseudo-random number for each token, independent of its neighbors. [T].
 
     Multiplicative hashing (Knuth, TAOCP 3, 6.4) of its place and of the behavior log-probabilities
-    of its sequence: whole numbers, added exactly, of what was sent and never computed here.
+    of its sequence: whole numbers, added exactly, of received values, never computed here.
     """
     packing = inputs.packing
     ordinal = packing.mask.long().cumsum(0)
@@ -437,11 +437,11 @@ def _hashed(values: Tensor) -> Tensor:
 def _is_among_smallest(
     values: Tensor, among: Tensor, number: int, gather: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return True at the smallest values of a minibatch: so many, fewer where several tie. [T].
+    """Return True at the ``number`` smallest values of a minibatch, fewer on ties. [T].
 
     Args:
         values: [T] of this rank.
-        among: [T] bool, those that count.
+        among: [T] bool, tokens that count.
         number: of values.
         gather: of the correction's inputs.
     """

@@ -18,14 +18,14 @@ _MAXIMA = ("policy/ratio_max", "staleness/correction_max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
-    """What a loss saw and did, per token and without gradient. Shapes [T]."""
+    """Inputs and effects of a loss, per token and without gradient. Shapes [T]."""
 
     mask: Tensor  # bool, the tokens that the policy chose
-    keep: Tensor  # bool, those that no correction rejected
+    keep: Tensor  # bool, not rejected by any correction
     proximal: Tensor
     behavior: Tensor
     entropy: Tensor
-    ratio: Tensor  # what the surrogate clips
+    ratio: Tensor  # that the surrogate clips
     weights: Tensor  # of the correction
     clipped_up: Tensor  # bool
     clipped_down: Tensor  # bool
@@ -83,12 +83,12 @@ def diagnostic_sums(seen: Diagnosed, lags: Tensor | None = None, *, num_lags: in
 
 
 def is_maximum(name: str) -> bool:
-    """Return whether figures of this name are combined by their maximum and not by their sum."""
+    """Return True if figures of this name are combined by maximum instead of sum."""
     return name.partition("@")[0] in _MAXIMA
 
 
 def add_sums(total: Sums, more: Mapping[str, Tensor]) -> None:
-    """Add a microbatch's sums to those of others."""
+    """Add a microbatch's sums."""
     for name, value in more.items():
         if name not in total:
             total[name] = value.clone()
@@ -138,12 +138,12 @@ def effective_sample_share(mean_ratio: float, mean_squared_ratio: float) -> floa
 
 
 def critic_sums(*, mask: Tensor, values: Tensor, returns: Tensor, is_clipped: Tensor) -> Sums:
-    """Return sums over the mask of what tells how well returns are predicted. Shapes [].
+    """Return sums over the mask that measure how well returns are predicted. Shapes [].
 
     Args:
         mask: [T] bool.
-        values: [T] what was predicted before the step.
-        returns: [T] what came.
+        values: [T] predicted before the step.
+        returns: [T] observed.
         is_clipped: [T] bool, errors whose gradient the clip took.
     """
     per_token = {

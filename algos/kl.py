@@ -1,7 +1,7 @@
 """Estimates of a KL divergence from the tokens that were sampled. Shapes: T tokens.
 
-d = log pi - log reference of a token sampled from pi. What each estimates is KL(pi || reference)
-(Schulman, http://joschu.net/blog/kl-approx.html); what its gradient estimates is another matter:
+d = log pi - log reference of a token sampled from pi. Each estimates KL(pi || reference)
+(Schulman, http://joschu.net/blog/kl-approx.html); their gradients estimate different things:
 
     kind       value                gradient
     k1         d                    of d: 0 on average, no penalty at all
@@ -13,8 +13,8 @@ d = log pi - log reference of a token sampled from pi. What each estimates is KL
 
 "full" is the sum over the vocabulary, which needs all logits and is not estimated here.
 
-All of this is of tokens that pi sampled. Of tokens that mu sampled, what is weighed by r = pi / mu
-is on average what it is of tokens that pi sampled. Where the value's own gradient is wanted (k1,
+All of this is of tokens that pi sampled. For tokens that mu sampled, weights r = pi / mu give the
+same averages as tokens that pi sampled. Where the value's own gradient is wanted (k1,
 k3, low-var, abs), r has its gradient, too: the gradient of k1 and of k3 is then on average that of
 KL(pi || reference) (DeepSeek-V3.2, arXiv 2512.02556, has k3 so). Where the gradient is that of k2,
 r has none, and it is on average that of KL(pi || reference) as before.

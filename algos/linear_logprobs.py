@@ -42,7 +42,7 @@ _NO_COLUMNS = (PADDED_LOGIT, PADDED_LOGIT, 0.0, PADDED_LOGIT, 0.0)  # _part of n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLayer:
-    """The last layer of a model on this rank, and what is barred or padding in it."""
+    """The last layer of a model on this rank, and its barred and padding tokens."""
 
     weight: Tensor  # [V/tp, H] rank r holds rows r*V/tp to (r+1)*V/tp
     group: dist.ProcessGroup | None = None  # ranks that the rows are split over
@@ -51,12 +51,12 @@ class OutputLayer:
 
     @property
     def split(self) -> dist.ProcessGroup | None:
-        """Return the ranks to talk to, None if there are none."""
+        """Ranks that share the vocabulary; None if there are no others."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
     @property
     def first_row(self) -> int:
-        """Return the token id of this rank's first row."""
+        """Token id of this rank's first row."""
         return self.split.rank() * len(self.weight) if self.split is not None else 0
 
 
@@ -101,7 +101,7 @@ def linear_logprobs(
         target: [T] int64 token ids; the result for other numbers is finite and meaningless.
         temperature: [T], 1 if None.
         barred: [T] bool, where ``layer.barred_ids`` cannot be chosen; nowhere if None.
-        reference: what KL is taken from; tempered and barred alike.
+        reference: the other policy of the KL; tempered and barred alike.
         chunk_columns: columns of this rank whose logits exist at a time; None fills CHUNK_BYTES
             (CUDA_CHUNK_BYTES), with MIN_CHUNK_COLUMNS at least.
     """
@@ -154,7 +154,7 @@ def squared_probabilities(
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """How tokens are chosen from this rank's columns: makes the logits, alike in both passes."""
+    """Makes the logits of this rank's columns, alike in both passes."""
 
     temperature: Tensor | None  # [T]
     barred: Tensor | None  # [T] bool
@@ -164,7 +164,7 @@ class _Sampling:
 
     @classmethod
     def of(cls, layer: OutputLayer, temperature: Tensor | None, barred: Tensor | None) -> Self:
-        """Return how a layer's tokens are chosen."""
+        """Return the sampling of a layer's tokens."""
         first, rows = layer.first_row, len(layer.weight)
         last = first + rows if layer.vocab_size is None else layer.vocab_size
         here = tuple(i - first for i in layer.barred_ids if first <= i < first + rows)
@@ -184,7 +184,7 @@ class _Sampling:
         return logits
 
     def untempered(self, by_logits: Tensor) -> Tensor:
-        """Return what a gradient by logits, [T], is to the product before them, [T, 1]."""
+        """Scale a gradient by logits, [T], to one by the product before them, [T, 1]."""
         by_product = by_logits if self.temperature is None else by_logits / self.temperature
         return by_product.unsqueeze(-1)
 
@@ -202,7 +202,7 @@ class _Frozen(NamedTuple):
 
 
 class _Context(Protocol):
-    """What autograd offers to the two passes of a function."""
+    """Autograd's context of the two passes of a function."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -269,7 +269,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = ctx.sampling.logits(hidden, weight, chunk)
             all_logprobs = logits.sub_(log_total.unsqueeze(-1))
             probabilities = all_logprobs.exp()
-            # What is as large as PADDED_LOGIT meets its probability 0 first: it cannot overflow.
+            # Values as large as PADDED_LOGIT meet their probability 0 first: they cannot overflow.
             grad = probabilities * -by_chosen
             at, is_here = _within(column - chunk.start, grad)
             grad.scatter_add_(-1, at, by_chosen * (is_free.unsqueeze(-1) & is_here))
@@ -290,7 +290,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _columns_of_a_chunk(hidden: Tensor) -> int:
-    """Return how many columns' logits, in float32, fill a chunk."""
+    """Return the number of columns whose logits, in float32, fill a chunk."""
     chunk_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
     return max(MIN_CHUNK_COLUMNS, chunk_bytes // (4 * max(1, len(hidden))))
 

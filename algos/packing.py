@@ -1,4 +1,4 @@
-"""Which tokens belong to which sequence, and which of them the policy chose.
+"""Bounds of the sequences among packed tokens, and the mask of the policy's tokens.
 
 Shapes: T tokens of B sequences laid end to end.
 """
@@ -61,7 +61,7 @@ class Packing:
 
     @property
     def counts(self) -> Tensor:
-        """Return the masked-in tokens of each sequence, [B] int64."""
+        """Number of masked-in tokens of each sequence, [B] int64."""
         return self._added(self.mask.long())
 
     def sums(self, per_token: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Packing:
 
     @property
     def is_last(self) -> Tensor:
-        """Return True at the last masked-in token of each sequence, [T] bool."""
+        """True at the last masked-in token of each sequence, [T] bool."""
         positions = torch.arange(len(self.mask), device=self.mask.device)
         last = torch.full((self.num_sequences,), -1, device=self.mask.device).scatter_reduce(
             0, self.sequence, torch.where(self.mask, positions, -1), "amax"

@@ -1,4 +1,4 @@
-"""What an algorithm is put together from: functions with a name and options, one's own included.
+"""Parts of an algorithm: functions with a name and options, user-defined ones included.
 
 A part is one function, marked by a decorator that gives its kind and its options:
 
@@ -31,7 +31,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the part needs as it is set, beyond what it always needs; of NEEDS."""
+        """Inputs that the part needs with these options, beyond its constant ones; of NEEDS."""
         return frozenset()
 
 
@@ -40,7 +40,7 @@ class NoOptions(Options, frozen=True, kw_only=True):
 
 
 class PartError(ValueError):
-    """A part of the algorithm is not there, or is not what its setting asks for."""
+    """A part of the algorithm is missing, or of another kind than its setting needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Part(Generic[P, R]):
 
     @property
     def summary(self) -> str:
-        """Return the first line of the function's docstring."""
+        """First line of the function's docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
     @override
@@ -116,7 +116,7 @@ def check_needs(kind: Kind, name: str, needs: frozenset[str]) -> None:
     """Refuse needs that no part meets.
 
     Raises:
-        PartError: naming them, and those there are.
+        PartError: naming them and the known ones.
     """
     known = _OF_KIND[kind]
     unknown = needs - known
@@ -152,9 +152,9 @@ def find_part(
     """Return a part by its name, or by ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``.
 
     Args:
-        kind: what it must be.
+        kind: the required kind.
         name: of the part.
-        built_in: those that need no module.
+        built_in: parts that need no module.
         setting: that names it, for messages.
         module_named: imports the part before the colon.
 
@@ -171,7 +171,7 @@ def find_part(
         )
     try:
         found = getattr(module_named(module_name), function)
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise PartError(
             f"{setting} = {name!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Named compositions. Each is what its paper describes; docs/algorithms.md lists differences.
+"""Named compositions. Each follows its paper; docs/algorithms.md lists differences.
 
 Papers that sample and train with one policy call it pi_old: here that is the behavior policy, so
 their ratios are anchored there. ``async-default`` is ours, and chosen by the measurements in

@@ -12,7 +12,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: finite, and squares of it are too
 
 
 def upcast(values: Tensor) -> Tensor:
-    """Return float64 as it is and every other type as float32."""
+    """Return float64 unchanged and every other type as float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -43,7 +43,7 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p || q) of two coins, in nats, without gradient. Shapes [T] logs -> [T].
 
     p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with 1e-8 added to the probabilities of "any
-    other": what two policies differ by where only the probability of one token is known
+    other": the difference of two policies where only the probability of one token is known
     (arXiv 2602.04879).
     """
     log_p, log_q = log_p.detach().clamp(max=0.0), log_q.detach().clamp(max=0.0)

@@ -1,8 +1,8 @@
 """The only reductions of a loss. Dividing by global counts keeps gradient accumulation exact.
 
 Every rule is a sum over tokens of share * loss, where the share depends on the token's sequence
-and on counts of the whole minibatch: over all microbatches and ranks. The sum of what the
-microbatches return is therefore the loss of the minibatch, however it was packed and split.
+and on counts of the whole minibatch: over all microbatches and ranks. The sum of the microbatches'
+losses is therefore the loss of the minibatch, however it was packed and split.
 
 Shapes: T tokens of B sequences.
 """
@@ -26,7 +26,7 @@ Rule = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """What a minibatch is divided by: counts over all its microbatches and ranks."""
+    """Divisors of a minibatch: counts over all its microbatches and ranks."""
 
     num_tokens: float
     num_sequences: float  # with at least one token

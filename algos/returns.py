@@ -27,7 +27,7 @@ def _alone(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Which sequences answer the same prompt, and how ranks add up. Shapes: B sequences."""
+    """Group of each sequence, and the sum over ranks. Shapes: B sequences."""
 
     of_sequence: Tensor  # [B] int64
     num_groups: int  # of the step
@@ -37,9 +37,9 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutcomes:
-    """What each token earned, and what its critic expected.
+    """Reward of each token, and its critic's value.
 
-    What may be None is there for advantages that need it (``needs``).
+    Optional fields are set for advantages that need them (``needs``).
 
     Raises:
         ValueError: a tensor does not fit the packing.
@@ -68,7 +68,7 @@ class TokenAdvantages:
     """Advantages of tokens and the critic's targets, both 0.0 outside the mask."""
 
     advantages: Tensor  # [T]
-    returns: Tensor | None  # [T], what a critic should have expected
+    returns: Tensor | None  # [T], targets of a critic
 
 
 def at_end(per_sequence: Tensor, packing: Packing) -> Tensor:
@@ -81,7 +81,7 @@ class DiscountOptions(Options, frozen=True, kw_only=True):
     """Settings of discounted-returns."""
 
     discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """What a reward one chosen token later is worth (gamma)."""
+    """Worth of a reward one chosen token later (gamma)."""
 
 
 @advantage("discounted-returns", DiscountOptions, needs=("tokens",))
@@ -110,7 +110,7 @@ class GaeOptions(Options, frozen=True, kw_only=True):
     """Settings of gae."""
 
     discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """What a reward one chosen token later is worth (gamma)."""
+    """Worth of a reward one chosen token later (gamma)."""
     decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     """Weight of later temporal differences (lambda): 0 trusts the critic, 1 the rewards."""
     critic_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -155,7 +155,7 @@ class OptimalTokenBaselineOptions(Options, frozen=True, kw_only=True):
     """Settings of optimal-token-baseline."""
 
     discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """What a reward one chosen token later is worth (gamma)."""
+    """Worth of a reward one chosen token later (gamma)."""
     tail: Literal["own", "zero"] = "own"
     """Baseline where no sibling is as long: the sequence's own return (it learns nothing), or 0."""
 
@@ -214,7 +214,7 @@ def moments(
     Args:
         per_token: [T].
         mask: [T] bool.
-        index: [T] int64, what each token is counted to: zeros for the batch, or its group.
+        index: [T] int64, the bin of each token: zeros for the batch, or its group.
         num: how many there are.
         copies: [T], how often each token is in the batch; once if None.
     """

@@ -17,9 +17,9 @@ Whiten = Literal[
 
 
 class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[algo]: what is learned from a batch, put together from named parts.
+    """[algo]: the learning algorithm, composed of named parts.
 
-    A preset names all parts; what is set besides replaces that part of it. A part is its name, or a
+    A preset names all parts; other settings replace parts of it. A part is its name, or a
     table with its name and its settings, which the tables below list: `algo.surrogate = "gspo"`, or
     `algo.surrogate.clip_high = 0.28` to change one setting of the preset's. Corrections are tables
     by name (`algo.correction.rejection.high = 5`); `algo.correction = "none"` takes the preset's
@@ -32,18 +32,18 @@ class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     advantage: str | Table = ""
     """How much better than expected a trajectory or token was."""
     surrogate: str | Table = ""
-    """What is differentiated."""
+    """The function to differentiate."""
     anchor: Literal["", "proximal", "behavior"] = ""
     """Policy below the line of the ratio; proximal decouples clipping from staleness."""
     correction: str | Table = ""
-    """What staleness and numerics between learner and engine are corrected with, together."""
+    """Corrections of staleness and of numerics between learner and engine, combined."""
     reduce: str | Table = ""
     """How losses of tokens become one number."""
     whiten: Literal["", Whiten] = ""
     """Shift and scale the advantages of tokens to mean 0 and deviation 1; or shift them only, by
     the mean of all tokens, or of all but the token itself."""
     entropy_bonus: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Weight of the mean entropy, which is added to what is maximized."""
+    """Weight of the mean entropy, which is added to the objective."""
     kl: Table = msgspec.field(default_factory=dict)
     """Divergence from a reference policy, or from the behavior policy."""
     teacher: Table = msgspec.field(default_factory=dict)
@@ -53,4 +53,4 @@ class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     critic: Table = msgspec.field(default_factory=dict)
     """The value model."""
     data: Table = msgspec.field(default_factory=dict)
-    """Rules for rewards and for what is trained of a batch."""
+    """Rules for rewards and for the trained part of a batch."""

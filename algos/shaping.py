@@ -1,4 +1,4 @@
-"""What happens to rewards, and which trajectories are trained, before advantages are computed.
+"""Shapes rewards and selects trajectories before advantages are computed.
 
 ``copies`` counts how often a trajectory is in the batch: 0 leaves it out, 2 trains it twice.
 
@@ -33,7 +33,7 @@ def normalized(
 ) -> Tensor:
     """Return (r - mean) / (std + epsilon) over the group or the whole batch. [N] -> [N] float64.
 
-    The standard deviation is the unbiased one. What is alone, or equal to all others, becomes 0.0.
+    The standard deviation is unbiased. A lone value, or one equal to all others, becomes 0.0.
 
     Args:
         rewards: [N].
@@ -54,7 +54,7 @@ def normalized(
 def overlong_penalty(
     lengths: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float
 ) -> Tensor:
-    """Return what too long a response costs, -factor to 0.0. Shapes [N] -> [N] float64.
+    """Return the penalty of too long a response, -factor to 0.0. Shapes [N] -> [N] float64.
 
     Soft overlong punishment, DAPO (arXiv 2503.14476) eq. 13: 0 up to ``max_tokens -
     buffer_tokens``, from there falling in a straight line to -factor at ``max_tokens``.

@@ -1,4 +1,4 @@
-"""Policy-gradient surrogates: what is minimized at each token. Each is one formula.
+"""Policy-gradient surrogates: the loss of each token. Each is one formula.
 
 Notation: pi = current policy; a = anchor, the policy in the ratio's denominator (proximal, or
 behavior); r = pi / a of one token; A = advantage; |y| = masked-in tokens of a sequence; sg =
@@ -39,9 +39,9 @@ class WholeMinibatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurrogateInputs:
-    """What a surrogate is computed from. Nothing outside the packing's mask matters.
+    """Inputs of a surrogate. Nothing outside the packing's mask matters.
 
-    What has a default is there for surrogates that need it (``needs``), and perhaps for others.
+    Optional fields are set for surrogates that need them (``needs``), and perhaps for others.
 
     Raises:
         ValueError: a tensor does not have the shape of the packing's mask.
@@ -69,7 +69,7 @@ class SurrogateInputs:
 
     @property
     def log_ratios(self) -> Tensor:
-        """Return log r, not clamped, 0.0 outside the mask, [T]."""
+        """Log r, not clamped, 0.0 outside the mask, [T]."""
         return log_ratio(target=self.current, sampled_from=self.anchor, mask=self.packing.mask)
 
     def masked(self, per_token: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Terms:
     """A surrogate at each token. All [T]; the flags are False outside the mask."""
 
     per_token: Tensor  # loss with gradient, 0.0 outside the mask
-    ratio: Tensor  # what is clipped, of the token or of its sequence; no gradient
+    ratio: Tensor  # that is clipped, of the token or of its sequence; no gradient
     clipped_up: Tensor  # bool, the clip above took or reduced the gradient
     clipped_down: Tensor  # bool, the clip below did
     clipped_dual: Tensor  # bool, the second clip of negative advantages did
@@ -176,7 +176,7 @@ def cispo(inputs: SurrogateInputs, options: CispoOptions) -> Terms:
 
 
 class SapoOptions(Options, frozen=True, kw_only=True):
-    """How fast the soft gate closes as the ratio leaves 1."""
+    """Speed at which the soft gate closes as the ratio leaves 1."""
 
     tau_positive: Positive = 1.0
     """Temperature where the advantage is positive."""
@@ -305,20 +305,20 @@ def drpo(inputs: SurrogateInputs, options: DrpoOptions) -> Terms:
 
 
 class ToprOptions(Options, frozen=True, kw_only=True):
-    """How what failed is tapered."""
+    """Bound on the weight of failed sequences."""
 
     level: Literal["token", "sequence", "geometric"] = "sequence"
     """The token's ratio, the product over its sequence, or the product's root (its mean)."""
     high: Positive = 1.0
-    """What failed weighs at most this."""
+    """Largest weight of a failed sequence."""
 
 
 @surrogate("topr", ToprOptions)
 def topr(inputs: SurrogateInputs, options: ToprOptions) -> Terms:
     """TOPR: -A log pi where A > 0, and -sg(min(s, high)) A log pi where it is not.
 
-    s is the ratio of the sequence (arXiv 2503.14286): what succeeded is imitated however the policy
-    has moved, what failed counts less the less the policy would still write it.
+    s is the ratio of the sequence (arXiv 2503.14286): successes are imitated however the policy
+    has moved, failures count less the less probable they have become.
     """
     packing, log_ratios = inputs.packing, inputs.log_ratios.detach()
     if options.level == "token":

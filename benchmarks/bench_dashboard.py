@@ -80,7 +80,7 @@ class LivingRun:
         """Every generator reports its state."""
         at_s = time.monotonic() - self._began_s
         for name in self._names:
-            self._telemetry.heard(name)
+            self._telemetry.received_from(name)
             phases = {"generate": 0.9 * at_s, "wait": 0.1 * at_s}
             counters = {"tokens": 1500.0 * at_s, "trajectories": 3.0 * at_s}
             self._telemetry.report(name, RoleReport(phases, counters, self._ledger.book.version))

@@ -1,8 +1,8 @@
-"""How a role talks to the broker: one request, one answer, with deadlines.
+"""A role's connection to the broker: one request, one answer, with deadlines.
 
 The client waits for a broker that died: once reconnected, it sends its hello again and
 repeats every request that was not answered. All requests may be repeated; an answer to the first
-sending that still arrives is ignored, so that what the client knows and what the broker granted
+sending that still arrives is ignored, so that the client's state and the broker's grants
 agree again from the hello on.
 """
 
@@ -45,12 +45,12 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.codec import Frame, decode_answer, encode
 from slipstream.wire.messages.pieces import cut
-from slipstream.wire.process.patience import saying
+from slipstream.wire.process.patience import log_wait
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
-_REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
+_REPEAT_S = 20.0  # a request whose answer is lost without a lost connection is repeated
 _HELLO_S = 5.0  # then it is sent again: it may have been lost. Doubled, for a slow peer
 _MAX_HELLO_S = 80.0
 _NAME_TAKEN_S = 1.0  # between hellos while another process has the name
@@ -138,18 +138,18 @@ class BrokerClient:
 
         Args:
             endpoint: of the broker.
-            role: what this process is.
+            role: of this process.
             name: stable over restarts.
             packages: versions worth recording.
             tokenizer: a tokenizer_hash.
             timeout_s: of the first hello, and of a request while the broker is there; None is
                 ``outage_s``.
             outage_s: how long a broker that is gone is waited for later.
-            key_file: what this host proves itself with; needed for a broker on another host.
+            key_file: this host's key; needed for a broker on another host.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
-            NameTakenError: another process that is connected has this name, and stays.
+            NameTakenError: another connected process has this name.
             ConfigError: the broker does not want this client: another wire revision, another
                 tokenizer, a key that it does not know. Or there is no key to show.
         """
@@ -195,16 +195,16 @@ class BrokerClient:
         return client, welcome
 
     async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Send a hello; for a while again and again if another process has this name.
+        """Send a hello, and repeat it for a while if another process has this name.
 
-        The connection of one that died is gone at once, that of a host that vanished after a
-        minute. Who waits for longer waits for one that lives.
+        The connection of a dead process is gone at once, that of a vanished host after a
+        minute. A longer wait means the other process is alive.
         """
         patience_s = _NAME_PATIENCE_S if self._key is None else _FAR_NAME_PATIENCE_S
         give_up_s: float | None = None
         while True:
             try:
-                async with saying(f"the broker at {self._endpoint}"):
+                async with log_wait(f"the broker at {self._endpoint}"):
                     answer, _ = await self._ask(hello, timeout_s)
                 return _expect(answer, Welcome, hello)
             except NameTakenError as error:
@@ -325,7 +325,7 @@ class BrokerClient:
             pending.answer.set_result((answer, [frame.buffer for frame in attached]))
 
     async def _send_later(self, pending: _Pending) -> None:
-        """Send a request again that came too early; its deadline stays."""
+        """Resend a request that came too early; its deadline stays."""
         await asyncio.sleep(_SLOW_DOWN_S * (1 + random()))  # noqa: S311 so that not all come at once
         if not pending.answer.done():
             await self._send(pending, time.monotonic() + self._timeout_s)

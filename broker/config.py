@@ -39,7 +39,7 @@ class DataSection(Section, frozen=True, kw_only=True):
     shuffle: bool = True
     """Take prompts in an order of run.seed, another one in every epoch; false is file order."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What becomes of a row that is no prompt; skipped rows are counted and logged."""
+    """Treatment of rows that are no prompts; skipped rows are counted and logged."""
     prompt_column: str = "prompt"
     """Column of a file that holds text or a list of turns."""
     as_chat: bool = False
@@ -58,7 +58,7 @@ class RedisTable(Section, frozen=True, kw_only=True):
     username: str = ""
     """ACL user of an existing server; empty is its default user."""
     ca_file: str = ""
-    """Certificates that a rediss:// server must be signed by; empty is those of the system."""
+    """Certificates that a rediss:// server must be signed by; empty is the system's."""
     password_file: str = ""
     """File with the password of an existing server; passwords do not belong into settings."""
     fsync: Annotated[str, msgspec.Meta(pattern="^(always|everysec|no)$")] = "always"
@@ -66,7 +66,7 @@ class RedisTable(Section, frozen=True, kw_only=True):
 
     @property
     def known_fsync(self) -> str:
-        """Return how the store is synced; empty for a server of others, where it is not known."""
+        """Sync policy of the store; empty for another's server, where it is not known."""
         return "" if self.url else self.fsync
 
 
@@ -96,7 +96,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""
     max_in_flight: int | None = None
-    """Most groups started and in no batch yet; default is what the staleness bound allows."""
+    """Most groups started and in no batch yet; default is the most the staleness bound allows."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (they carry no gradient) and issue others."""
     zero_variance_of: str = ""
@@ -151,7 +151,7 @@ class RewardSection(Section, frozen=True, kw_only=True):
     workers: AtLeast0 = 1
     """Reward workers that `slipstream run` starts; 0 if they are started by hand."""
     inline: bool = False
-    """Score in the generators first; workers get what has no reward then."""
+    """Score in the generators first; workers get the answers still without a reward."""
     processes: AtLeast1 = 2
     """Child processes in which one worker runs the function."""
     concurrency: AtLeast1 = 16
@@ -167,8 +167,8 @@ class RewardSection(Section, frozen=True, kw_only=True):
     max_processes: AtLeast1 = 64
     """Processes and threads of one child and all that it starts."""
     environment: tuple[str, ...] = ()
-    """Variables that a reward function gets besides those of the system and Python, such as the
-    name of one that holds the key of a judge."""
+    """Variables that a reward function gets besides the system's and Python's, such as the
+    name of a judge's API key variable."""
     sandbox: Literal["namespaces", "none"] = "namespaces"
     """How reward functions, and code that a model wrote, are run: in namespaces made by bubblewrap
     (`bwrap`), or unprotected. Without bubblewrap the worker refuses to start; in a
@@ -207,12 +207,12 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys_folder(self) -> Path:
-        """Return the folder of the broker's and its clients' keys."""
+        """Folder of the broker's and its clients' keys."""
         return keys_folder(self.run, self.broker)
 
     @property
     def max_in_flight(self) -> int:
-        """Return the most groups neither trained nor dropped."""
+        """Most groups that are neither trained nor dropped."""
         allowed = (self.run.staleness_bound + 1) * self.run.groups_per_step
         return allowed if self.broker.max_in_flight is None else self.broker.max_in_flight
 
@@ -233,10 +233,10 @@ def private_folders(run: RunSection) -> tuple[Path, ...]:
 
 
 def private_paths(table: Table) -> tuple[Path, ...]:
-    """Return what a reward function must not see: keys, and where it could act as a role.
+    """Return the paths hidden from reward functions: keys, stores and sockets.
 
-    The folder of sockets needs no key, so that whoever reaches it may say that it is the learner. A
-    role that belongs to a broker on another host has none, nor a store, unless one is there.
+    Sockets need no key: any process that can reach them could pose as the learner. A role
+    of a broker on another host has no sockets or store here, unless some exist already.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
     algo = table.get("algo")  # whose settings are the learner's to check

@@ -1,6 +1,6 @@
-"""Which run this is, and which of its lives: what run folder, store and checkpoints agree on.
+"""Identity of a run and of its lives, on which run folder, store and checkpoints agree.
 
-A *life* of a run is what one account of it went through, from its beginning, from a checkpoint
+A *life* of a run is the history of one account of it, from its beginning, from a checkpoint
 without the store of the life before, or from where a store that lost acknowledged events ends.
 ``identity.json`` in the run folder outlives every store, so that an epoch, or the id of a group or
 a lease, is never given out twice.
@@ -21,7 +21,7 @@ IDS_PER_LIFE = 1_000_000_000  # so that g2000000017 is read as group 17 of life 
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What no life of a run may give out again."""
+    """Ids and epochs that no life of a run may give out again."""
 
     run_id: str  # random; empty before there was one
     life: int = 0  # from 0
@@ -75,8 +75,8 @@ def check_store(
         known: the identity in the run folder.
         stored: the ledger that the store holds, if any.
         has_begun: something has happened in that.
-        saved: the ledger of the checkpoint that is to be gone on from, if any.
-        restarted: this broker takes the place of one that died in the same run.
+        saved: the ledger of the checkpoint to resume from, if any.
+        restarted: this broker replaces one that died in the same run.
         run_folder: to name.
         store: where it is, to name.
 
@@ -89,7 +89,7 @@ def check_store(
             whose = "another run" if own else "a run that this folder knows nothing of"
             raise ConfigError(
                 f"the store at {store} holds {whose} under this name: choose another run.name, put "
-                f"{run_folder / IDENTITY} back if it was lost, or remove what the store holds; "
+                f"{run_folder / IDENTITY} back if it was lost, or empty the store; "
                 "nothing was changed there"
             )
     if known is None:
@@ -115,7 +115,7 @@ def begin_life(
     epochs: Iterable[int] = (),
     apart: bool = False,
 ) -> None:
-    """Have a ledger give out what no life before has given out.
+    """Have a ledger give out only ids and epochs that no earlier life gave out.
 
     Args:
         state: of the ledger that the run continues with.

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument(
         "--restarted",
         action="store_true",
-        help="continue with what the store holds: an earlier broker of this run has died",
+        help="continue from the store: an earlier broker of this run has died",
     )
     arguments = parser.parse_args()
     from slipstream.broker.config import broker_settings

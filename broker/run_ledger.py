@@ -76,7 +76,7 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
 
 
 def ledger_of(checkpoint: Path) -> BookState:
-    """Return what a checkpoint keeps of the ledger."""
+    """Return the ledger in a checkpoint."""
     data = read_ledger(checkpoint)
     if not data:
         raise ConfigError(
@@ -127,20 +127,20 @@ def resumed(
 ) -> tuple[Ledger, Changes]:
     """Resume from run.resume_from: in the store if it reaches back to there, else without it.
 
-    Returns the ledger, and what makes it that of the store.
+    Returns the ledger, and the changes that bring the store to it.
     """
     run = settings.run
     folder = Path(run.resume_from)
     saved = ledger_of(folder)
     version = saved.version
-    goes_on = (
+    in_store = (
         known is not None
         and known.book.state.num_events > 0
         and known.book.is_ancestor(version)
         and known.book.can_go_back_to(version.step)
         and known.book.state.group_size == run.group_size
     )
-    ledger = known if known is not None and goes_on else build_ledger(settings, prompts, saved)
+    ledger = known if known is not None and in_store else build_ledger(settings, prompts, saved)
     state = ledger.book.state
     points = [point for point in state.eval_points if point.step <= version.step]
     if reason := ledger.book.rules.eval_plan.verdict(points):
@@ -148,7 +148,7 @@ def resumed(
     check_same_run(ledger.book.rules, state, settings)
     warn_of_other_problems(ledger)
     released: list[TrajectoryKey] = []
-    if goes_on:
+    if in_store:
         begin_life(state, identity, others=[saved], apart=state.num_events < first_event)
         _log.info("going back from step %d to step %d", ledger.book.step, version.step)
     else:
@@ -168,7 +168,7 @@ def _begin_apart(
     first_event: int,
     identity: RunIdentity | None,
 ) -> list[TrajectoryKey]:
-    """Make sure that nothing of an abandoned life is taken for something of this one.
+    """Keep data of an abandoned life apart from this one's.
 
     Returns the payloads of that life that the store holds.
     """
@@ -185,16 +185,16 @@ def _begin_apart(
 
 
 def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Changes:
-    """Return the whole state as it is to be stored, fit for the settings of now.
+    """Return the whole state to store, adapted to the present settings.
 
-    Under another bound or group size than it was admitted under, what is under way restarts; so
-    do evaluations under other problems or samples.
+    Groups under way that were admitted under another bound or group size restart; so do
+    evaluations under other problems or samples.
     """
     state, rules = ledger.book.state, ledger.book.rules
     other_size = state.group_size != rules.group_size
     for group in list(ledger.book.groups.values()):
         if group.item == "train" and (other_size or (state.bound != rules.bound and group.is_live)):
-            ledger.book.begin_anew(group, rules.group_size)
+            ledger.book.restart(group, rules.group_size)
     samples, count = rules.eval_plan.section.samples, rules.eval_plan.num_problems
     groups = [group for group in ledger.book.groups.values() if group.item == "eval"]
     if (

@@ -1,4 +1,4 @@
-"""Runs a broker until it is asked to end."""
+"""Runs a broker until it is stopped."""
 
 import asyncio
 import gc
@@ -53,14 +53,14 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
 
     Args:
         settings: the broker's.
-        restarted: it takes the place of one that died in the same run.
+        restarted: it replaces one that died in the same run.
     """
     stop = stop_event()
     least = _LEAST_LISTENING if settings.broker.listen else _LEAST_DESCRIPTORS
     limit = raise_descriptor_limit(least)
     if limit < _FEW_DESCRIPTORS:
         _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
-    gc.disable()  # what is read back stays
+    gc.disable()  # the state read back stays
     run, broker = settings.run, settings.broker
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
@@ -109,10 +109,10 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
 
 
 def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:
-    """Be the one broker of a run folder, before anything is claimed.
+    """Take the run folder's lock before claiming the store.
 
-    A shared store would give its place to a second broker that was started by mistake.
-    One that takes the place of another may: that may be stopped, and cannot write any more.
+    Otherwise a second broker started by mistake would take over a shared store. A restarted
+    broker may do so: its predecessor may be stopped, and cannot write any more.
 
     Raises:
         ConfigError: there is one.
@@ -185,7 +185,7 @@ async def _make_server(
     )
     ledger.restarted(time.monotonic())
     for group in ledger.book.groups.values():
-        if group.item == "eval" and group.headers:  # what eval/ shows of them is kept in memory
+        if group.item == "eval" and group.headers:  # their part of eval/ is kept in memory
             keys = group.trajectory_keys()
             for key, stored in zip(keys, await store.fetch(keys), strict=True):
                 server.frames.pin(key, stored)  # a group at a time, as much as there is room for
@@ -199,7 +199,7 @@ async def _make_server(
 
 
 def _remembered(run: RunSection, identity: RunIdentity) -> Callable[[int], None]:
-    """Return what puts granted epochs into the run folder."""
+    """Return a function that writes granted epochs into the run folder."""
     newest = identity
 
     def granted(epoch: int) -> None:

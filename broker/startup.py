@@ -1,4 +1,4 @@
-"""How a run starts in the broker: its ledger, its place in the store, its records."""
+"""Starts a run in the broker: its ledger, its place in the store, its records."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.files.trajectory_file import cut_from_step
-from slipstream.wire.process.patience import saying
+from slipstream.wire.process.patience import log_wait
 
 _log = logging.getLogger(__name__)
 _TRACKERS_START_S = 300.0
@@ -46,7 +46,7 @@ _TRACKERS_START_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """What a broker starts from."""
+    """State that a broker starts from."""
 
     ledger: Ledger
     generation: int  # of this broker
@@ -62,18 +62,18 @@ async def start_run(
     restarted: bool = False,
     first_event: int = 0,
 ) -> StartState:
-    """Start a new run, or resume: with what the store holds, or from run.resume_from.
+    """Start a new run, or resume one: from the store, or from run.resume_from.
 
-    A checkpoint is gone on from in the store where that still knows all that came after it: then
-    nothing has to be generated again. Else the store is cleared, and what the checkpoint keeps of
-    the ledger takes its place.
+    If the store still holds everything recorded after the checkpoint, the run resumes there and
+    nothing has to be generated again; otherwise the store is cleared and filled from the
+    checkpoint.
 
     Args:
         settings: the broker's.
         prompts: of the run.
         store: of the run; from now on this broker is its only writer.
-        restarted: this process takes the place of one that died, and has resumed if it was to.
-        first_event: of the trail: so many events were acknowledged in all lives of the run.
+        restarted: this process replaces one that died, which has resumed if it was to.
+        first_event: of the trail: the number of events acknowledged in all lives of the run.
 
     Raises:
         ConfigError: the store is not this run's, the run has ended, has other data, or its
@@ -100,13 +100,13 @@ async def start_run(
             )
         check_same_run(ledger.book.rules, ledger.book.state, settings)
         warn_of_other_problems(ledger)
-        stands = identity_of(ledger.book.state)
+        stored_identity = identity_of(ledger.book.state)
         begin_life(ledger.book.state, known, apart=ledger.book.state.num_events < first_event)
-        if identity_of(ledger.book.state) != stands:
+        if identity_of(ledger.book.state) != stored_identity:
             stored = Changes(snapshot=encode_state(ledger.book.state))
-        _log.info("continuing with what the store holds, at step %d", ledger.book.step)
+        _log.info("continuing from the store at step %d", ledger.book.step)
     if not stored.is_empty:
-        await store.commit(stored)  # all of it or nothing, before anybody is spoken to
+        await store.commit(stored)  # all of it or nothing, before any client is answered
     identity = identity_of(ledger.book.state)
     if identity != known:
         settings.run.folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ async def _check_before(
 
 def _unreadable(settings: BrokerSettings, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the store holds a ledger of run {settings.run.name!r} that cannot be read: {error!r}; go "
-        "on from a checkpoint on an empty Redis, or choose another run.name"
+        f"the store holds a ledger of run {settings.run.name!r} that cannot be read: {error!r}; "
+        "resume from a checkpoint on an empty Redis, or choose another run.name"
     )
 
 
@@ -179,7 +179,7 @@ async def _stored_ledger(
 
 
 async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
-    """Start what logging.trackers names, before anything of an earlier life is touched.
+    """Start the trackers of logging.trackers, before anything of an earlier life is touched.
 
     Raises:
         ConfigError: one cannot be started, or not in time.
@@ -189,7 +189,7 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
     plain = msgspec.to_builtins(settings)
     starting = asyncio.to_thread(load_trackers, settings.logging, run, plain, resumed_at=resumed_at)
     try:
-        async with saying(f"logging.trackers = {list(settings.logging.trackers)} to start"):
+        async with log_wait(f"logging.trackers = {list(settings.logging.trackers)} to start"):
             trackers: list[Tracker] = await asyncio.wait_for(starting, _TRACKERS_START_S)
     except TimeoutError as error:
         raise ConfigError(
@@ -202,9 +202,9 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
 async def open_records(
     settings: BrokerSettings, ledger: Ledger, trackers: BackgroundTrackers, store: TrajectoryStore
 ) -> FolderRecords:
-    """Return what writes into the run folder.
+    """Open the records in the run folder.
 
-    What a broker that died did not record any more is recorded now.
+    Events that a broker did not record before it died are recorded now.
     """
     run, broker = settings.run, settings.broker
     path = run.folder / BATCHES if broker.record_batches else None

@@ -19,14 +19,14 @@ class DeploySection(Section, frozen=True, kw_only=True):
     """[deploy]: how `slipstream run` supervises the processes of one host.
 
     A process that fails is started again: the broker reads its ledger back, the learner resumes
-    from its newest checkpoint, and what a generator or reward worker held is leased to others.
+    from its newest checkpoint, and work of a generator or reward worker is leased to others.
     Several hosts are planned by `--dry-run` only.
     """
 
     hosts: tuple[str, ...] = ("localhost",)
     """Hosts of the run: broker, learner and reward workers on the first, generators after it."""
     gpus_per_host: AtLeast0 = 0
-    """GPUs of each host; 0 is what this host has."""
+    """GPUs of each host; 0 is the number on this host."""
     gpu_memory_gib: Positive = 80.0
     """Memory of one GPU, for the estimate that --dry-run prints."""
     share_gpus: bool = False
@@ -40,12 +40,11 @@ class DeploySection(Section, frozen=True, kw_only=True):
     restart_backoff_s: Positive = 1.0
     """Pause before a restart; doubled each time."""
     save_timeout_s: Positive = 600.0
-    """After Ctrl-C a learner that for so long uses no CPU and writes no log is killed before it has
-    saved a checkpoint, and so is one that still saves after six times this; another Ctrl-C does
-    it at once."""
+    """After Ctrl-C, kill a learner that is idle (no CPU, no log) this long before it has saved a
+    checkpoint, or that still saves after six times this; a second Ctrl-C kills it at once."""
     stop_timeout_s: Positive = 20.0
-    """A process that was asked to end and for so long uses no CPU and writes no log is killed; so
-    is one that has not ended after six times this."""
+    """Kill a process that was asked to end and is idle (no CPU, no log) this long, or has not ended
+    after six times this."""
     time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """End a run that takes longer, as failed; 0 is no limit."""
 
@@ -61,12 +60,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> RunSection:
-        """Return [run]."""
+        """Section [run]."""
         return self.broker.run
 
 
 def run_config(table: Table) -> RunConfig:
-    """Decode all sections and check what concerns more than one role.
+    """Decode all sections and check settings that concern more than one role.
 
     Raises:
         ConfigError: naming the setting.

@@ -21,14 +21,11 @@ COMMANDS = {
     "status": ("status", "the screen of a running run, printed once"),
     "top": ("top", "watch a run in this terminal"),
     "dashboard": ("dashboard", "the page of a run, running or ended"),
-    "show": ("show", "read what the policy wrote"),
+    "show": ("show", "read the policy's answers"),
     "ledger": ("ledger", "where every prompt went, or the life of one"),
     "versions": ("versions", "which weights each engine holds, and how the publishes went"),
     "trace": ("trace", "write the time line of a run for Perfetto or Chrome"),
-    "dead-letters": (
-        "dead_letters",
-        "what could not be answered or scored: list, show, retry, drop",
-    ),
+    "dead-letters": ("dead_letters", "groups not answered or scored: list, show, retry, drop"),
     "export": ("export", "write a checkpoint as a Hugging Face folder"),
     "replay": ("replay", "train on recorded batches alone"),
     "data": ("data_check", "check prompts before a run"),
@@ -39,7 +36,7 @@ COMMANDS = {
 
 def main() -> int:
     """Run one subcommand."""
-    return run_role(_called)  # what a subcommand needs may take a second to import
+    return run_role(_called)  # a subcommand's imports may take a second
 
 
 def _called() -> int:

@@ -1,7 +1,7 @@
-"""Prints, one a line, the options that make uv use the package sources of pip.
+"""Prints, one per line, the options that make uv use the package sources of pip.
 
-uv reads neither pip's configuration nor its environment variables. Who has configured uv itself is
-left alone. It runs before anything is installed, with the interpreter of a new environment.
+uv reads neither pip's configuration nor its environment variables. A user's own configuration of
+uv stays. It runs before anything is installed, with the interpreter of a new environment.
 """
 
 import ast
@@ -22,7 +22,7 @@ _OWN = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "U
 
 
 def options(listing: str) -> list[str]:
-    """Return the options for what ``pip config list`` printed.
+    """Return the options for the output of ``pip config list``.
 
     The environment counts more than a file, and its section for ``pip install`` more than that
     for all commands; one key may hold several places. Folders that do not exist are left

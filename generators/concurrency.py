@@ -1,9 +1,9 @@
-"""How many sequences an engine is given at a time: additive increase, multiplicative decrease.
+"""Number of sequences in an engine: additive increase, multiplicative decrease.
 
 More of them use an accelerator better, until their keys and values no longer fit. Then the engine
 retracts some (it gives up their keys and values, and computes them again later), which is work
 done twice. How many fit depends on how long answers become, so it is found out while they are
-generated, as TCP finds out what a path carries: increase by a little while there is room, decrease
+generated, as TCP probes a path's capacity: increase by a little while there is room, decrease
 to a part when something was lost (Chiu and Jain, 1989; Jacobson, 1988).
 
 Units: limits are sequences. ``kv_use`` is the share of the cache, 0 to 1, that sequences under way
@@ -15,7 +15,7 @@ from typing import Literal
 
 GROW_BELOW = 0.6  # share of the cache; below it more sequences fit
 TRIM_FROM = 0.8  # share of the cache; from here on sequences that grow may fill it
-_CUT_TO = 0.75  # of what was in flight, on a retraction
+_CUT_TO = 0.75  # of the number in flight, on a retraction
 
 Verdict = Literal["hold", "grow", "trim", "cut"]
 
@@ -39,7 +39,7 @@ class Observation:
 
     in_flight: int  # sequences that the engine has and has not answered
     num_finished: int  # since the start
-    kv_use: float  # by those that run
+    kv_use: float  # by running sequences
     num_running: int  # of those in flight; others are being sent, or queued by the engine
     num_waiting: int
     num_retractions: int  # sequences given up for lack of memory since the start
@@ -113,7 +113,7 @@ def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
     if seen.kv_use >= GROW_BELOW or state.limit >= within.highest:
         return False
     if seen.num_waiting or not seen.num_running:
-        return False  # more would wait, too; or nothing shows what a sequence takes
+        return False  # more would wait, too; or the size of a sequence is unknown
     if seen.in_flight + within.step <= state.limit:
         return False  # another group would have fit: it is not the limit that holds back work
     if state.is_starting:

@@ -29,7 +29,7 @@ Device = Literal["cpu", "cuda"]
 
 
 _OURS = ("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests")
-# What an engine of several ranks may not be, and why.
+# Settings refused for an engine of several ranks, with reasons.
 _ONE = {
     "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
     "would take each other's place",
@@ -41,7 +41,7 @@ _ONE = {
         "the check of an engine's weights knows no such split of its tensors",
     ),
 }
-# What an engine may not do, and why.
+# Settings refused for any engine, with reasons.
 _REFUSED = {
     "quantization": "an engine must hold the learner's weights bit by bit",
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
@@ -70,24 +70,24 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     max_sequences: AtLeast1 = 64
     """Trajectories that one engine generates at a time, at most."""
     concurrency: Literal["adaptive", "fixed"] = "adaptive"
-    """How many of `max_sequences` are under way: adaptive follows what the engine's KV cache holds
-    and takes fewer before answers are thrown out of it; fixed is always all."""
+    """Number of `max_sequences` under way: adaptive follows the capacity of the engine's KV cache
+    and takes fewer before answers are evicted from it; fixed is always all."""
     siblings_together: bool = False
     """Send the siblings of a group to the engine in one request: half the CPU time for short
     answers, but siblings arrive when the longest is finished."""
     max_cached_tokens: AtLeast1 = 16384
     """Size of the engine's KV cache on a CPU, in tokens."""
     start_timeout_s: Positive = 180.0
-    """An engine that starts and for so long uses no CPU and writes no log has failed; so has one
-    that does not answer after twenty times this."""
+    """A starting engine that is idle (no CPU, no log) this long has failed; so has one that does
+    not answer after twenty times this."""
     request_timeout_s: Positive = 3600.0
     """A generation that takes longer has failed; its lease is handed back."""
     environment: tuple[str, ...] = ()
-    """Variables that the engine gets besides those of the system, Python, CUDA, NCCL and SGLang."""
+    """Variables for the engine besides the system's, Python's, CUDA's, NCCL's and SGLang's."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens. With
-    tp_size an engine is split over as many GPUs of one host; attn_dp_size makes so many groups of
-    them, each with the whole attention and a cache of its own (Qwen3)."""
+    tp_size an engine is split over that many GPUs of one host, in attn_dp_size groups, each with
+    the whole attention and a cache of its own (Qwen3)."""
 
     @property
     def num_ranks(self) -> int:
@@ -126,7 +126,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transport(self) -> str:
-        """How the engine gets its weights."""
+        """Transport of the engine's weights."""
         return chosen(self.weightbus.transport, self.device)
 
     @property
@@ -276,7 +276,7 @@ def _model_config(folder: Path) -> dict[str, object]:
 
 
 def _check_sampling(sampling: SamplingSection) -> None:
-    """Refuse what would train on logprobs of another distribution than was sampled from."""
+    """Refuse settings whose logprobs would not be of the distribution sampled from."""
     truncations = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, -1)}
     truncations["min_p"] = (sampling.min_p, 0.0)
     for name, (value, whole) in truncations.items():

@@ -1,4 +1,4 @@
-"""What a generator needs from an inference engine."""
+"""A generator's interface to an inference engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one response is sampled."""
+    """Sampling parameters of one response."""
 
     temperature: float  # 0.0 is greedy
     max_new_tokens: int
@@ -34,7 +34,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine is busy with; some of it may be a few tokens old."""
+    """Load of an engine; some of it may be a few tokens old."""
 
     num_running: int  # sequences that are being generated
     num_waiting: int  # queued sequences, which hold no keys and values

@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lanes:
-    """Counts the sequences that an engine has, and those that it will get.
+    """Counts the sequences that an engine has or will get.
 
     Work is booked when it is leased and enters the engine when its lanes are free: at once, unless
     the limit was lowered since it was requested.
@@ -35,7 +35,7 @@ class Lanes:
 
     @property
     def free(self) -> int:
-        """Lanes that are not booked; negative if the limit fell below what is booked."""
+        """Lanes that are not booked; negative if the limit fell below the booked number."""
         return self.limit - self._booked
 
     async def until_free(self) -> None:

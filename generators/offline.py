@@ -66,7 +66,7 @@ def answered_positions(path: Path) -> set[int]:
 
 
 async def generate(settings: OfflineSettings, name: str) -> int:
-    """Write the file; return the exit code. What was finished before Ctrl-C is in it."""
+    """Write the file; return the exit code. It holds all answers finished before Ctrl-C."""
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
     source = load_training_prompts(settings.generator.data, seed=run.seed)
@@ -100,7 +100,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
 
 @dataclass(slots=True)
 class _Progress:
-    """What has been done so far."""
+    """Counts of the work done so far."""
 
     total: int
     started_s: float = field(default_factory=time.monotonic)

@@ -67,7 +67,7 @@ async def run_rollouts(
 
 
 def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:
-    """Return what a reward function sees of a sibling, as the broker would make it."""
+    """Return a sibling's transcript for a reward function, as the broker would make it."""
     message, frames = submission
     return transcript_of(message.header, prompt, frames[1].decode())
 

@@ -2,7 +2,7 @@
 
 Consumes: leases from the broker. Produces: trajectories. Waits for: permits (the staleness
 bound) and free lanes of the engine, of which there are as many as its KV cache allows. Never stops
-for weights; while the engine is paused for an adopt, what is in flight waits inside it.
+for weights; while the engine is paused for an adopt, answers in flight wait inside it.
 """
 
 import asyncio

@@ -34,7 +34,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     With w = `learner.lr_warmup_steps`, step s of the warm-up (from 0) trains with
     (s + 1) / (w + 1) of `learner.lr`, so that the first step is not lost. Names in
     `learner.megatron` are checked when the model is built: unknown ones are refused, and so are
-    those that follow from the model or from other settings.
+    the ones that follow from the model or from other settings.
     """
 
     ranks: AtLeast1 = 1
@@ -75,7 +75,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     prefetch: bool = True
     """Fetch the batch of the next step while one is trained."""
     max_rejected_batches: AtLeast1 = 3
-    """End after so many batches in a row that could not be trained: not finite, or not valid."""
+    """End after N batches in a row that could not be trained: not finite, or not valid."""
     threads: AtLeast1 = 1
     """CPU threads per rank."""
     timeout_s: Positive = 900.0
@@ -83,7 +83,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     rollouts_per_step: AtLeast0 = 2
     """Trained trajectories to record in rollouts/ per learner step."""
     max_rollout_bytes: AtLeast1 = 64 * 1024 * 1024
-    """Size of rollouts/trained.jsonl at which its oldest half goes."""
+    """Size of rollouts/trained.jsonl at which its oldest half is removed."""
     deterministic: bool = False
     """Choose operators that compute the same bits each time; slower on a GPU."""
     megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
@@ -91,7 +91,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
 
 
 class ProfileSection(Section, frozen=True, kw_only=True):
-    """[profile]: a trace of what the learner does, by torch's profiler."""
+    """[profile]: a trace of the learner by torch's profiler."""
 
     steps: tuple[AtLeast1, AtLeast1] | None = None
     """First and last learner step to trace, counted from 1; not set traces nothing."""
@@ -102,7 +102,7 @@ class ProfileSection(Section, frozen=True, kw_only=True):
     with_stack: bool = False
     """Note the line of code that called each operator."""
     profile_memory: bool = False
-    """Note what allocates memory."""
+    """Record memory allocations."""
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     been removed.
 
     Raises:
-        ConfigError: saying which setting is wrong.
+        ConfigError: naming the wrong setting.
     """
     settings = LearnerSettings(
         run=run_section(table),

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Coordinator:
-    """One rank's view of what rank 0 asks for all of them."""
+    """One rank's view of rank 0's requests for all of them."""
 
     def __init__(self, leader: LeadingLink | None, topology: "Topology", stop: StopRequest) -> None:
         """Connect the ranks; rank 0 alone has a ``leader``."""
@@ -132,7 +132,7 @@ class Coordinator:
     # ---- checkpoints and the end -----------------------------------------------
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
-        """Return what a checkpoint of ``version`` keeps of the broker; empty on the other ranks."""
+        """Return the broker's part of a checkpoint of ``version``; empty on the other ranks."""
         return self._leader.ledger_snapshot(version) if self._leader is not None else b""
 
     def seal(self, version: PolicyVersion, step: int, oldest_kept: int) -> None:

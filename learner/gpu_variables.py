@@ -6,7 +6,7 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # one name befor
 
 
 def gpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a learner process on a GPU adds to its environment; what is set there stays.
+    """Return variables to add to a learner's environment on a GPU; set ones stay.
 
     One queue to the GPU keeps kernels and communication in the order of their launch, on which
     Megatron's tensor parallelism relies. Segments of memory that grow are not torn into pieces by

@@ -41,9 +41,9 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this start of a learner differs from others of the same settings."""
+    """Details of this start of a learner, beside its settings."""
 
-    replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
+    replay: Path | None = None  # trajectory file to train on in place of a broker's batches
     resumes: bool = False  # resume from the run's newest usable checkpoint
     begun_after: int | None = None  # the newest epoch of a checkpoint as the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)
@@ -181,7 +181,7 @@ def _open_link(
             link = PayloadLink(loop, settings, name, replica=replica, early=early)
         try:
             yield link, leader
-        except SystemExit:  # asked to stop at once
+        except SystemExit:  # stopped at once
             if leader is not None:
                 leader.end()
             raise

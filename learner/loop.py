@@ -1,7 +1,7 @@
 """The learner's loop: batch -> train -> commit -> publish -> save, until there are no more steps.
 
-Every rank runs it. Rank 0 asks for all of them (coordinator.py); below, what each process waits for
-and what unblocks it.
+Every rank runs it. Rank 0 sends requests for all of them (coordinator.py); below, the waits of each
+process and what ends them.
 
     waits     for                                    until
     broker    G ready groups within the bound        generators and reward workers deliver;

@@ -1,4 +1,4 @@
-"""`start-learner`: trains on what the broker delivers and publishes versioned weights."""
+"""`start-learner`: trains on the broker's batches and publishes versioned weights."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Stopping a learner: the first signal lets it save and exit, the second ends it at once.
 
 Rank 0 alone listens. The other ranks are started with SIGINT and SIGTERM ignored, since a terminal
-sends its signal to all of them; they follow what rank 0 broadcasts, and die with it.
+sends its signal to all of them; they follow rank 0's broadcasts, and die with it.
 """
 
 import logging
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Whether rank 0 has been asked to stop. While nothing is deferred a signal ends it at once."""
+    """A stop request to rank 0. While nothing is deferred a signal ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -6,7 +6,7 @@ from slipstream.wire.errors import ConfigError
 
 
 def refuse_no_address(endpoint: str) -> None:
-    """Refuse what is no address of a server.
+    """Refuse an invalid server address.
 
     Raises:
         ConfigError: with the reason, and no password.

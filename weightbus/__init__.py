@@ -1,4 +1,4 @@
 """The weight plane: how a published policy version reaches the generators.
 
-relay is a process; version, agent and net are what the learner, the agents and it share.
+relay is a process; version, agent and net are shared by the learner, the agents and it.
 """

@@ -25,7 +25,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     the engine while it is paused; `tcp` and `disk` load a version that was received and checked
     before."""
     in_flight: Literal["retract", "in_place"] = "retract"
-    """What a pause does to unfinished answers: retract recomputes their keys and values under the
+    """Effect of a pause on unfinished answers: retract recomputes their keys and values under the
     new weights, in_place keeps them and disables the prefix cache."""
     engine_check_every: AtLeast0 = 1
     """Compare every tensor in an engine with the learner's before every Nth version is committed;

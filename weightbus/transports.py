@@ -1,6 +1,6 @@
 """Every transport by name. To add one: a class in relay/transports/, and a line here.
 
-Classes are imported by the relay alone. What other roles must know of a transport is in its line:
+Classes are imported by the relay alone. Facts for other roles are in a transport's line:
 they check settings without torch.
 """
 
@@ -42,7 +42,7 @@ FALLBACK = "tcp"  # needs nothing that an engine on the weight bus does not have
 
 
 def chosen(name: str, device: str) -> str:
-    """Return the transport of an engine: the setting, or what is usual for its device."""
+    """Return the transport of an engine: the setting, or the default of its device."""
     return _BY_DEVICE[device] if name == AUTO else name
 
 

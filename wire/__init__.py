@@ -1,4 +1,4 @@
-"""What two processes agree on: messages, settings, files in a run folder, process conventions.
+"""Contracts between processes: messages, settings, run-folder files, process conventions.
 
 Needs msgspec and the standard library only. Every package may import it; it imports none.
 """

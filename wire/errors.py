@@ -12,7 +12,7 @@ SlipstreamError
     EngineError       an inference engine answered with an error
     PublishError      a weight transfer failed; the engine may be torn
     SupersededError   another process has taken this one's place
-    StoreLostError    the store does not have what it acknowledged
+    StoreLostError    the store has lost acknowledged changes
 """
 
 
@@ -37,7 +37,7 @@ class ForbiddenError(RefusedError):
 
 
 class SlowDownError(RefusedError):
-    """A peer asks more than it may at a time."""
+    """A peer exceeds its limit of requests."""
 
 
 class NameTakenError(RefusedError):
@@ -53,7 +53,7 @@ class SupersededError(SlipstreamError):
 
 
 class StoreLostError(SlipstreamError):
-    """The store does not have what it acknowledged."""
+    """The store has lost acknowledged changes."""
 
 
 class ChildDiedError(SlipstreamError):

@@ -1,4 +1,4 @@
-"""What is kept of the history of a run, as columns: for the page, the rules, and the run folder."""
+"""The history of a run as columns: for the page, the rules, and the run folder."""
 
 import logging
 import secrets
@@ -49,7 +49,7 @@ class HistoryColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run folder holds for viewers of a run that has ended."""
+    """State in a run folder for viewers of a finished run."""
 
     revision: Annotated[int, msgspec.Meta(ge=2, le=2)] = 2
     at_s: float  # unix time
@@ -125,7 +125,7 @@ def read_state(path: Path) -> StoredState | None:
 
 
 def claim_state(path: Path) -> StoredState | None:
-    """Return the state that an earlier broker wrote, if there is one that can be read.
+    """Return the state of an earlier broker, if it can be read.
 
     Another one is put aside: it is about to be written over.
     """

@@ -26,7 +26,7 @@ class Door:
     """The token of a page, and the port that it was served at before."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Take those that are kept in a run folder, so that an open page comes back.
+        """Reuse the token and port kept in a run folder, so that an open page reconnects.
 
         Args:
             folder: of the run; None keeps nothing.
@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """True if an address means all those of this machine."""
+    """True if an address means all addresses of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -99,12 +99,12 @@ def is_any(host: str) -> bool:
 
 
 def machine_names() -> set[str]:
-    """Return what this machine is called; it may ask a name server and so block."""
+    """Return the names of this machine; may block on a name server."""
     return {plain(name) for name in (socket.gethostname(), socket.getfqdn())}
 
 
 def known_names(host: str, others: Iterable[str] = ()) -> frozenset[str]:
-    """Return the names by which a page at an address may be asked for.
+    """Return the host names that requests for a page at an address may use.
 
     Any other name may belong to a foreign page that had it point here.
     """
@@ -112,7 +112,7 @@ def known_names(host: str, others: Iterable[str] = ()) -> frozenset[str]:
 
 
 def reachable(host: str) -> str:
-    """Return what to put into an address for a page that listens at ``host``."""
+    """Return the host to put into the address of a page that listens at ``host``."""
     name = socket.gethostname() if is_any(host) else host
     return f"[{name}]" if ":" in name else name
 
@@ -128,7 +128,7 @@ def name_of(authority: str) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a name or address as it is compared: ::ffff:127.0.0.1 is 127.0.0.1."""
+    """Normalize a name or address for comparison: ::ffff:127.0.0.1 is 127.0.0.1."""
     name = name.partition("%")[0].rstrip(".").lower()
     try:
         address = ipaddress.ip_address(name)

@@ -1,4 +1,4 @@
-"""What the page is sent, as JSON: the whole state, and an event per snapshot."""
+"""The page's data as JSON: the whole state, and an event per snapshot."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ _EVENT_EVALUATIONS = 2
 
 
 class Source(Protocol):
-    """What the page shows: a running run, or what is left of one."""
+    """The run behind the page: a running one, or the files of a finished one."""
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """Return what was seen last; None if nothing was."""
+        """Newest snapshot; None before the first."""
 
     def columns(self) -> HistoryColumns:
-        """Return how it came to that; a thread reads it."""
+        """Return the history of the run; called from a thread."""
 
     def steps_after(self, step: float) -> Sequence[Row]:
         """Return the rows of learner steps after this one."""
@@ -36,7 +36,7 @@ class Source(Protocol):
     def letters(self) -> list[Letter]:
         """Return the newest dead letters."""
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         """Return when there is something new, or after a while."""
 
 
@@ -51,7 +51,7 @@ class _State(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is sent every second to everybody; ``steps`` are added for each."""
+    """Event sent every second to all viewers; ``steps`` are added for each."""
 
     status: RunStatus
     advisories: list[Advisory]
@@ -91,7 +91,7 @@ class StateEncoder:
 
 
 class EventEncoder:
-    """Encodes events: what all viewers get once per snapshot, and the steps that they lack."""
+    """Encodes events: the common part once per snapshot, and the steps each viewer lacks."""
 
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None

@@ -1,4 +1,4 @@
-"""How the figures of a run moved: bounded however long it runs.
+"""History of the figures of a run, bounded however long it runs.
 
 Two tables of columns: one row per interval of time, and one per learner step or per so many of
 them.
@@ -119,13 +119,13 @@ class History:
             self.step(point, began_s + lasted_s * place / (len(steps) + 1))
 
     def went_back(self, step: int) -> None:
-        """Forget learner steps after this one: they did not happen."""
+        """Discard learner steps after this one."""
         self._steps.forget_after(step)
         self._step = min(self._step, step)
 
     @property
     def num_bytes(self) -> int:
-        """Return how much memory the numbers take."""
+        """Memory of the numbers."""
         return self._time.num_bytes + self._steps.num_bytes
 
     def newest_point(self) -> Row:

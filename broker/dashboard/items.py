@@ -118,7 +118,7 @@ class RecordedItems:
             return None
 
     def _refresh(self) -> None:
-        """Read what was written since; a file that was cut or replaced is read anew."""
+        """Read newly written rows; a file that was cut or replaced is read again."""
         try:
             stat = self._path.stat()
         except OSError:
@@ -166,13 +166,13 @@ def shown_letters(letters: Iterable[DeadLetter]) -> list[Letter]:
             reason=one.reason,
             step=one.step,
             prompt=one.prompt.text[:_SHOWN_CHARS],
-            failures=[_said(failure) for failure in one.failures],
+            failures=[_failure_text(failure) for failure in one.failures],
         )
         for one in newest
     ]
 
 
-def _said(failure: Failure) -> str:
+def _failure_text(failure: Failure) -> str:
     place = f"sibling {failure.sibling}" if failure.sibling >= 0 else "the missing ones"
     words = [place, failure.reason, failure.function, failure.by, failure.excerpt[:_SHOWN_CHARS]]
     return ", ".join(word for word in words if word)

@@ -1,4 +1,4 @@
-"""Turns the cumulative counts of a run's state into what happened since the last snapshot."""
+"""Turns the cumulative counts of a run's state into changes since the last snapshot."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from slipstream.wire.process.phases import WAIT
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a process had done when it was looked at."""
+    """Counters of a process when it was sampled."""
 
     age_s: float
     waited_s: float
@@ -23,7 +23,7 @@ class Seen:
         return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
 
     def since(self, before: "Seen | None") -> "Seen":
-        """Return what it did since; all of it if it has restarted."""
+        """Return the difference since an earlier sample; all of it after a restart."""
         if before is None or self.age_s < before.age_s:
             return self
         return Seen(
@@ -35,7 +35,7 @@ class Seen:
 
     @property
     def busy(self) -> float | None:
-        """Return the share of the time that was no waiting; None if nothing was reported."""
+        """Share of the time that was not waiting; None if nothing was reported."""
         total = self.worked_s + self.waited_s
         return min(1.0, max(0.0, self.worked_s / total)) if total > 0 else None
 

@@ -1,7 +1,7 @@
-"""Takes a snapshot of a run every second, for all viewers, and keeps what the page shows.
+"""Takes a snapshot of a run every second, for all viewers, and keeps the page's data.
 
-Nothing here may end the broker or hold it up: what fails is logged once and left out, and what
-takes long (rules, encoding, writing) works in threads on copies.
+Nothing here may end the broker or hold it up: failures are logged once and left out, and slow
+work (rules, encoding, writing) runs in threads on copies.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _WRITE_S = 10.0
 _ADVISE_S = 5.0
 _LAST_WRITE_S = 10.0  # for a disk that does not answer as the broker ends
@@ -44,7 +44,7 @@ Write: TypeAlias = Callable[[Path, StoredState], None]
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page gets every second."""
+    """Data for the page, taken every second."""
 
     status: RunStatus  # with the newest step, publishes and evaluations only
     advisories: list[Advisory]
@@ -54,7 +54,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorLog:
-    """Logs what fails on the way to the page."""
+    """Logs failures on the way to the page."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str]] = set()
@@ -98,7 +98,7 @@ class _Background:
 
 
 class Recorder:
-    """Samples the state of a run; many may read what it saw last. Use it in one event loop."""
+    """Samples the state of a run; many may read the last sample. Use it in one event loop."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Recorder:
         advise: Advise = advise,
         write: Write = write_state,
     ) -> None:
-        """Continue with what the file at ``path`` holds, if it is there.
+        """Continue with the contents of the file at ``path``, if it is there.
 
         ``missed`` are figures of learner steps that the file may lack; ``fsync`` is how often the
         store writes to disk, empty if not known; ``now`` is a unix time that never goes back.
@@ -149,13 +149,13 @@ class Recorder:
                     self.seen.notify_all()
                 with self._errors.suppress("advice and a current file"):
                     self._start_chores()
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         finally:
             self._take()
             await self._write_last()
 
     def columns(self) -> HistoryColumns:
-        """Return how the run came to what was seen last, as copies that a thread may read."""
+        """Return the history up to the newest snapshot, as copies that a thread may read."""
         return self.history.snapshot()
 
     def steps_after(self, step: float) -> Sequence[Row]:
@@ -166,8 +166,8 @@ class Recorder:
         """Return the newest dead letters."""
         return shown_letters(self._letters())
 
-    async def next_look(self) -> None:
-        """Return when the run was looked at again."""
+    async def next_change(self) -> None:
+        """Return when the next snapshot was taken."""
         async with self.seen:
             await self.seen.wait()
 
@@ -232,12 +232,12 @@ class Recorder:
 
 
 class FinishedRun:
-    """What a run folder holds of a run that has ended."""
+    """A finished run, read from its folder."""
 
     def __init__(
         self, stored: StoredState, *, high_water_bytes: int, fsync: str, outcome: str = ""
     ) -> None:
-        """Show what was stored last, with a better known ``outcome`` if one is given."""
+        """Show the last stored state, with a better known ``outcome`` if one is given."""
         self._stored = stored
         status = shown_status(stored.status)
         if outcome:
@@ -252,7 +252,7 @@ class FinishedRun:
         )
 
     def columns(self) -> HistoryColumns:
-        """Return how the run went."""
+        """Return the history of the run."""
         return self._stored.history
 
     def steps_after(self, step: float) -> Sequence[Row]:
@@ -264,7 +264,7 @@ class FinishedRun:
         """Return the newest dead letters."""
         return self._stored.letters
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         """Wait a little: nothing changes any more."""
         await asyncio.sleep(_WRITE_S)
 
@@ -285,7 +285,7 @@ def shown_status(
 
 
 def fsync_of(durability: str) -> str:
-    """Return how a store is synced, from its own description; empty if that is silent.
+    """Return a store's sync policy from its own description; empty if it names none.
 
     It describes itself as in "appendfsync everysec: a crash can lose the last second".
     """

@@ -82,7 +82,7 @@ class Table:
         self.num_left_out = 0  # values of names that there was no room for
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return self._count
 
     @property
@@ -119,7 +119,7 @@ class Table:
         Args:
             key: not smaller than that of the newest row.
             values: by name.
-            share: of these in a mean with those that are there.
+            share: of these in a mean with existing values.
         """
         known = _floats(values)
         newest = self._count - 1
@@ -186,7 +186,7 @@ class Table:
         return {name: column.copy() for name, column in sorted(self.series.items())}
 
     def rows(self, first: int) -> Rows:
-        """Return the rows from one on, with their keys as ``step``, whatever is added later."""
+        """Return a snapshot of the rows from one on, with their keys as ``step``."""
         columns = {name: column[first:].copy() for name, column in sorted(self.series.items())}
         steps = self.keys[first:].copy()
         return Rows({"step": steps, **columns}, len(steps))
@@ -208,11 +208,11 @@ def _floats(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def shown(values: Numbers) -> list[float | None]:
-    """Return numbers, None for what is none; nearly always all of them are."""
+    """Return the values, None for non-finite ones; nearly always there are none."""
     numbers = values.tolist()
     return [*numbers] if np.isfinite(values).all() else [number(one) for one in numbers]
 
 
 def number(value: float) -> float | None:
-    """Return a number as JSON has it: None for what is not finite."""
+    """Return a number for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None

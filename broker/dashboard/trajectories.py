@@ -49,7 +49,7 @@ class Found(msgspec.Struct, frozen=True):
 
     items: list[Item]
     more: bool
-    groups: list[int] = []  # that were asked for by name or position, recorded or not
+    groups: list[int] = []  # requested by name or position, recorded or not
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):

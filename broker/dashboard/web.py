@@ -39,7 +39,7 @@ _CHUNK = 64 * 1024
 _READ_S = 5.0  # for the run folder
 _NAMES_S = 5.0  # for a name server
 _QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
-_IDLE_S = 75.0  # of a connection that nothing is asked on
+_IDLE_S = 75.0  # of a connection without requests
 _MAX_QUERY = 200
 _MAX_DIGITS = 15
 MAX_VIEWERS = 32
@@ -74,7 +74,7 @@ class Dashboard:
         patience_s: float = _PATIENCE_S,
         read_s: float = _READ_S,
     ) -> None:
-        """Prepare to serve; port 0 is that of the last time, or one that the system chooses.
+        """Prepare to serve; port 0 is the previous one, or one chosen by the system.
 
         The token and the port are kept in ``folder``, of the run. ``patience_s`` is for a browser
         that does not read, ``read_s`` for the run folder.
@@ -150,7 +150,7 @@ class Dashboard:
 
     @property
     def _cookie(self) -> str:
-        """Return the cookie's name; other pages of this host, at other ports, have theirs."""
+        """Name of the cookie; other pages of this host, at other ports, have theirs."""
         return f"slipstream_token_{self._door.port}"
 
     @web.middleware
@@ -282,7 +282,7 @@ class Dashboard:
                 await response.prepare(request)
             await self._stream(response, step)
         except (ConnectionResetError, TimeoutError):
-            _abort(request)  # a graceful end would wait for what is not read
+            _abort(request)  # a graceful end would wait for unread data
         finally:
             self.num_viewers -= 1
         return response
@@ -300,7 +300,7 @@ class Dashboard:
                 await response.write(event)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_QUIET_S):
-                    await self._source.next_look()
+                    await self._source.next_change()
 
 
 async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:
@@ -339,7 +339,7 @@ def _json(value: object) -> web.Response:
 
 
 def _resources() -> dict[str, bytes]:
-    """Return what the page consists of, by name."""
+    """Return the files of the page by name."""
     return {
         one.name: one.read_bytes()
         for folder in _FOLDERS

@@ -1,4 +1,4 @@
-"""Where prompts come from: files, generated data sets, and how they are mixed.
+"""Sources of prompts (files, generated data sets), and their mixing.
 
 Knows no lease and no store.
 Imported by broker.main, broker.rewards, broker.run_ledger, broker.service, broker.startup, deploy

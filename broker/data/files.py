@@ -39,7 +39,7 @@ def read_rows(path: Path, setting: str) -> Iterator[RawRow]:
 
 
 def row_name(path: Path, number: int) -> str:
-    """Return how messages call a row."""
+    """Return the name of a row in messages."""
     line = f" (line {number + 1})" if path.suffix.lower() != ".parquet" else ""
     return f"row {number}{line} of {path}"
 

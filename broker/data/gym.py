@@ -24,7 +24,7 @@ _EVALUATE_ANSWERS = {
     "algorithmic": ("binary_matrix", "number_sorting", "spiral_matrix", "string_insertion"),
     "games": ("n_queens",),
 }
-# What reasoning-gym imports, by the package that brings it, and which data set needs it.
+# Imports of reasoning-gym, by package, and the data sets that need them.
 _OPTIONAL = {
     "matplotlib": (
         "matplotlib",
@@ -65,7 +65,7 @@ def gym_rows(
 
 
 def verifier(name: str, options: Mapping[str, Json]) -> Verifier:
-    """Return how a data set scores an answer to one of its entries.
+    """Return a data set's scoring of an answer to one of its entries.
 
     Raises:
         ConfigError: there is no such data set.
@@ -73,7 +73,7 @@ def verifier(name: str, options: Mapping[str, Json]) -> Verifier:
     dataset = _dataset(name, size=1, seed=0, options=options, setting=NAME_KEY)
 
     def score(answer: str, entry: dict[str, Json]) -> float:
-        if name in _COMPARES_TUPLES:  # with what were tuples before the entry was JSON
+        if name in _COMPARES_TUPLES:  # with values that were tuples before the entry was JSON
             metadata = entry["metadata"]
             entry = {**entry, "metadata": {**metadata, "output": _tuples(metadata["output"])}}
         return float(dataset.score_answer(answer, entry))
@@ -116,7 +116,7 @@ def _library(setting: str) -> Any:  # noqa: ANN401
         raise ConfigError(
             f"{setting}: reasoning-gym cannot be imported ({error}); pip install 'slipstream[data]'"
         ) from error
-    # Some verifiers call eval() on what a model wrote; they need no more than literals.
+    # Some verifiers call eval() on a model's text; they need no more than literals.
     for package, modules in _EVALUATE_ANSWERS.items():
         for module in modules:
             where = importlib.import_module(f"reasoning_gym.{package}.{module}")

@@ -42,7 +42,7 @@ class PromptSource:
         self._places = lru_cache(maxsize=2)(self._places_of_block)
 
     def fingerprint(self) -> str:
-        """Return a hash of all prompts and of what decides their order."""
+        """Return a hash of all prompts and of everything that decides their order."""
         order = (self._seed, self._shuffle, self._counts)
         return fingerprint_of([order, *self._sources])
 

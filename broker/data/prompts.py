@@ -12,13 +12,13 @@ from slipstream.wire.settings.eval_metric import check_metric
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """All that the policy will be asked."""
+    """All prompts of a run."""
 
     training: PromptSource
     held_out: Sequence[Prompt]
 
     def counts(self) -> dict[str, int]:
-        """Return how many there are, and how many rows were left out."""
+        """Return the number of prompts, and of rows left out."""
         return {
             "rows": self.training.num_rows,
             "rows_skipped": self.training.num_skipped,

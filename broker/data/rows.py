@@ -13,11 +13,11 @@ _TURN_KEYS = ("role", "content")
 
 
 class BadRowError(Exception):
-    """Why a row is no prompt."""
+    """Raised for a row that is no prompt, with the reason."""
 
 
 class RowRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How the rows of one source become prompts."""
+    """Rules that make prompts of the rows of one source."""
 
     data_source: str  # of rows that name none
     prompt_column: str = "prompt"

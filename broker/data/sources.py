@@ -30,7 +30,7 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """Return where its rows come from."""
+        """File or generator of its rows."""
         return self.table.file or f"reasoning-gym {self.table.reasoning_gym}"
 
 
@@ -74,7 +74,7 @@ def load_eval_problems(eval_section: EvalSection, data: DataSection) -> list[Pro
 
 
 def training_sources(data: DataSection) -> list[Source]:
-    """Return what [data] names; it must name something."""
+    """Return the sources of [data]; there must be one."""
     sources = _sources(data.file, data.sources, "data.file", "data.sources", DEFAULT_SOURCE)
     if not sources:
         raise ConfigError("neither data.file nor data.sources is set")
@@ -82,7 +82,7 @@ def training_sources(data: DataSection) -> list[Source]:
 
 
 def eval_sources(evaluation: EvalSection) -> list[Source]:
-    """Return what [eval] names, which may be nothing."""
+    """Return the sources of [eval], which may be none."""
     sources = _sources(evaluation.file, evaluation.sets, "eval.file", "eval.sets", HELD_OUT)
     for source in sources:
         if source.table.weight:

@@ -32,7 +32,7 @@ class Book:
         self.find_free_step()
         self.trace_lineage()
 
-    # ---- what is true now ----------------------------------------------------
+    # ---- current state -------------------------------------------------------
 
     @property
     def version(self) -> PolicyVersion:
@@ -94,7 +94,7 @@ class Book:
     def sampled_reward(self) -> float | None:
         """Return the mean reward of all training answers scored since the last step.
 
-        Unlike what is trained it holds the groups that a filter drops.
+        Unlike the trained batch it holds the groups that a filter drops.
         """
         state = self.state
         return state.sampled_reward / state.sampled_count if state.sampled_count else None
@@ -139,8 +139,8 @@ class Book:
         self.state.next_group_id = group.group_id + 1
         self.index.enter(group)
 
-    def begin_anew(self, group: Group, size: int | None = None) -> None:
-        """Forget all that was done about a group, and have it leased as if it were new."""
+    def restart(self, group: Group, size: int | None = None) -> None:
+        """Discard a group's answers and lease it again as if it were new."""
         self.forget(group)
         again = group.prompt_only()
         again.size = group.size if size is None else size
@@ -174,10 +174,10 @@ class Book:
         del self.state.groups[group.group_id]
         self.state.untrained_bytes -= group.num_bytes
 
-    # ---- what is kept of those that ended ------------------------------------
+    # ---- records of ended groups ---------------------------------------------
 
     def measure(self, group: Group, fate: str) -> None:
-        """Count answers by length and by what became of them."""
+        """Count answers by length and by fate."""
         counts = self.state.lengths.setdefault(fate, {})
         for header in group.headers.values():
             bucket = bucket_of(header.num_response_tokens)

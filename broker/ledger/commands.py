@@ -1,4 +1,4 @@
-"""What clients ask of the items, decided: each command checks, then records events.
+"""Decides clients' requests about items: each command checks, then records events.
 
 A pure state machine: an event is the only thing that changes the state (broker/ledger/effects.py),
 so that replaying the stored events rebuilds it. Time comes in as ``now_s``. Deadlines of leases are
@@ -119,7 +119,7 @@ class Ledger:
         return granted
 
     def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
-        """Extend leases; return those that the holder no longer has."""
+        """Extend leases; return the ones the holder no longer has."""
         return self._terms.extend(self.book.leases, holder, lease_ids, now_s)
 
     def answered(self, holder: str, header: TrajectoryHeader) -> Group:
@@ -138,7 +138,7 @@ class Ledger:
         return group
 
     def submit(self, holder: str, header: TrajectoryHeader, num_bytes: int = 0) -> bool:
-        """Take one finished sibling; return False for one that is there already.
+        """Take one finished sibling; return False if it is there already.
 
         A late answer from a lapsed lease is as good as any, as long as its sibling is missing
         and no token of it is older than the group's deadline allows.
@@ -205,7 +205,7 @@ class Ledger:
             self._end_lease(lease, reason)
 
     def release_all(self, holder: str, reason: LeaseEnd, keep: Collection[int] = ()) -> None:
-        """Take back what a generator held, because it started anew or left."""
+        """Take back a generator's leases, because it restarted or left."""
         for lease_id in [i for i in self.book.by_holder.get(holder, ()) if i not in keep]:
             if lease_id in self.book.leases:  # the end of another may have ended the run
                 self._end_lease(self.book.leases[lease_id], reason)
@@ -282,7 +282,7 @@ class Ledger:
         return done, refused
 
     def drop_letters(self, group_ids: Iterable[int]) -> tuple[dict[int, int], dict[int, str]]:
-        """Forget dead letters; return those that there were, and why others were not."""
+        """Forget dead letters; return the forgotten ones, and why others were not."""
         done: dict[int, int] = {}
         refused: dict[int, str] = {}
         for group_id in group_ids:
@@ -296,7 +296,7 @@ class Ledger:
     # ---- revoked keys --------------------------------------------------------
 
     def discard_answers_of(self, key: str, *, takes_over: bool = False) -> tuple[int, int]:
-        """Drop what holds an answer that was delivered with a key.
+        """Drop groups with an answer that was delivered with a key.
 
         Args:
             key: its name.

@@ -16,7 +16,7 @@ from slipstream.wire.messages.trajectory import TrajectoryKey
 
 
 class Decisions:
-    """Records what was decided as events, in the book and for the store."""
+    """Records decisions as events, in the book and for the store."""
 
     def __init__(self, book: Book) -> None:
         self.book = book
@@ -40,7 +40,7 @@ class Decisions:
             self.close_eval_if_complete(group.eval_step)
 
     def drop_unbound(self, reason: DropReason) -> None:
-        """Drop what is to be trained and in no batch."""
+        """Drop the training groups that are in no batch."""
         for group in list(self.book.groups.values()):
             if group.item == "train" and group.bound_to == NOBODY:
                 self.drop(group, reason)

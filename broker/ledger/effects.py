@@ -1,4 +1,4 @@
-"""How each event changes the book. Nothing is decided here.
+"""Applies each event to the book. Nothing is decided here.
 
 The state is the sum of the events in order: a broker that starts again reads the newest snapshot
 and applies the events after it.
@@ -301,4 +301,4 @@ def _take_over(book: Book, event: TakenOver) -> None:
     book.trace_lineage()
     for group in [g for g in book.groups.values() if g.item == "eval"]:
         if not book.descends(group):
-            book.begin_anew(group)
+            book.restart(group)

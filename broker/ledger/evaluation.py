@@ -43,14 +43,14 @@ class EvalRound(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """When to evaluate, on what, and what the outcome decides."""
+    """Schedule and problems of evaluations, and the consequences of their outcome."""
 
     sources: Sequence[str] = ()  # data source of each problem
     section: EvalSection = field(default_factory=EvalSection)
 
     @property
     def num_problems(self) -> int:
-        """Return how many problems a round has."""
+        """Number of problems in a round."""
         return len(self.sources)
 
     def is_due(self, step: int, *, last_step: int) -> bool:
@@ -125,7 +125,7 @@ def pass_at_k(answers: Sequence[EvalAnswer], k: int, correct_reward: float) -> f
 
 
 def rounds_without_gain(scores: Sequence[tuple[int, float]], min_gain: float) -> int:
-    """Return how many of the newest rounds brought no more than ``min_gain`` over the best."""
+    """Return the number of newest rounds that gained no more than ``min_gain`` over the best."""
     best: float | None = None
     barren = 0
     for _, score in scores:

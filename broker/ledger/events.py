@@ -1,4 +1,4 @@
-"""What can happen to an item. The ledger's state is the sum of these events, in order."""
+"""Events of an item. The ledger's state is the sum of these events, in order."""
 
 from typing import Literal, TypeAlias
 
@@ -52,7 +52,7 @@ class Leased(Event, frozen=True):
 
 LeaseEnd = Literal[
     "lapsed",  # no heartbeat
-    "restarted",  # its holder started anew
+    "restarted",  # its holder restarted
     "failed",  # its holder handed it back
     "left",  # its holder ended in order
     "lost",  # the answer that granted it never arrived
@@ -152,7 +152,7 @@ class LetterDropped(Event, frozen=True):
 
 
 class LearnerLeft(Event, frozen=True):
-    """The run is complete and its learner has nothing to do any more: everybody may leave."""
+    """The run is complete and its learner is done: all clients may leave."""
 
 
 class StopPlanned(Event, frozen=True):
@@ -189,7 +189,7 @@ class Evicted(Event, frozen=True):
 
 
 class HistoryCut(Event, frozen=True):
-    """What was trained before a step is remembered no longer: no learner can go back there."""
+    """Steps before this one are forgotten: no learner can go back to them."""
 
     step: int
 

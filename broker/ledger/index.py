@@ -66,7 +66,7 @@ class GroupIndex:
                     self._heaps.pop(deadline, None)
 
     def sibling_came(self, group: Group, *, generated: int = 0, scored: int = 0) -> None:
-        """Count what a group has got that stays in every view that it is in."""
+        """Count new trajectories or scores of a group whose state does not change."""
         if group.item == "train":
             self.num_generated += generated
             self.num_scored += scored
@@ -84,7 +84,7 @@ class GroupIndex:
         self.num_scored += sign * len(group.scores)
 
     def _queue_of(self, group: Group) -> dict[int, Group]:
-        """Return where a group waits to be leased; only what was never leased needs a permit."""
+        """Return the queue of a group to lease; only one never leased needs a permit."""
         is_new = group.adopted_step < 0 and group.item == "train"
         return self.fresh if is_new else self.again
 
@@ -98,11 +98,11 @@ class GroupIndex:
 
     @property
     def oldest_ready(self) -> int | None:
-        """How many groups were ready before the one that has been ready for longest."""
+        """Number of groups that became ready before the oldest one still ready."""
         return next(iter(self._ready.values()), None)
 
     def lags(self, step: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Count live groups by their staleness at a step: those under way, and those ready."""
+        """Count live groups under way, and ready ones, by their staleness at a step."""
         under_way: Counter[int] = Counter()
         ready: Counter[int] = Counter()
         for deadline, count in self.due.items():
@@ -116,7 +116,7 @@ class GroupIndex:
         return {state: self._in_state[state] for state in STATES}
 
     def nearest(self, take: dict[int, int]) -> tuple[int, ...]:
-        """Return so many ready groups of each deadline, the oldest first; they stay where they are.
+        """Return this many ready groups of each deadline, oldest first, without removing them.
 
         An entry of a heap whose group is not ready any more is forgotten on the way.
         """

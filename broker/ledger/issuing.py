@@ -1,4 +1,4 @@
-"""Which work a generator is granted next: lapsed groups, then evaluation, then new prompts."""
+"""Chooses a generator's next work: lapsed groups, then evaluation, then new prompts."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -9,7 +9,7 @@ from slipstream.broker.ledger.groups import Group
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 
-_LAPSED_TO_LOOK_AT = 64  # a generator whose lanes fit none of them gets other work
+_MOST_LAPSED = 64  # a generator whose lanes fit none of them gets other work
 
 
 class Issuing:
@@ -27,7 +27,7 @@ class Issuing:
         self._eval_prompt_at = eval_prompt_at
 
     def permits(self, adopted: PolicyVersion) -> int:
-        """Return how many more groups a generator that runs ``adopted`` may start."""
+        """Return the number of groups that a generator running ``adopted`` may still start."""
         rules, state = self._book.rules, self._book.state
         groups_per_step, live = rules.bound.groups_per_step, self._book.index.num_live
         allowed = rules.bound.permits(
@@ -46,7 +46,7 @@ class Issuing:
     def next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
         """Return a group of at most ``room`` sequences; None if there is nothing to grant."""
         book, rules, state = self._book, self._book.rules, self._book.state
-        for group in islice(book.index.again.values(), _LAPSED_TO_LOOK_AT):
+        for group in islice(book.index.again.values(), _MOST_LAPSED):
             if group.adopted_step > adopted.step:
                 continue
             if len(group.missing) <= room:

@@ -51,13 +51,13 @@ class LeaseBook:
     # ---- terms ---------------------------------------------------------------
 
     def extend(self, holder: str, lease_ids: Collection[int], *, now_s: float) -> tuple[int, ...]:
-        """Extend leases of either kind; return those that the holder no longer has."""
+        """Extend leases of either kind; return the ones the holder no longer has."""
         lost = set(self._ledger.heartbeat(holder, lease_ids, now_s=now_s))
         lost &= set(self._scoring.heartbeat(holder, lease_ids, now_s=now_s))
         return tuple(sorted(lost))
 
     def postpone(self, by_s: float) -> None:
-        """Have every lease lapse later: heartbeats of so many seconds are still unread."""
+        """Have every lease lapse later: heartbeats of ``by_s`` seconds are still unread."""
         self._ledger.postpone(by_s)
         self._scoring.postpone(by_s)
 
@@ -67,7 +67,7 @@ class LeaseBook:
         for key, holder in self._scoring.expire(now_s):
             self._attempt_ended([key], holder, "the reward worker fell silent")
         if self._scoring.num_waiting:
-            self._on_return()  # what could not be scored may be due again
+            self._on_return()  # failed work may be due again
         return lapsed
 
     # ---- work that comes back ------------------------------------------------
@@ -91,7 +91,7 @@ class LeaseBook:
             self._ledger.release_all(other, "lost" if own else "restarted", held if own else ())
         for other in [h for h in self._scoring.holders() if name_of(h) == name]:
             keys = self._scoring.release_all(other)
-            if other != holder:  # else it sends again what it has scored
+            if other != holder:  # else it repeats its scores
                 self._attempt_ended(keys, other, "the reward worker died")
         self._on_return()
 

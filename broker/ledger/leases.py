@@ -1,4 +1,4 @@
-"""What leases of generation and of scoring have in common: a holder, and a term."""
+"""Common parts of generation and scoring leases: a holder, and a term."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 def holder_of(name: str, incarnation: str) -> str:
-    """Return what leases of one incarnation of a role are held under."""
+    """Return the holder name of one incarnation of a role."""
     return f"{name}@{incarnation}" if incarnation else name
 
 
@@ -25,10 +25,9 @@ class Held(Protocol):
 
 
 class LeaseTerms:
-    """When leases lapse. All terms are equally long, so the order of granting is that of lapsing.
+    """Terms of leases. All are equally long, so leases lapse in the order of granting.
 
-    A lease that ended otherwise may be left here: callers check what is overdue against what is
-    held.
+    A lease that ended otherwise may be left here: callers check overdue leases against held ones.
     """
 
     def __init__(self, lease_s: float, max_lease_s: float = 0.0) -> None:
@@ -42,13 +41,13 @@ class LeaseTerms:
         self._max_lease_s = max_lease_s
         self._begun: dict[int, float] = {}  # lease -> time granted, if there is a limit
         self._ends: OrderedDict[int, float] = OrderedDict()  # lease -> time of lapse, in order
-        self._deaf_s = 0.0  # in which no heartbeat could arrive; added to every term
+        self._extension_s = 0.0  # in which no heartbeat could arrive; added to every term
 
     def begin(self, lease_id: int, now_s: float) -> None:
         """Give a lease a full term from now on."""
         if self._max_lease_s:
-            self._begun.setdefault(lease_id, now_s - self._deaf_s)
-        self._ends[lease_id] = now_s - self._deaf_s + self._lease_s
+            self._begun.setdefault(lease_id, now_s - self._extension_s)
+        self._ends[lease_id] = now_s - self._extension_s + self._lease_s
         self._ends.move_to_end(lease_id)
 
     def begin_all(self, lease_ids: Iterable[int], now_s: float) -> None:
@@ -60,17 +59,19 @@ class LeaseTerms:
 
     def postpone(self, by_s: float) -> None:
         """Have every lease lapse later: no heartbeat could arrive for that long."""
-        self._deaf_s += by_s
+        self._extension_s += by_s
 
     def extend(
         self, leases: Mapping[int, Held], holder: str, lease_ids: Iterable[int], now_s: float
     ) -> list[int]:
-        """Give a holder's leases a full term; return those that it no longer has."""
+        """Give a holder's leases a full term; return the ones it no longer has."""
         lost = []
         for lease_id in lease_ids:
             lease = leases.get(lease_id)
             began_s = self._begun.get(lease_id)
-            too_old = began_s is not None and now_s - self._deaf_s - began_s > self._max_lease_s
+            too_old = (
+                began_s is not None and now_s - self._extension_s - began_s > self._max_lease_s
+            )
             if lease is None or lease.holder != holder or too_old:
                 lost.append(lease_id)
             else:
@@ -86,7 +87,7 @@ class LeaseTerms:
         """Return the leases whose term is over, and forget them."""
         overdue = []
         for lease_id, end_s in self._ends.items():
-            if end_s + self._deaf_s >= now_s:
+            if end_s + self._extension_s >= now_s:
                 break
             overdue.append(lease_id)
         for lease_id in overdue:

@@ -1,4 +1,4 @@
-"""What a reward worker sent, made fit to be kept: it may be wrong, or not one of ours."""
+"""Validates and bounds scores from a reward worker, which may be wrong or foreign."""
 
 from itertools import islice
 

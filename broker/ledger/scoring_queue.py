@@ -1,4 +1,4 @@
-"""Trajectories that wait for a reward, and those being scored. Rebuilt from the ledger."""
+"""Trajectories waiting for a reward or being scored. Rebuilt from the ledger."""
 
 import secrets
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from slipstream.wire.messages.trajectory import TrajectoryKey
 
 _FIRST_LEASE_ID = 1 << 40  # leases of generation count from 0: one heartbeat may name both
 _LOOK_AHEAD = 256  # trajectories passed over in search of some that a worker may have
-_MANY_WORKERS = 256  # names, before those that are gone are forgotten
+_MANY_WORKERS = 256  # names, before absent ones are forgotten
 _FIRST_PAUSE_S = 1.0  # before a second try; then four times as long, and so on
 _LONGEST_PAUSE_S = 30.0
 
@@ -25,7 +25,7 @@ class ScoringLease:
 
 @dataclass(slots=True)
 class _Failures:
-    """What is known of a trajectory that could not be scored."""
+    """Failed attempts to score a trajectory."""
 
     names: set[str]  # of workers that tried
     count: int = 0
@@ -33,9 +33,9 @@ class _Failures:
 
 
 class ScoringQueue:
-    """First come, first scored; what lapses goes back to the front.
+    """First come, first scored; lapsed work goes back to the front.
 
-    What one worker could not score is kept for others, as long as there are any, and for a while.
+    Work that one worker could not score is kept for others, if there are any, for a while.
     Until it has its reward, its siblings are held back: if it never gets one their group is
     dropped, and nothing was spent on them.
     """
@@ -56,7 +56,7 @@ class ScoringQueue:
         self._lapsed: dict[TrajectoryKey, dict[int, str]] = {}
         self._failures: dict[TrajectoryKey, _Failures] = {}
         self.num_given_back = 0  # untried, because a sibling had failed
-        self._seen: dict[str, float] = {}  # worker -> when it last asked for work
+        self._seen: dict[str, float] = {}  # worker -> time of its last request for work
 
     @property
     def num_waiting(self) -> int:
@@ -73,7 +73,7 @@ class ScoringQueue:
         return list(self._by_holder)
 
     def leases_of(self, holder: str) -> int:
-        """Return how many trajectories one worker holds."""
+        """Return the number of trajectories that one worker holds."""
         return len(self._by_holder.get(holder, ()))
 
     def add(self, key: TrajectoryKey) -> None:
@@ -111,7 +111,7 @@ class ScoringQueue:
         return max(failed, key=lambda sibling: (failed[sibling], -sibling)) if failed else None
 
     def _sort_out(self, group_id: int) -> None:
-        """Hold back what waits of a group in doubt, but for the one that decides."""
+        """After a failed attempt, hold back the group's waiting siblings except the decider."""
         decider = self._decider(group_id)
         for sibling in self._waiting_of.get(group_id, ()):
             key = (group_id, sibling)
@@ -201,7 +201,7 @@ class ScoringQueue:
         return self._lapsed.get(key, {}).get(lease_id) == holder
 
     def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
-        """Extend leases; return those that the worker no longer has."""
+        """Extend leases; return the ones the worker no longer has."""
         return self._terms.extend(self._leases, holder, lease_ids, now_s)
 
     def postpone(self, for_s: float) -> None:
@@ -209,12 +209,12 @@ class ScoringQueue:
         self._terms.postpone(for_s)
 
     def release_all(self, holder: str) -> list[TrajectoryKey]:
-        """Put back and return what a worker held that died or restarted."""
+        """Put back and return the work of a worker that died or restarted."""
         self._seen.pop(name_of(holder), None)
         return [self._put_back(i) for i in list(self._by_holder.get(holder, ()))]
 
     def give_back(self, holder: str, lease_id: int) -> bool:
-        """Requeue what a worker has not started; no attempt. False if it does not hold it."""
+        """Requeue work that a worker has not started; no attempt. False if it does not hold it."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.holder != holder:
             return False
@@ -229,7 +229,7 @@ class ScoringQueue:
                 self._put_back(lease_id)
 
     def expire(self, now_s: float) -> list[tuple[TrajectoryKey, str]]:
-        """Put back what silent workers held; return it with them, because an attempt ended."""
+        """Put back the work of silent workers; return it with them, because an attempt ended."""
         overdue = [i for i in self._terms.overdue(now_s) if i in self._leases]
         ended = [(self._leases[i].key, self._leases[i].holder) for i in overdue]
         for lease_id in overdue:

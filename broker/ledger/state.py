@@ -43,12 +43,12 @@ class LedgerRules:
     max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
-    prompts_fingerprint: str = ""  # what the training prompts are, and their order
-    problems_fingerprint: str = ""  # what the held-out problems are
+    prompts_fingerprint: str = ""  # of the training prompts, in order
+    problems_fingerprint: str = ""  # of the held-out problems
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """What is remembered of a learner step while a learner could go back to before it."""
+    """Record of a learner step, kept while a learner could go back to before it."""
 
     groups: tuple[tuple[int, int], ...]  # (group id, position of its prompt)
     staleness: dict[int, int]  # staleness in steps -> tokens
@@ -118,7 +118,7 @@ def encode_state(state: BookState) -> bytes:
 
 
 def decode_state(data: bytes) -> BookState:
-    """Return what a snapshot holds; raises msgspec.DecodeError if it is none of this revision."""
+    """Return a snapshot's state; raises msgspec.DecodeError if it has another revision."""
     state = _decoder.decode(data)
     if state.revision != REVISION:
         raise msgspec.DecodeError(f"ledger revision {state.revision}, this broker reads {REVISION}")
@@ -126,7 +126,7 @@ def decode_state(data: bytes) -> BookState:
 
 
 def for_checkpoint(state: BookState) -> BookState:
-    """Return what a checkpoint of the learner's present step keeps.
+    """Return the state for a checkpoint of the learner's current step.
 
     Answers in flight are not part of it: their prompts are to be answered again.
     """

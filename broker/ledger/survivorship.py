@@ -1,8 +1,8 @@
-"""Whether long answers are trained as often as short ones.
+"""Measures whether long answers are trained as often as short ones.
 
-What is dropped for its age was slow, and what is slow is long: a policy that never sees its long
-answers trained learns to be brief. The lengths of all answers are counted by what became of them,
-in buckets of a quarter of a power of two, so that the count is small however long a run is.
+Answers dropped for their age were slow, and slow ones are long: a policy whose long answers are
+never trained learns to be brief. The lengths of all answers are counted by fate, in buckets of a
+quarter of a power of two, so that the count is small however long a run is.
 """
 
 from collections import Counter
@@ -32,13 +32,13 @@ def upper_tokens(bucket: int) -> int:
 def survivorship_of(
     lengths: Mapping[str, Mapping[int, int]], cancelled: Mapping[str, int], *, drops: bool
 ) -> Survivorship:
-    """Return how the share of answers dropped for their age depends on their length.
+    """Return the share of answers dropped for their age, by length.
 
     Args:
         lengths: by fate (trained, or a reason to drop), trajectories by bucket.
         cancelled: by reason, siblings that were not finished when their group was dropped. They
-            count to the longest quarter: what is still being written when its group is too old is
-            longer than what was not.
+            count to the longest quarter: an answer still being written when its group is too old
+            is longer than a finished one.
         drops: whether the run drops by age; decides which setting is to be changed.
     """
     all_lengths: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What the learner asks of the items: epochs, batches, commits, checkpoints."""
+"""Decides the learner's requests about items: epochs, batches, commits, checkpoints."""
 
 from collections.abc import Callable, Collection
 from typing import TypeAlias
@@ -41,7 +41,7 @@ class Training:
     ) -> PolicyVersion:
         """Grant a new epoch to a learner that holds the weights after ``step`` steps.
 
-        A learner takes over once in its life: asked again, it gets the epoch that it has.
+        A learner takes over once in its life: a repeated request returns its epoch.
 
         Args:
             step: learner steps completed in its weights.
@@ -50,8 +50,8 @@ class Training:
             held: the version of that checkpoint; None for the weights that the run started with.
 
         Raises:
-            RefusedError: this run cannot resume from that step, or these are other weights than
-                those that this run had at it.
+            RefusedError: this run cannot resume from that step, or had other weights
+                at it.
         """
         book, state = self._book, self._book.state
         if learner and learner == state.learner:
@@ -77,7 +77,7 @@ class Training:
         return version
 
     def _answer_again(self) -> None:
-        """After a take-over, requeue prompts whose answers are gone, and drop what has no place."""
+        """After a take-over, requeue prompts whose answers are gone, and drop the rest."""
         book, state = self._book, self._book.state
         for group_id, position in list(state.lost):
             self._decisions.record(
@@ -105,9 +105,9 @@ class Training:
     # ---- batches -------------------------------------------------------------
 
     def deliver(self, version: PolicyVersion, step: int | None = None) -> Delivery:
-        """Return the batch of a learner step, or what it waits for, or None at the end.
+        """Return the batch of a learner step, or the reason it waits, or None at the end.
 
-        The same step asked again gets the same batch.
+        A repeated request for a step gets the same batch.
 
         Args:
             version: the learner's own.
@@ -115,7 +115,9 @@ class Training:
         """
         book, state = self._book, self._book.state
         if version.next() == book.version and step == book.step:
-            version = book.version  # asked ahead, and the commit came meanwhile: it is that step
+            version = (
+                book.version
+            )  # requested ahead, and the commit came meanwhile: it is that step
         self._require_current(version)
         step = version.step if step is None else step
         if not version.step <= step <= version.step + 1:
@@ -152,7 +154,7 @@ class Training:
         return batch
 
     def _deliver_the_rest(self, version: PolicyVersion, step: int) -> Delivery:
-        """Make the last batch of what is ready, if that is enough, and plan the end."""
+        """Make the last batch of the ready groups, if they are enough, and plan the end."""
         book, state = self._book, self._book.state
         if later := sorted(s for s in state.batches if s > step):
             for later_step in later:  # the run ends with the batch of this step
@@ -171,7 +173,7 @@ class Training:
         """Drop groups of a batch that must not be trained; the others wait again."""
         self._require_current(version)
         if not set(group_ids) & set(self._book.state.batches.get(step, ())):
-            return  # asked twice
+            return  # repeated request
         for group in self._unbind(step):
             if group.group_id in group_ids:
                 self._decisions.drop(group, reason)
@@ -211,7 +213,7 @@ class Training:
         """Record that the learner trained the step that leads to ``version``."""
         book, state, rules = self._book, self._book.state, self._book.rules
         if version == book.version:
-            return  # asked twice
+            return  # repeated request
         self._require_current(PolicyVersion(version.epoch, version.step - 1))
         if book.step not in state.batches:
             raise RefusedError(f"commit of step {book.step}, which was never delivered")
@@ -237,7 +239,7 @@ class Training:
             self._decisions.record(Sealed(step=step, oldest_kept=oldest_kept))
 
     def snapshot(self, version: PolicyVersion) -> BookState:
-        """Return what a checkpoint of the learner's present version keeps."""
+        """Return the ledger's part of a checkpoint of the learner's current version."""
         self._require_current(version)
         return for_checkpoint(self._book.state)
 

@@ -1,4 +1,4 @@
-"""The account of all items, as a client asks for it."""
+"""The account of all items for clients."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -26,7 +26,7 @@ def account_of(
 ) -> LedgerView:
     """Return counts, the equation, the oldest ``num_items`` items and the holders.
 
-    ``store`` is the server behind the ledger and what a commit survives there; ``issued_at`` has
+    ``store`` is the server behind the ledger and its durability; ``issued_at`` has
     unix times by group id, as far as known.
     """
     state = book.state
@@ -67,7 +67,7 @@ def account_of(
 def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") -> str:
     """Describe which groups a batch waits for, and their holders; warn if all are dropped.
 
-    ``trouble`` is what is known of reward functions that fail.
+    ``trouble`` describes reward functions that fail.
     """
     state = book.state
     barren = ""
@@ -90,7 +90,7 @@ def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") ->
 
 
 def _trajectories_in_flight(book: Book) -> dict[str, int]:
-    """Return how many siblings are to be generated, to be scored, and scored."""
+    """Return the numbers of siblings to be generated, to be scored, and scored."""
     index = book.index
     return {
         "to_generate": index.num_siblings - index.num_generated,

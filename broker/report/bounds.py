@@ -1,4 +1,4 @@
-"""How much is kept of what clients report about themselves; they may have sent anything."""
+"""Bounds on clients' reports about themselves, which may hold anything."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _LAST_MOMENT_S = 1e11  # unix time; calendars end later
 
 
 def figures(values: Mapping[str, N], *, most: int = MAX_NAMES) -> dict[str, N]:
-    """Return what can be added up and shown."""
+    """Keep the figures that can be summed and shown."""
     sane = ((name[:MAX_CHARS], value) for name, value in values.items() if 0 <= value <= _MOST)
     return dict(islice(sane, most))
 
@@ -33,5 +33,5 @@ def texts(values: Mapping[str, str], *, most: int) -> dict[str, str]:
 
 
 def moment(unix_s: float) -> float:
-    """Return a unix time that a calendar knows; what is none becomes 0."""
+    """Clamp to a valid Unix time; invalid values become 0."""
     return unix_s if 0 <= unix_s <= _LAST_MOMENT_S else 0.0

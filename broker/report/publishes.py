@@ -31,17 +31,17 @@ class PublishHistory:
 
     @property
     def records(self) -> list[PublishRecord]:
-        """Return the newest publishes, the oldest first."""
+        """Newest publishes, the oldest first."""
         return list(self._records)
 
     @property
     def adopted(self) -> int:
-        """Return how many versions at least one engine adopted."""
+        """Number of versions that at least one engine adopted."""
         return self._forgotten + sum(map(_adopted, self._records))
 
     @property
     def while_generating(self) -> int:
-        """Return how many of them came while an engine was generating."""
+        """Number of these adopted while an engine was generating."""
         return self._forgotten_while_generating + sum(map(_while_generating, self._records))
 
     def add(self, record: PublishRecord) -> None:

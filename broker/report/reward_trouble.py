@@ -1,25 +1,25 @@
-"""Which reward functions fail lately, in words. Pure."""
+"""Describes reward functions that failed recently. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
-_TRIES = 50  # that are looked at, of each function
+_TRIES = 50  # counted for each function
 _MANY = 5  # of them without a reward, before a warning
-_FUNCTIONS = 100  # that are remembered; the one that was tried longest ago is forgotten first
+_FUNCTIONS = 100  # kept; the least recently tried is dropped first
 
 
 @dataclass(slots=True)
 class _Tries:
-    """What came of the newest tries of a function."""
+    """Outcomes of the newest tries of a function."""
 
     outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=_TRIES))  # True: a reward
     reason: str = ""  # of the newest failure
     num_failed: int = 0  # in all
-    say_at: int = _MANY
+    warn_at: int = _MANY
 
     @property
     def failed(self) -> int:
-        """How many of the newest ones gave no reward."""
+        """Number of the newest tries that gave no reward."""
         return self.outcomes.count(False)
 
 
@@ -30,25 +30,25 @@ class RewardTrouble:
         self._tries: dict[str, _Tries] = {}
 
     def scored(self, function: str) -> None:
-        """Take note of a reward."""
+        """Record a reward."""
         self._of(function).outcomes.append(True)
 
     def failed(self, function: str, reason: str) -> str:
-        """Take note of a try without a reward; return what to warn of, if it is time for that.
+        """Record a try without a reward; return a warning, or "" if none is due.
 
-        It is after 5 failures, then each time that they have doubled.
+        One is due after 5 failures, then each time that they have doubled.
         """
         tries = self._of(function)
         tries.outcomes.append(False)
         tries.reason = reason
         tries.num_failed += 1
-        if tries.num_failed < tries.say_at or tries.failed < _MANY:
+        if tries.num_failed < tries.warn_at or tries.failed < _MANY:
             return ""
-        tries.say_at = 2 * tries.num_failed
+        tries.warn_at = 2 * tries.num_failed
         return self._about(function, tries)
 
-    def said(self) -> str:
-        """Return the worst of it; empty if nothing much fails."""
+    def summary(self) -> str:
+        """Describe the function that fails most; empty if none fails often."""
         worst = max(self._tries.items(), key=lambda pair: pair[1].failed, default=None)
         if worst is None or worst[1].failed < _MANY:
             return ""

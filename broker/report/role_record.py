@@ -1,4 +1,4 @@
-"""What one process reported about itself."""
+"""Reports of one process about itself."""
 
 from dataclasses import dataclass, field
 
@@ -13,23 +13,23 @@ class RoleRecord:
 
     hello: Hello
     since_s: float
-    heard_s: float
+    last_message_s: float
     tokens_before: float | None = None  # its hello; None until it reports
     report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
 
     @property
     def tokens(self) -> float:
-        """Return how many tokens it reported since its hello."""
+        """Number of tokens reported since its hello."""
         return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
 
     def status(self, now_s: float, leases: int) -> RoleStatus:
-        """Return what is shown of it."""
+        """Return the status of the process."""
         age = max(now_s - self.since_s, 1e-9)
         return RoleStatus(
             name=self.hello.name,
             role=self.hello.role,
             age_s=age,
-            silent_s=now_s - self.heard_s,
+            silent_s=now_s - self.last_message_s,
             busy=busy_share(self.report.phase_seconds),
             phase_seconds=self.report.phase_seconds,
             tokens_per_second=self.tokens / age,

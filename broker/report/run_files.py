@@ -183,7 +183,7 @@ class FolderRecords(RunRecords):
 
     @override
     def went_back(self, step: int) -> None:
-        """Remove what was written about later steps; they come again."""
+        """Remove the records of later steps, which are repeated."""
         is_recording = self._batches is not None
         self.end_batches()
         forget_after(self._run.folder, step)
@@ -194,7 +194,7 @@ class FolderRecords(RunRecords):
 
     @override
     def close(self, status: RunStatus, account: LedgerView) -> None:
-        """Write how the run ended. The caller closes the trackers it made."""
+        """Write the run's outcome. The caller closes the trackers it made."""
         self.evaluations(status.eval)
         self._write_figures(status, account)
         self.end_batches()
@@ -222,7 +222,7 @@ def last_recorded(path: Path) -> int:
 
 
 def forget_after(run_folder: Path, step: int) -> None:
-    """Remove what an abandoned life of the run wrote about steps after the resumed one."""
+    """Remove an abandoned life's records of steps after the resumed one."""
     cut_from_step(run_folder / BATCHES, step)
     for evaluated, path in answers_files(run_folder).items():
         if evaluated > step:
@@ -233,7 +233,7 @@ def forget_after(run_folder: Path, step: int) -> None:
 def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, object]:
     try:
         answer = decode_transcript(stored.transcript).response
-    except ProtocolError as error:  # what a generator sent is not looked at before
+    except ProtocolError as error:  # a generator's payload is not read before
         answer = f"({error})"
     header, score = group.headers[sibling], group.scores[sibling]
     return {

@@ -1,4 +1,4 @@
-"""What is kept of a run beside the ledger."""
+"""Records of a run beside the ledger."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ Frames = Sequence[StoredTrajectory]
 
 
 class RunRecords:
-    """Is given what happened. This one keeps nothing."""
+    """Receives the events of a run. This one keeps nothing."""
 
     @property
     def wants_batches(self) -> bool:
@@ -34,7 +34,7 @@ class RunRecords:
         """A learner step trained these groups."""
 
     def went_back(self, step: int) -> None:
-        """A learner went back to this step: what came after it did not happen."""
+        """A learner went back to this step: later steps are discarded."""
 
     def close(self, status: RunStatus, account: LedgerView) -> None:
         """The broker ends."""

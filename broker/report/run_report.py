@@ -1,4 +1,4 @@
-"""The state of a run as it is shown and as its files keep it."""
+"""The state of a run for viewers and for its files."""
 
 import logging
 import time
@@ -56,11 +56,11 @@ class RunReport:
         return self.telemetry.status(self._book, self._scoring)
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Return what could not be answered or scored."""
+        """Return the groups that could not be answered or scored."""
         return list(self._book.state.dead_letters.values())
 
     def account(self, num_items: int) -> LedgerView:
-        """Return the account of all items, naming so many of the oldest."""
+        """Return the account of all items, with the ``num_items`` oldest listed."""
         return account_of(
             self._book,
             self._scoring,
@@ -79,7 +79,7 @@ class RunReport:
             self.records.packages(self.telemetry.versions)
 
     def events(self, events: Iterable[LedgerEvent]) -> None:
-        """Record what happened to items."""
+        """Record events of items."""
         for event in events:
             match event:
                 case Issued(group_id=group_id):
@@ -113,6 +113,6 @@ class RunReport:
         self.records.went_back(step)
 
     def close(self) -> None:
-        """Record how the run ended."""
+        """Record the run's outcome."""
         self.telemetry.outcome = "finished" if self._book.finished else "stopped"
         self.records.close(self.status(), self.account(_ITEMS_ON_FILE))

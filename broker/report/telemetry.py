@@ -1,4 +1,4 @@
-"""What the roles report about themselves, joined with the ledger into the state of the run."""
+"""Joins the roles' reports about themselves with the ledger into the state of the run."""
 
 import os
 import time
@@ -59,16 +59,16 @@ class Telemetry:
         self.data: dict[str, int] = {}
 
     def hello(self, hello: Hello) -> None:
-        """A role came up, for the first time or again."""
+        """A role connected, for the first time or again."""
         if hello.role in {"observer", "operator"}:
-            return  # they come and go without a word
+            return  # they come and go, unreported
         if (before := self._roles.get(hello.name)) is not None:
             self._ended_tokens[before.hello.role] += int(before.tokens)
         now = self._now()
-        # A name may hold a pid: those that have been silent for long are no longer shown.
+        # A name may hold a pid: roles that have been silent for long are no longer shown.
         # Of a learner only one is shown, and it may be silent in a long step.
         for name, one in list(self._roles.items()):
-            if one.hello.role in MANY and now - one.heard_s > _GONE_S:
+            if one.hello.role in MANY and now - one.last_message_s > _GONE_S:
                 del self._roles[name]
                 self._ended_tokens[one.hello.role] += int(one.tokens)
         known = replace(hello, packages={}, held=())
@@ -77,10 +77,10 @@ class Telemetry:
             if package in self.versions or len(self.versions) < MAX_NAMES:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
 
-    def heard(self, name: str) -> None:
+    def received_from(self, name: str) -> None:
         """A role sent anything at all."""
         if (record := self._roles.get(name)) is not None:
-            record.heard_s = self._now()
+            record.last_message_s = self._now()
 
     def report(self, name: str, report: RoleReport) -> None:
         """A role's cumulative report."""
@@ -96,7 +96,7 @@ class Telemetry:
             )
 
     def went_back(self, step: int) -> None:
-        """A learner took over at an earlier step: what came after it did not happen."""
+        """A learner took over at an earlier step: later steps are discarded."""
         self._steps = deque((p for p in self._steps if p.step <= step), maxlen=_KEPT_STEPS)
 
     def training_began(self) -> None:
@@ -115,7 +115,7 @@ class Telemetry:
         self._publishes.add(record)
 
     def members(self, members: list[MemberState]) -> None:
-        """The relay's report of what each engine holds."""
+        """The relay's report of each engine's version."""
         self._members = bounded_members(members)
 
     def notice(self, book: Book) -> None:
@@ -213,7 +213,7 @@ class Telemetry:
         return {role: count / (now - since) for role, count in sorted(tokens.items())}
 
     def _own_status(self, now: float) -> RoleStatus:
-        """Return what is shown of the broker itself: one event loop, busy when on a core."""
+        """Return the status of the broker itself: one event loop, busy when on a core."""
         age = max(now - self._started_s, 1e-9)
         cpu = min(self._cpu_seconds() - self._cpu_at_start_s, age)
         phases = {"serve": cpu, WAIT: age - cpu}
@@ -241,7 +241,7 @@ def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process takes; 0 where that cannot be read."""
+    """Return the memory of this process; 0 where it cannot be read."""
     try:
         pages = int(_STATM.read_text().split()[1])
     except (OSError, ValueError, IndexError):

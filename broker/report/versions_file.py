@@ -1,4 +1,4 @@
-"""`versions.json`: what code and packages a run was made with."""
+"""`versions.json`: the code and packages of a run."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ _TIMEOUT_S = 5.0
 
 
 def write_versions(run: RunSection, packages: Mapping[str, str]) -> None:
-    """Replace versions.json by what the roles have reported so far."""
+    """Replace versions.json by the roles' reports so far."""
     content = {
         "slipstream": version("slipstream"),
         "git_commit": git_commit(Path(__file__).parent),

@@ -1,6 +1,6 @@
 """The process in which reward functions run: reads calls, runs them, answers. Ends with its worker.
 
-Its parent, bubblewrap or ``sandbox/init.py``, kills what the functions leave when it ends.
+Its parent, bubblewrap or ``sandbox/init.py``, kills the functions' leftover processes at its end.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Link:
             os._exit(EXIT_BROKEN)
 
     def receive(self) -> Load | Call | None:
-        """Return what the worker asks next; None when it is gone."""
+        """Return the worker's next request; None when it is gone."""
         while not self._waiting:
             self._check()
             try:
@@ -74,7 +74,7 @@ class Link:
         return to_child.decode(self._waiting.pop(0))
 
     async def received(self) -> Load | Call | None:
-        """Return the same without standing in the way of what runs."""
+        """Return the same without blocking running calls."""
         import asyncio
 
         if not self._waiting:
@@ -125,7 +125,7 @@ class Runner:
                 self._link.send(self._run(call))
 
     def close(self) -> None:
-        """Let the functions put away what they hold."""
+        """Let the functions release their resources."""
         for function in self._functions:
             result = function.close()
             if isinstance(result, Awaitable):
@@ -199,7 +199,7 @@ async def _awaited(result: Awaitable[object]) -> object:
 
 
 def took_too_long(timeout_s: float) -> str:
-    """Return why there is no reward after so many seconds."""
+    """Return the reason why there is no reward after ``timeout_s``."""
     return f"took longer than reward.timeout_s = {timeout_s:g}"
 
 

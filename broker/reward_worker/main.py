@@ -28,7 +28,7 @@ from slipstream.wire.settings.load import section
 from slipstream.wire.settings.sections import RunSection, run_section
 
 _log = logging.getLogger(__name__)
-_DRAIN_S = 10.0  # what is being scored when the worker is asked to end may take so long
+_DRAIN_S = 10.0  # time for scoring in progress when the worker is asked to end
 _GOODBYE_S = 1.0
 
 

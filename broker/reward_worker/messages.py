@@ -29,7 +29,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 
 
 class Load(_Message, frozen=True):
-    """First message to a child: what to import."""
+    """First message to a child: the functions to import."""
 
     rewards: tuple[NamedReward, ...]
     offered: dict[str, Json]  # arguments for functions that name them
@@ -86,7 +86,7 @@ class Unframer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what is complete by now.
+        """Yield the messages that are complete.
 
         Raises:
             ProtocolError: a frame announces an absurd length.

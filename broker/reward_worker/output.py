@@ -1,4 +1,4 @@
-"""What reward functions print, as log lines; no more of it than anybody would read."""
+"""Logs the output of reward functions, within a readable bound."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ _LINE_CHARACTERS = 500
 
 
 class OutputLog:
-    """Logs what comes out of one child; drops and counts what comes too fast."""
+    """Logs the output of one child; drops and counts the excess."""
 
     def __init__(self, name: str, *, now: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -25,7 +25,7 @@ class OutputLog:
         self.dropped_bytes = 0
 
     def read(self, descriptor: int) -> bool:
-        """Log what is there now; return whether there may be more."""
+        """Log available output; return True if there may be more."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -47,7 +47,7 @@ class OutputLog:
         kept = data[: int(self._allowed)]
         self._allowed -= len(kept)
         if kept and self._dropped_since:
-            self.tell_dropped()
+            self.report_dropped()
         for line in kept.decode(errors="replace").splitlines():
             printable = (
                 c if c.isprintable() or c == "\t" else ascii(c)[1:-1]  # which a terminal obeys
@@ -60,7 +60,7 @@ class OutputLog:
         self._dropped_since += num_bytes
         self.dropped_bytes += num_bytes
 
-    def tell_dropped(self) -> None:
+    def report_dropped(self) -> None:
         """Log how much was left out since the last time."""
         if self._dropped_since:
             _log.warning("%s printed %d bytes more", self._name, self._dropped_since)

@@ -31,9 +31,9 @@ from slipstream.wire.messages.trajectory import MAX_PARTS, Score
 from slipstream.wire.process.environment import handed_on
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.1  # between measurements of the children, while one works
-_IDLE_LOOK_S = 1.0
-_LOOK_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
+_POLL_S = 0.1  # between measurements of the children, while one works
+_IDLE_POLL_S = 1.0
+_POLL_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
 _LONGEST_BACKOFF_S = 30.0
 
 
@@ -90,7 +90,7 @@ class RewardPool:
             _log.warning('reward.sandbox = "none": reward functions can see the files that we can')
         else:
             await asyncio.to_thread(check_jail)
-            for path in hide:  # nothing can be laid over what is not there
+            for path in hide:  # a missing path cannot be covered
                 if not path.exists() and not path.suffix:
                     with suppress(OSError):  # it is for another user to make, and to protect
                         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,10 +110,10 @@ class RewardPool:
         return any(function.takes == "group" for function in self.functions)
 
     async def score(self, work: Work) -> AsyncIterator[Score]:
-        """Yield one score per answer as they are there, in any order.
+        """Yield one score per answer as they arrive, in any order.
 
-        Callers take turns. One that stops listening gives up what has not started. No score comes
-        for what was given back meanwhile.
+        Callers take turns. One that stops listening gives up work not started. No score comes
+        for work given back meanwhile.
         """
         request = request_of(work, self._choice, self.functions)
         self._requests.append(request)
@@ -138,7 +138,7 @@ class RewardPool:
         return [item for request in self._requests for item in request.give_back(group_id)]
 
     async def close(self) -> None:
-        """End all children with all that they have started. What has no score gets none."""
+        """End all children and their descendants; answers without a score get none."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -178,7 +178,7 @@ class RewardPool:
             min(fitting, key=lambda slot: len(slot.running)).run(self._last_call_id, call)
             self._working.set()
 
-    # ---- what comes of a call ------------------------------------------------
+    # ---- outcomes of calls ---------------------------------------------------
 
     def _answered(self, slot: Slot, answer: Answered) -> None:
         running = slot.running.get(answer.call_id)
@@ -202,7 +202,7 @@ class RewardPool:
         self._dispatch()
 
     def _ended(self, slot: Slot, code: int | None) -> None:
-        """A child has ended by itself (its exit code), or talks nonsense (None)."""
+        """A child has ended by itself (its exit code), or sent a malformed message (None)."""
         if code is None or code == EXIT_BROKEN:
             self._replace(slot, "broken", "killed: it closed the descriptors of its process")
         else:
@@ -308,7 +308,7 @@ class RewardPool:
     # ---- limits --------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Measure the children, often while they work; replace those that take too much."""
+        """Measure the children, often while they work; replace the ones over their limits."""
         loop = asyncio.get_running_loop()
         while True:
             busy = any(slot.running for slot in self._slots)
@@ -326,12 +326,12 @@ class RewardPool:
                 elif killed := slot.kill_left_behind(table):
                     self.left_behind += killed
                     _log.warning("reward child %d left %d processes behind", slot.number, killed)
-            pause_s = max(_LOOK_S, (loop.time() - began_s) / _LOOK_SHARE)
+            pause_s = max(_POLL_S, (loop.time() - began_s) / _POLL_SHARE)
             if busy:
                 await asyncio.sleep(pause_s)
                 continue
             self._working.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_IDLE_LOOK_S):
+                async with asyncio.timeout(_IDLE_POLL_S):
                     await self._working.wait()
             await asyncio.sleep(pause_s if self._working.is_set() else 0)

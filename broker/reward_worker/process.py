@@ -122,7 +122,7 @@ class ChildProcess(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what writes."""
+        """Keep the transport."""
         if isinstance(transport, asyncio.WriteTransport):
             self._transport = transport
 
@@ -163,7 +163,7 @@ class ChildProcess(asyncio.Protocol):
         return self._gone.is_set()
 
     def measure(self, table: Mapping[int, ProcessRow]) -> Usage:
-        """Return what the child and all that it has started take."""
+        """Return the usage of the child and its descendants."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         if self._process is None:
@@ -172,13 +172,13 @@ class ChildProcess(asyncio.Protocol):
         return usage_of((pid for pid in family if pid != reaper), table)
 
     def remember_loaded(self, table: Mapping[int, ProcessRow]) -> None:
-        """Take what runs now as what the functions need all the time."""
+        """Count the processes that run now as permanent ones of the functions."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         self._at_load = set(children.get(reaper, ()) if reaper is not None else ())
 
     def kill_left_behind(self, table: Mapping[int, ProcessRow], *, before_s: float) -> int:
-        """Kill what has left the child's own tree, started before; return how many."""
+        """Kill processes that left the child's tree, started before; return how many."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         if reaper is None:
@@ -207,7 +207,7 @@ class ChildProcess(asyncio.Protocol):
     async def end(self, *, in_order: bool = False) -> None:
         """Kill it with all that it has started; return when nothing is left.
 
-        With ``in_order`` its functions may put away first what they hold; not for long.
+        With ``in_order`` its functions may first release their resources; not for long.
         """
         self._ending = True
         process = self._process
@@ -242,7 +242,7 @@ class ChildProcess(asyncio.Protocol):
             loop.remove_reader(descriptor)
         if self._descriptors:  # its last words
             self._output.read(self._descriptors[0])
-        self._output.tell_dropped()
+        self._output.report_dropped()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []

@@ -31,7 +31,7 @@ class PendingCall:
     divisible: bool = False  # may be split among idle children
 
     def split(self, parts: int) -> "list[PendingCall]":
-        """Return the same answers as so many calls, or as fewer."""
+        """Return the same answers as at most ``parts`` calls."""
         parts = min(parts, len(self.work))
         ends = [len(self.work) * part // parts for part in range(parts + 1)]
         return [
@@ -47,7 +47,7 @@ class PendingCall:
 
 @dataclass(eq=False, slots=True)
 class ScoringRequest:
-    """What one caller wants to know. As many scores come as there are answers not given back."""
+    """One caller's request; every answer not given back gets a score."""
 
     waiting: deque[PendingCall] = field(default_factory=deque)
     scores: asyncio.Queue[Score | None] = field(default_factory=asyncio.Queue)  # None: check again

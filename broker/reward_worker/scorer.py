@@ -1,8 +1,8 @@
-"""The loop of a process that scores: leases trajectories, has them scored, sends what came out.
+"""The loop of a process that scores: leases trajectories, has them scored, sends the scores.
 
 Consumes: scoring leases. Produces: one score per trajectory. Waits for: work, and for free credits.
-A slow scorer holds few trajectories at a time and asks again when it has scored some, so fast ones
-get more.
+A slow scorer holds few trajectories at a time and requests more when it has scored some, so fast
+ones get more.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Work = Sequence[tuple[ScoringItem, Transcript]]
 
 
 class Rewards(Protocol):
-    """What turns answers into scores: slipstream.broker.reward_worker.pool.RewardPool."""
+    """Turns answers into scores: slipstream.broker.reward_worker.pool.RewardPool."""
 
     @property
     def needs_groups(self) -> bool:
@@ -78,7 +78,7 @@ class Scorer:
         self.counters = dict.fromkeys(("scored", "unavailable", "leases_lost"), 0.0)
 
     def stop(self) -> None:
-        """Take on nothing more; ``run`` returns when what is held is scored."""
+        """Take on nothing more; ``run`` returns when all held work is scored."""
         self._stop.set()
 
     async def run(self) -> None:
@@ -104,7 +104,7 @@ class Scorer:
                 asking = self._client.ask(request, ScoringLeased, extra_wait_s=self._poll_s)
                 answer = await unless(asking, stopping)
                 if answer is None:
-                    return  # what it would still be granted goes back with Goodbye
+                    return  # later grants go back with Goodbye
                 leased, frames = answer
                 self._take_on(group, leased, frames)
                 if leased.finished:
@@ -140,7 +140,7 @@ class Scorer:
             self._scored.put_nowait((score, given_back))
 
     async def _send_forever(self) -> None:
-        """Send what is scored, and with it what has come up meanwhile."""
+        """Send the scores, including later ones."""
         while True:
             ready = [await self._scored.get()]
             while len(ready) < _MAX_SCORES and not self._scored.empty():

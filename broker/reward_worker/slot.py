@@ -1,4 +1,4 @@
-"""A place for one child of a reward worker: starts it, gives it calls, checks what it takes."""
+"""A place for one child of a reward worker: starts it, gives it calls, checks its usage."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
 
 _IMPORT_S = 120.0  # without a sign of life
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _GRACE_S = 1.0  # for an async call that ends itself when its time is up
 _SAME_TICK_S = 0.02  # the kernel's clock for starts of processes
 
@@ -51,7 +51,7 @@ class Slot:
         on_answer: "Callable[[Slot, Answered], None]",
         on_end: "Callable[[Slot, int | None], None]",
     ) -> None:
-        """Start with no child; ``on_end`` gets the exit code of one that ended by itself.
+        """Start with no child; ``on_end`` gets the exit code of a child that ended by itself.
 
         The code is None where a child sends nonsense.
         """
@@ -110,7 +110,7 @@ class Slot:
 
     async def _until_loaded(self, child: ChildProcess, loading: "asyncio.Future[Loaded]") -> Loaded:
         patience = Patience("the reward functions to load", _IMPORT_S, signs_of(lambda: child.pids))
-        while not (await asyncio.wait({loading}, timeout=_LOOK_S))[0]:
+        while not (await asyncio.wait({loading}, timeout=_POLL_S))[0]:
             if patience.is_over():
                 raise ConfigError(
                     f"the reward functions do not load: their process {patience.why} "
@@ -170,7 +170,7 @@ class Slot:
     # ---- limits --------------------------------------------------------------
 
     def fault(self, table: Mapping[int, ProcessRow]) -> tuple[Fault, str, list[int]] | None:
-        """Return what the child takes too much of, in words, and the calls that are to blame."""
+        """Return the limit that the child exceeds, in words, and the calls to blame."""
         if self.child is None or not self.ready:
             return None
         usage = self.child.measure(table)
@@ -192,7 +192,7 @@ class Slot:
         return ("timeout", took_too_long(limit_s), late) if late else None
 
     def kill_left_behind(self, table: Mapping[int, ProcessRow]) -> int:
-        """Kill what calls that are over have left behind; return how many processes."""
+        """Kill processes that finished calls left behind; return how many."""
         if self.child is None or not self.ready:
             return 0
         before_s = min((run.started_s for run in self.running.values()), default=math.inf)
@@ -210,7 +210,7 @@ class Slot:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return what an exit code of a child means."""
+    """Return the meaning of a child's exit code."""
     if code is None:
         return "sent nonsense"
     number = code - 128 if code > 128 else -code

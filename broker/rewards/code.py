@@ -5,7 +5,7 @@
 
 ``ground_truth`` of a row is one of these, or its JSON as text:
 
-    {"inputs": ["1 2", ...], "outputs": ["3", ...]}            what it reads and prints
+    {"inputs": ["1 2", ...], "outputs": ["3", ...]}            stdin and stdout
     {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}     calls of its function
     {"asserts": "assert add(1, 2) == 3"}, or a list of such texts        assertions
     {"fn_name": "add", "asserts": ...}                   that take nothing but add of the answer
@@ -52,7 +52,7 @@ class Tests:
 
 @dataclass
 class Budget:
-    """What is left of the time for one answer. The time that sandboxes take to start is not its."""
+    """Time left for one answer. The start of sandboxes does not count."""
 
     test_s: float
     left_s: float
@@ -67,7 +67,7 @@ class Budget:
         num_tests: int = 1,
         files: Mapping[str, bytes] = sandboxes.NO_FILES,
     ) -> sandboxes.Outcome | None:
-        """Run what makes some tests and take its time; None when none is left."""
+        """Run a program within the remaining time and deduct its own; None when none is left."""
         if self.left_s <= 0:
             return None
         own_s = min(self.left_s, self.test_s * num_tests)
@@ -97,9 +97,9 @@ def score(
         require_fence: without a fence of three backticks there is no program; else the whole
             answer is one.
         all_or_nothing: 1.0 if every test passes, else 0.0.
-        test_s: what one test may take, in seconds in which the program has a core or wants none:
+        test_s: limit of one test, in seconds in which the program has a core or wants none:
             a busy machine makes no answer wrong.
-        total_s: what all may take, in the same; tests that there was no time for have failed. Keep
+        total_s: limit of all, in the same; tests that there was no time for have failed. Keep
             it well under reward.timeout_s, which is of the clock and leaves the answer unscored.
         memory_mb: memory of one run.
         sandbox: reward.sandbox; ``none`` runs the program unprotected.
@@ -129,7 +129,7 @@ def score(
     }
 
 
-# ---- what is run, and against what ---------------------------------------------
+# ---- programs and tests --------------------------------------------------------
 
 
 def find_program(answer: str, *, require_fence: bool) -> str | None:

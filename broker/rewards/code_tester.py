@@ -3,12 +3,12 @@
 A script, the standard library only; ``code.py`` has the sandbox run it as ``main.py`` with the
 answer next to it. Two processes:
 
-    tester    reads the tests from stdin and writes what came out, a line of JSON each, to stdout
-    answer    started by the tester as ``main.py --answer``: loads the answer, does as it is asked
+    tester    reads the tests from stdin and writes the results, a line of JSON each, to stdout
+    answer    started by the tester as ``main.py --answer``: loads the answer, follows the tester
 
-The answer's process never holds a test, an expected value or a descriptor of the tester, and what
-it sends is plain data: it can send only what its functions return. The tester is not dumpable,
-which closes its memory and descriptors in /proc. An answer that ends or hangs is started anew.
+The answer's process never holds a test, an expected value or a descriptor of the tester, and
+sends plain data: only results of its functions. The tester is not dumpable, which closes its
+memory and descriptors in /proc. An answer that ends or hangs is restarted.
 
 A test is a call (its result is written, and compared outside) or statements (whether they passed
 is written). In statements, names of the answer refer to what lives in its process; values that
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 pathlib is slow to import
 _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
 _MOST_BYTES = 1 << 20  # of one reply
-_LOAD_S = 60.0  # to start Python, besides what a test may take
-_LOOK_S = 0.05
+_LOAD_S = 60.0  # to start Python, besides a test's time
+_POLL_S = 0.05
 _WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
 _DISK_SHARE = 0.5  # of a test's time: an answer may wait for a disk as long as that besides
-_MOST_LOOKED_AT = 64  # processes of an answer
+_MOST_PROCESSES = 64  # processes of an answer
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str)
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class AnswerError(Exception):
-    """The answer raised something of its own, ended, hung, or sent what we do not understand."""
+    """The answer raised an error of its own, ended, hung, or sent invalid data."""
 
 
 # ---- values between the two ----------------------------------------------------
@@ -81,7 +81,7 @@ def encode(value: Any, keep: dict[int, Any] | None = None) -> Any:  # noqa: ANN4
 
 
 def decode(data: Any, kept: Any) -> Any:  # noqa: ANN401
-    """Return what ``encode`` was given; ``kept`` makes a value of a number."""
+    """Return the value given to ``encode``; ``kept`` makes a value of a number."""
     if not isinstance(data, list):
         if type(data) not in _PLAIN:
             raise AnswerError("expected plain data")
@@ -179,7 +179,7 @@ class Answer:
         read, self._requests = os.pipe()
         self._replies, write = os.pipe()
         os.set_blocking(self._requests, False)
-        # Through high numbers, so that no copy overwrites what is still to be copied.
+        # Through high numbers, so that no copy overwrites a descriptor still to be copied.
         high = {nothing: 100, read: 101, write: 102}
         actions: list[Any] = [(os.POSIX_SPAWN_DUP2, old, new) for old, new in high.items()]
         actions += [(os.POSIX_SPAWN_DUP2, 100, number) for number in (0, 1, 2)]
@@ -192,10 +192,10 @@ class Answer:
 
     def _set_clock(self, left_s: float) -> None:
         self._clock_left_s, self._disk_left_s = left_s, _DISK_SHARE * left_s
-        self._last_s, self._last_cpu_s, _ = self._look()
+        self._last_s, self._last_cpu_s, _ = self._usage()
         self._states = {_WANTS_CORE}
 
-    def _look(self) -> tuple[float, float, set[bytes]]:
+    def _usage(self) -> tuple[float, float, set[bytes]]:
         """Return now, and of the answer and all that it started processor seconds and states."""
         ticks, states, pids = 0, set(), [self._pid]
         for pid in pids:
@@ -205,7 +205,7 @@ class Answer:
                 folder = f"/proc/{pid}/task"
                 for task in os.listdir(folder):  # noqa: PTH208 pathlib is slow to import
                     states.add(stat_of(f"{folder}/{task}/stat")[0])
-                    if len(pids) < _MOST_LOOKED_AT:
+                    if len(pids) < _MOST_PROCESSES:
                         with open(f"{folder}/{task}/children", "rb") as file:  # noqa: PTH123
                             pids += map(int, file.read().split())
             except (OSError, IndexError):  # it has ended, or the kernel lists no children
@@ -215,11 +215,11 @@ class Answer:
     def _wait(self, reads: list[int], writes: list[int]) -> None:
         """Wait for a pipe for as long as the answer has; others' use of the machine is not its.
 
-        As in ``broker/sandbox/own_time.py``: where the answer wants a core, what it got counts,
+        As in ``broker/sandbox/own_time.py``: where the answer wants a core, its CPU time counts,
         and waiting for a disk counts as that for a while.
         """
-        while not any(select.select(reads, writes, [], min(_LOOK_S, self._clock_left_s))[:2]):
-            now_s, cpu_s, states = self._look()
+        while not any(select.select(reads, writes, [], min(_POLL_S, self._clock_left_s))[:2]):
+            now_s, cpu_s, states = self._usage()
             elapsed, both = now_s - self._last_s, states | self._states
             used = min(elapsed, max(0.0, cpu_s - self._last_cpu_s))
             if _WANTS_CORE in both:
@@ -282,7 +282,7 @@ class Remote:
     def __eq__(self, other: object) -> bool:  # type: ignore[explicit-override] # costs an import
         raise TypeError("the answer's objects cannot be compared here")
 
-    __hash__ = None  # type: ignore[assignment] # what cannot be compared cannot be a key
+    __hash__ = None  # type: ignore[assignment] # incomparable values cannot be keys
 
 
 def known_exception(name: str, text: str) -> Exception:
@@ -292,7 +292,7 @@ def known_exception(name: str, text: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ours):
         try:
             return kind(text)
-        except TypeError:  # one that wants more
+        except TypeError:  # its constructor needs more arguments
             return AnswerError(name)
     return AnswerError(f"{name}: {text}")
 
@@ -307,7 +307,7 @@ def replace_content(old: Any, new: Any) -> None:  # noqa: ANN401
 
 
 def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
-    """Return what the tests see of the answer. Built-ins and modules are ours, whatever it did.
+    """Return the answer's names for the tests. Built-ins and modules are always ours.
 
     Of its own names that is ``function`` alone, where one is given: any other that a test uses and
     does not define, such as a function that compares, would be the answer's word for itself.
@@ -320,7 +320,7 @@ def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
         if name in sys.stdlib_module_names:
             try:
                 visible[name] = importlib.import_module(name)
-            except Exception:  # noqa: BLE001, S112 a module that needs what is not there
+            except Exception:  # noqa: BLE001, S112 a module with a missing dependency
                 continue
         elif name.startswith("__") or hasattr(builtins, name):
             continue
@@ -330,7 +330,7 @@ def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
 
 
 def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
-    """Call the function with each list of arguments; write what it returned."""
+    """Call the function with each list of arguments; write the results."""
     for index, arguments in enumerate(tests["calls"]):
         try:
             answer.begin_test()
@@ -338,9 +338,9 @@ def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
             if target not in answer.names and "Solution" in answer.names:
                 target = f"Solution.{target}"
             reply = answer.operate("call", target, arguments)
-            say({"test": index, "value": encode(reply)})
-        except Exception as error:  # noqa: BLE001 whatever an answer makes us do
-            say({"test": index, "error": f"{type(error).__name__}: {error}"[:500]})
+            send({"test": index, "value": encode(reply)})
+        except Exception as error:  # noqa: BLE001 an answer may raise anything
+            send({"test": index, "error": f"{type(error).__name__}: {error}"[:500]})
 
 
 def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
@@ -358,14 +358,14 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
                     names["__builtins__"] = builtins
                 if whole:
                     code = compile(ast.Module([statement], []), "tests", "exec")
-                    exec(code, names)  # noqa: S102 what tests are for
+                    exec(code, names)  # noqa: S102 the purpose of tests
                 else:
-                    error = "what it depends on has failed"
+                    error = "an earlier statement has failed"
             except BaseException as problem:  # noqa: BLE001 a test may exit
                 error = f"{type(problem).__name__}: {problem}"[:500] or "failed"
                 whole = whole and is_test
             if is_test:
-                say({"test": index, "error": error} if error else {"test": index, "passed": True})
+                send({"test": index, "error": error} if error else {"test": index, "passed": True})
                 index += 1
 
 
@@ -381,7 +381,7 @@ def split(text: str) -> list[tuple[ast.stmt, bool]]:
     return [(statement, id(statement) in tests) for statement in statements]
 
 
-def say(message: dict[str, Any]) -> None:
+def send(message: dict[str, Any]) -> None:
     """Write a line for the process that compares."""
     try:
         line = json.dumps(message)
@@ -395,13 +395,13 @@ def say(message: dict[str, Any]) -> None:
 
 
 def serve() -> NoReturn:
-    """Load the answer and do as the tester asks, until it closes the pipe."""
+    """Load the answer and serve the tester's requests, until it closes the pipe."""
     names: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
     with open(os.path.join(_FOLDER, "answer.py"), encoding="utf-8") as file:  # noqa: PTH118, PTH123
         source = file.read()
     requests = os.fdopen(_REQUESTS, "rb")
     dumps, loads, write, leave = json.dumps, json.loads, os.write, os._exit
-    exec(compile(source, "answer.py", "exec"), names)  # noqa: S102 what we are for
+    exec(compile(source, "answer.py", "exec"), names)  # noqa: S102 our purpose
     kept: dict[int, Any] = {}
     for line in requests:
         reply = dumps(fulfil(loads(line), names, kept)).encode() + b"\n"
@@ -429,7 +429,7 @@ def fulfil(request: dict[str, Any], names: dict[str, Any], kept: dict[int, Any])
 
 
 def find(target: str | int, names: dict[str, Any], kept: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Return what is meant: a name, a method of a fresh object, or a kept value."""
+    """Return the target: a name, a method of a fresh object, or a kept value."""
     if isinstance(target, int):
         return kept[target]
     owner, dot, method = target.partition(".")
@@ -437,7 +437,7 @@ def find(target: str | int, names: dict[str, Any], kept: dict[int, Any]) -> Any:
 
 
 def operations() -> dict[str, Any]:
-    """Return what can be done with a value."""
+    """Return the operations on a value."""
     return {
         "call": lambda value, *arguments, **named: value(*arguments, **named),
         "attribute": getattr,

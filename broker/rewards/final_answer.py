@@ -1,4 +1,4 @@
-r"""Pure: where the final answer is in what a model wrote: ``\boxed{}``, tags, ``####``."""
+r"""Pure: finds the final answer in a model's text: ``\boxed{}``, tags, ``####``."""
 
 import re
 
@@ -9,9 +9,9 @@ _THOUGHT_ENDS = "</think>"
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return what is marked as the answer, the last one of its kind; None if nothing is.
+    r"""Return the last marked answer; None if none is marked.
 
-    ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before what follows ``####`` on
+    ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before the text after ``####`` on
     its line.
 
     Example: ``marked_answer("so \\boxed{\\frac{1}{2}}")`` is ``"\\frac{1}{2}"``.
@@ -30,5 +30,5 @@ def marked_answer(text: str) -> str | None:
 
 
 def after_thought(text: str) -> str:
-    """Return what follows the last ``</think>``; all of it where there is none."""
+    """Return the text after the last ``</think>``; all of it where there is none."""
     return text.rpartition(_THOUGHT_ENDS)[2]

@@ -45,7 +45,7 @@ def overlong(
     Args:
         transcript: the answer.
         max_tokens: where the penalty is full; at most sampling.max_response_tokens, or it never is.
-        cache_tokens: over so many tokens before that it grows.
+        cache_tokens: it grows over this many tokens before that.
         factor: the full penalty.
 
     Raises:

@@ -122,8 +122,8 @@ def _of_verl(
         )
     raise ConfigError(
         f"{setting}.function {name!r} takes {signature}, expected "
-        f"({', '.join(_VERL_ARGUMENTS)}) and what {setting}.options sets, or a function decorated "
-        "with @reward"
+        f"({', '.join(_VERL_ARGUMENTS)}) and the names in {setting}.options, or a function "
+        "decorated with @reward"
     )
 
 
@@ -132,11 +132,11 @@ def _values(transcript: Transcript) -> tuple[Json, ...]:
     return prompt.data_source, transcript.response, prompt.ground_truth, prompt.extra_info
 
 
-# ---- what it is --------------------------------------------------------------
+# ---- its identity ------------------------------------------------------------
 
 
 def _declared(target: Target) -> tuple[Takes | None, str]:
-    """Return what the decorator declares; a class needs none, its method takes one answer."""
+    """Return the decorator's declaration; a class needs none, its method takes one answer."""
     declared: tuple[Takes, str] | None = getattr(target, DECLARED, None)
     if declared is not None:
         return declared
@@ -162,7 +162,7 @@ def _accepted(
     setting: str,
     name: str,
 ) -> dict[str, Json]:
-    """Return the options, and those offered that are named; refuse what nothing accepts."""
+    """Return the options, and the offered ones that are named; refuse unknown ones."""
     where = setting.removesuffix(".options")
     parameters = list(_signature(target, name, where).parameters.values())
     is_verl = _declared(target)[0] is None

@@ -33,7 +33,7 @@ _TOO_BIG = re.compile(
     r"|\^[\s({]*-?\d{3,}[\s})]*[})][\s})]*\^[\s({]*-?\d{3,}"
     r"|\d{400,}"
 )
-_SYMBOL = r"0-9A-Za-z\u0370-\u03ff"  # not those that write without blanks between words
+_SYMBOL = r"0-9A-Za-z\u0370-\u03ff"  # not scripts without blanks between words
 _LEFT, _RIGHT = rf"[{_SYMBOL})\]}}!]", rf"[+-]?(?:[{_SYMBOL}({{\[\\]|\.\d)"
 _BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
 _PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")
@@ -87,7 +87,7 @@ def score(
 
 
 def evaluable(answer: str) -> str | None:
-    """Return what may be parsed of an answer: all of it, or else what is marked as final.
+    """Return the part of an answer to parse: all of it, or else its marked final answer.
 
     None is nothing: there is a number that is too big.
     """
@@ -124,7 +124,7 @@ def _is_big_exponent(exponent: str) -> bool:
 
 
 def _operand(text: str, start: int) -> str:
-    """Return what follows a power sign: a bracket, or what has no space in it."""
+    """Return the operand after a power sign: a bracket, or text up to a space."""
     depth = 0
     for at in range(start, len(text)):
         step = _BRACKETS.get(text[at], 0)

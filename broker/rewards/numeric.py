@@ -53,7 +53,7 @@ def score(
         transcript: ``prompt.ground_truth`` is a number, or text that holds one.
         relative: allowed error, as a share of the expected number.
         absolute: allowed error; the larger of both counts.
-        percent: what ``50%`` is where only one of both numbers has the sign: 50 or 0.5
+        percent: the value of ``50%`` where only one of both numbers has the sign: 50 or 0.5
             (``either``), 50 (``ignored``) or 0.5 (``hundredth``).
         require_mark: a number that is not marked as the answer is none.
 
@@ -78,7 +78,7 @@ def score(
 
 
 def last_number(text: str, *, require_mark: bool = False) -> Number | None:
-    """Return the last number in what is marked as the answer, or else in all of the text."""
+    """Return the last number in the marked answer, or else in all of the text."""
     text = after_thought(text)[-_MAX_CHARACTERS:]
     marked = marked_answer(text)
     if marked is None and require_mark:
@@ -93,7 +93,7 @@ def last_number(text: str, *, require_mark: bool = False) -> Number | None:
 
 
 def _value(match: re.Match[str]) -> Number | None:
-    """Return what was written; None if it divides by 0 or is absurdly long."""
+    """Return the written value; None if it divides by 0 or is absurdly long."""
     if len(match[0]) > _MAX_DIGITS:
         return None
     parts = {name: text.replace(",", "") for name, text in match.groupdict("").items()}

@@ -1,4 +1,4 @@
-"""Pure: what a reward function returned or raised becomes a score that can be trusted."""
+"""Pure: turns a reward function's result or exception into a score that can be trusted."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
 
 
 class InvalidResultsError(ValueError):
-    """What a function returned is not one result per answer; the text is the whole reason."""
+    """A function did not return one result per answer; the text is the whole reason."""
 
 
 class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function is; name and version are part of every score."""
+    """Identity of a reward function; name and version are part of every score."""
 
     name: str  # MODULE:NAME or FILE.py:NAME
     version: str  # as it declares, else 12 hexadecimal digits of the SHA-256 of its file
@@ -34,7 +34,7 @@ class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer is worth: a reward, or why there is none."""
+    """Outcome of one answer: a reward, or the reason why there is none."""
 
     reward: float | None = None
     unavailable: str = ""
@@ -43,7 +43,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome_of(result: object) -> Outcome:
-    """Return what one result means: a finite number, or a mapping with a finite ``score``."""
+    """Return the outcome of one result: a finite number, or a mapping with a finite ``score``."""
     parts: Mapping[object, object] = result if isinstance(result, Mapping) else {}
     reward = finite(parts.get("score") if isinstance(result, Mapping) else result)
     if reward is None:
@@ -61,7 +61,7 @@ def outcome_of(result: object) -> Outcome:
 
 
 def outcomes_of(results: object, count: int) -> list[Outcome]:
-    """Return what the results of ``count`` answers mean.
+    """Return the outcomes of the results of ``count`` answers.
 
     Raises:
         InvalidResultsError: they are no list, or one of another length.
@@ -83,7 +83,7 @@ def outcomes_of(results: object, count: int) -> list[Outcome]:
 
 
 def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes of a group; one that is missing leaves no other to be trusted."""
+    """Return the outcomes of a group; if one is missing, none is trusted."""
     for number, outcome in enumerate(outcomes, start=1):
         if outcome.reward is None:
             reason = f"answer {number} of {len(outcomes)}: {outcome.unavailable}"
@@ -92,7 +92,7 @@ def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def failure(error: BaseException) -> Outcome:
-    """Return what an exception of a reward function means."""
+    """Return the outcome of an exception of a reward function."""
     if isinstance(error, InvalidResultsError):
         return unavailable(_text_of(error))
     if isinstance(error, Unavailable):
@@ -125,7 +125,7 @@ def score_of(
 
 
 def finite(value: object) -> float | None:
-    """Return a number as a float; None for anything else, NaN, infinities and what overflows.
+    """Return a number as a float; None for anything else, NaN, infinities and overflows.
 
     Scalars of numpy and torch are numbers, text and bytes are none.
     """

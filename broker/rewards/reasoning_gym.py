@@ -86,7 +86,7 @@ def _check_entry(name: str, entry: dict[str, Json]) -> None:
 
 @lru_cache(maxsize=4096)
 def _check_verifier(name: str, options: str, entry: str) -> None:
-    """Let a row's verifier judge the row's own answer: one that cannot judges no other.
+    """Test a row's verifier on the row's own answer: if that fails, it judges no other.
 
     Raises:
         ValueError: it raised an error, or finds that answer wrong.
@@ -132,10 +132,10 @@ def is_plain_formula(text: str) -> bool:
 
 
 def _bits(node: ast.expr) -> int:
-    """Return how many bits the value of a formula has at most; names are symbols, and have none.
+    """Return the most bits a formula's value can have; names are symbols, and have none.
 
     Raises:
-        ValueError: it holds what is no formula, or a power with a large exponent.
+        ValueError: it is no formula, or has a power with a large exponent.
     """
     match node:
         case ast.Constant(value=int() as number):

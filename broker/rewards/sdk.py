@@ -1,4 +1,4 @@
-"""What a custom reward is written with.
+"""Interface for custom rewards.
 
     from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
 

@@ -54,7 +54,7 @@ class Weighted:
     """The reward is the sum of ``weight * part``.
 
     Metrics: every part by its name and without its weight, the parts of a part as
-    ``name.its_part``, and ``unshaped``, the sum without those that ``shaping`` names:
+    ``name.its_part``, and ``unshaped``, the sum without the ones that ``shaping`` names:
     ``broker.zero_variance_of = "unshaped"`` keeps penalties from hiding that all siblings are
     right, or wrong. While one part is unavailable, the sum is. Its version is a hash of the names,
     versions and weights of its parts.

@@ -54,7 +54,7 @@ def bubblewrap() -> str:
 
 
 def _refusal(reason: str) -> str:
-    """Return one line: why nothing runs here, and what to set."""
+    """Return one line: why nothing runs here, and the setting to change."""
     return (
         f'reward.sandbox = "namespaces" cannot start bubblewrap: {reason}. Without a sandbox '
         '(reward.sandbox = "none") reward functions, and code that a model wrote, run unprotected'

@@ -2,8 +2,8 @@
 
 A script for ``python -I -S init.py REPORT PARENT UID LIMITS COMMAND...``: the standard library
 only, and none of our modules, because it runs before untrusted code. ``sandbox.py`` starts
-it. Under bubblewrap the kernel kills what is left when process 1 ends; without, this process is the
-subreaper of the command and kills what it finds.
+it. Under bubblewrap the kernel kills all others when process 1 ends; without, this process is the
+subreaper of the command and kills its descendants.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prctl(option: int, value: int) -> int:
 
 
 class Init:
-    """What was asked for on the command line."""
+    """Options of the command line."""
 
     def __init__(self, arguments: list[str]) -> None:
         report, parent, uid, limits, *self.command = arguments
@@ -48,7 +48,7 @@ class Init:
         self.main = 0  # the command's process
 
     def run(self) -> NoReturn:
-        """Start the command, reap until it ends, kill what is left."""
+        """Start the command, reap until it ends, kill the rest."""
         if not self.in_namespace:
             prctl(_SET_SUBREAPER, 1)  # daemons become our children
             signal.signal(signal.SIGTERM, lambda *_: self.finish(_SETUP_FAILED))
@@ -67,7 +67,7 @@ class Init:
             if pid == self.main:
                 code = os.waitstatus_to_exitcode(status)
                 used = resource.getrusage(resource.RUSAGE_CHILDREN)
-                self.tell(f"ended {code} {used.ru_utime + used.ru_stime} {used.ru_maxrss * 1024}")
+                self.send(f"ended {code} {used.ru_utime + used.ru_stime} {used.ru_maxrss * 1024}")
                 self.finish(128 - code if code < 0 else code)
 
     def become(self) -> NoReturn:
@@ -84,10 +84,10 @@ class Init:
             if self.report >= 0:
                 os.set_inheritable(self.report, False)
                 os.unsetenv("PWD")  # bubblewrap adds it
-                self.tell("started")
-            os.execvp(self.command[0], self.command)  # noqa: S606 what this script is for
+                self.send("started")
+            os.execvp(self.command[0], self.command)  # noqa: S606 this script's purpose
         except OSError as error:
-            self.tell(f"error {error}")
+            self.send(f"error {error}")
             os.write(2, f"{self.command[0]}: {error}\n".encode())
         finally:
             os._exit(_SETUP_FAILED)
@@ -111,14 +111,14 @@ class Init:
             raise OSError(ctypes.get_errno(), "capset")
 
     def set_limits(self) -> None:
-        """Set limits by their names in ``resource``, never above ours; more stack may be asked."""
+        """Set limits by their names in ``resource``, never above ours; the stack may be raised."""
         for name, wanted in self.limits.items():
             kind = getattr(resource, f"RLIMIT_{name}")
             most = resource.getrlimit(kind)[1]
             value = int(wanted) if most == resource.RLIM_INFINITY else min(int(wanted), most)
             resource.setrlimit(kind, (value, most if name == "STACK" else value))
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Report to the process that started us; without a reader there is nothing to run for."""
         if self.report >= 0:
             try:

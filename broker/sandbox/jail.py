@@ -25,7 +25,7 @@ def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
     namespace, ends it when everything below is gone. Its exit code is that of the command,
     128 + N after signal N, and 1 if bubblewrap did not start it (reason on stderr).
 
-    What to ``hide`` is covered by empty files and folders.
+    Paths to ``hide`` are covered by empty files and folders.
 
     Raises:
         SandboxUnavailableError: there is no bubblewrap.

@@ -1,11 +1,11 @@
-"""The time that a run took for itself on a machine that others use, too. Pure."""
+"""Elapsed time of a run, without time spent waiting for a core. Pure."""
 
 
 class OwnTime:
     """Seconds in which a run had a core, or wanted none.
 
-    Looked at now and then: where the run wants a core, only what it got of the processor counts;
-    where it sleeps, or waits for what does not come, all of the time does. So a busy machine makes
+    Sampled now and then: while the run wants a core, only its CPU time counts; while it
+    sleeps, or waits for something else, all of the time does. So a busy machine makes
     no run too slow, and a run that hangs ends all the same.
 
     Waiting for a disk counts as wanting a core for a while only: a process whose child has not
@@ -26,7 +26,7 @@ class OwnTime:
         self._wanted_core, self._waited_for_disk = True, False
 
     def tick(self, now_s: float, cpu_s: float, *, wants_core: bool, waits_for_disk: bool) -> None:
-        """Add what has passed since the last call.
+        """Add the time since the last call.
 
         Args:
             now_s: seconds of the same clock.

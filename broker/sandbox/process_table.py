@@ -18,7 +18,7 @@ import psutil
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STAT_BYTES = 1024
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 class ProcessRow(NamedTuple):
@@ -35,12 +35,12 @@ class ProcessRow(NamedTuple):
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it has ended and only its parent has not noticed."""
+        """True if it has ended and its parent has not waited for it."""
         return self.state in "ZX"
 
 
 class Usage(NamedTuple):
-    """What several processes take together."""
+    """Total usage of several processes."""
 
     num_tasks: int  # processes and threads
     cpu_s: float
@@ -69,7 +69,7 @@ def row_of(pid: int) -> ProcessRow | None:
 
 
 def parsed_row(pid: int, line: bytes) -> ProcessRow:
-    """Return what a line of /proc/PID/stat says (proc_pid_stat(5))."""
+    """Parse a line of /proc/PID/stat (proc_pid_stat(5))."""
     fields = line[line.rfind(b")") + 2 :].split()  # its name may hold blanks and brackets
     reaped_ticks = int(fields[13]) + int(fields[14])
     cpu_ticks = int(fields[11]) + int(fields[12]) + reaped_ticks
@@ -105,7 +105,7 @@ def children_by_parent(table: Mapping[int, ProcessRow]) -> dict[int, list[int]]:
 
 
 def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
-    """Return all that a process has started, and what that has started; not itself.
+    """Return all descendants of a process.
 
     Raises:
         ValueError: ``root`` is 0 or less, below which the whole host would be.
@@ -122,7 +122,7 @@ def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
 
 
 def usage_of(pids: Iterable[int], table: Mapping[int, ProcessRow]) -> Usage:
-    """Return what these processes take together."""
+    """Return the total usage of these processes."""
     rows = [table[pid] for pid in pids if pid in table]
     return Usage(
         num_tasks=sum(row.num_threads for row in rows if not row.is_zombie),
@@ -143,7 +143,7 @@ def kill(pid: int) -> None:
 
 
 async def kill_all(started: Mapping[int, float], *, timeout_s: float) -> list[int]:
-    """Kill processes, given with when they started, until they are gone; return what is left."""
+    """Kill processes, given with their start times, until they are gone; return the rest."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         rows = [row for pid, row in process_table().items() if started.get(pid) == row.started_s]
@@ -152,4 +152,4 @@ async def kill_all(started: Mapping[int, float], *, timeout_s: float) -> list[in
             return left
         for pid in left:
             kill(pid)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""What a sandboxed run takes, measured from outside."""
+"""Usage of a sandboxed run, measured from outside."""
 
 import os
 from contextlib import suppress
@@ -10,13 +10,13 @@ from slipstream.broker.sandbox.process_table import ProcessRow, children_of, row
 
 FOLDERS_IN_MEMORY = ("/tmp", "/box")  # noqa: S108 those of the sandbox
 _BYTES_OF_FILE = 1024  # kernel memory for the name and owner of one, whatever it holds
-_MOST_LOOKED_AT = 4096
+_MOST_PROCESSES = 4096
 _WANTS_CORE, _WAITS_FOR_DISK = "R", "D"
 
 
 @dataclass
 class RunUsage:
-    """What all processes of a run hold now, and held at most."""
+    """Current and peak usage of all processes of a run."""
 
     num_tasks: int = 0
     cpu_s: float = 0.0
@@ -25,7 +25,7 @@ class RunUsage:
     wants_core: bool = False  # a thread of it runs, or waits for a core
     waits_for_disk: bool = False  # or seems to, see ``OwnTime``
 
-    def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
+    def update(self, root: int, *, levels: int, enough_bytes: int) -> None:
         """Measure the tree under a process.
 
         Args:
@@ -39,7 +39,7 @@ class RunUsage:
             pids = [child for pid in pids for child in children_of(pid)]
         seen = set(above)
         for pid in pids:
-            if pid not in seen and len(seen) < _MOST_LOOKED_AT:
+            if pid not in seen and len(seen) < _MOST_PROCESSES:
                 seen.add(pid)
                 pids += children_of(pid)
         pids = list(dict.fromkeys(pids))

@@ -52,10 +52,10 @@ _SPARE_UIDS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one run may take, all its processes together."""
+    """Limits of one run, for all its processes together."""
 
     own_s: float = 10.0
-    """Seconds in which it had a core, or wanted none: those in which others had it do not count."""
+    """Seconds in which it had a core, or wanted none; time waiting for a core does not count."""
     cpu_s: float = 10.0
     memory_bytes: int = 512 * _MIB
     max_processes: int = 32
@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     ``exit_code`` is -N after signal N, and None where we ended the run ourselves.
     """
@@ -114,9 +114,9 @@ def run(
 
     Args:
         source: a module, run as ``__main__`` from a file in the work folder.
-        stdin: what it reads.
+        stdin: its input.
         files: further files in its work folder, which is the current one, by relative path.
-        limits: what it may take; the clocks start when it does.
+        limits: of its usage; the clocks start when it does.
         mode: ``none`` gives limits but no protection.
 
     Raises:
@@ -133,7 +133,7 @@ def run(
 
 
 class _Run:
-    """One started sandbox, its descriptors, and what it has taken."""
+    """One started sandbox, its descriptors, and its usage."""
 
     def __init__(
         self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, mode: Mode
@@ -183,7 +183,7 @@ class _Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End whatever still runs, and wait until it is gone."""
+        """End all remaining processes, and wait until they are gone."""
         with self._stack, self._process:
             self._end()
 
@@ -207,7 +207,7 @@ class _Run:
 
     def _until_the_end(self, selector: selectors.BaseSelector) -> _End | None:
         """Return why the run has to be ended, or None when it ended by itself."""
-        next_look_s = 0.0
+        next_usage_s = 0.0
         while True:
             for key, _ in selector.select(_POLL_S):
                 if key.data == "ended":
@@ -218,11 +218,11 @@ class _Run:
             if self._own is None and b"started" in self._report:
                 disk_s = _DISK_SHARE * self._limits.own_s
                 self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
-            if now_s >= next_look_s:
-                next_look_s = now_s + _POLL_S
+            if now_s >= next_usage_s:
+                next_usage_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
                 most = self._limits.memory_bytes
-                self._usage.look(self._process.pid, levels=levels, enough_bytes=most)
+                self._usage.update(self._process.pid, levels=levels, enough_bytes=most)
                 if self._own is not None:
                     self._own.tick(
                         now_s,
@@ -235,7 +235,7 @@ class _Run:
                 return status
 
     def _read(self, name: str) -> bool:
-        """Read what is there; False at the end, or when nothing is there."""
+        """Read available output; False at the end, or when there is none."""
         stream = self._report_read if name == "report" else getattr(self._process, name)
         try:
             data = os.read(stream.fileno(), _READ_BYTES)
@@ -252,7 +252,7 @@ class _Run:
         return "output" if written > self._limits.max_output_bytes else None
 
     def _over_limit(self, now_s: float) -> _End | None:
-        """Return which limit the run is past."""
+        """Return the limit that the run has exceeded."""
         limits, usage = self._limits, self._usage
         if self._own is None:
             return "timeout" if now_s - self._start_s > _START_S + limits.own_s else None
@@ -269,7 +269,7 @@ class _Run:
         if self._process.returncode is not None:
             return
         if self._plain:
-            self._process.terminate()  # it kills what is below it
+            self._process.terminate()  # it kills its descendants
         elif not self._kill_init():
             self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -292,7 +292,7 @@ class _Run:
         return False
 
     def _outcome(self, status: _End | None, now_s: float) -> Outcome:
-        """Put together what was seen; raise SandboxUnavailableError if the code never started."""
+        """Make the outcome; raise SandboxUnavailableError if the code never started."""
         report = dict(line.partition(" ")[::2] for line in self._report.decode().splitlines())
         stderr = bytes(self._output["stderr"])
         shown = report.get("error", stderr.decode(errors="replace")[-300:])
@@ -339,7 +339,7 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
     """Return limits of a process, by their names in ``resource``.
 
     Memory and processes are looser than the limits of the run: those are measured, and a run that
-    is past them is ended and called so. These stop what is faster than our polling.
+    is past them is ended and called so. These stop processes faster than our polling.
     """
     rlimits = {
         "DATA": 2 * limits.memory_bytes + limits.max_processes * _STACK_BYTES,

@@ -37,7 +37,7 @@ _BY_ARGUMENT = {
 }
 _RANGE_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
-_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: what a network namespace keeps apart
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: separated by a network namespace
 _SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _KEEP_BITS = 0x54
@@ -91,7 +91,7 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     # Pages of such memory stay when no process maps them, and then count for no process.
     shared = [(_KEEP_BITS, 0, 0, _SHARED_ANONYMOUS), (_EQUAL, 0, 1, _SHARED_ANONYMOUS), refuse]
     program += _by_argument(mmap, 3, shared)
-    # Ignoring SIGCHLD hides what children used. Reading the action (no new one) is allowed.
+    # Ignoring SIGCHLD hides children's usage. Reading the action (no new one) is allowed.
     new_action = [(_LOAD, 0, 0, _ARGUMENTS + 8), (_EQUAL, 1, 0, 0), refuse]
     new_action += [(_LOAD, 0, 0, _ARGUMENTS + 12), (_EQUAL, 1, 0, 0), refuse]
     of_child = [(_EQUAL, 0, len(new_action), signal.SIGCHLD), *new_action]

@@ -1,4 +1,4 @@
-"""Requests of every role: hello, heartbeats, goodbye; and what becomes of revoked keys."""
+"""Requests of every role: hello, heartbeats, goodbye; and the effects of revoked keys."""
 
 import logging
 import time
@@ -80,7 +80,7 @@ class Clients:
         return Reply(Done())
 
     def hello(self, peer: Peer, hello: Hello) -> Reply:
-        """Take note of a connection, and take back what an earlier process of this name held.
+        """Register a connection, and take back the leases of an earlier process of this name.
 
         Raises:
             RefusedError: as ``Sessions.hello``, or it belongs to another run.
@@ -102,12 +102,12 @@ class Clients:
         return Reply(welcome)
 
     def refuse_other_run(self, run_id: str) -> None:
-        """Refuse what belongs to another run of the same name."""
+        """Refuse requests from another run of the same name."""
         own = self._ledger.book.state.run_id
         if run_id and own and run_id != own:
             raise RefusedError(
                 f"this broker serves run {self._report.run_name} with the id {own}, not {run_id}: "
-                "what comes from another run of this name has no place in it"
+                "requests from another run with the same name are refused"
             )
 
     # ---- keys ----------------------------------------------------------------
@@ -120,7 +120,7 @@ class Clients:
                 raise SlowDownError(f"keys (broker.keys) cannot be read for {lost_s:.0f} s")
 
     def refresh_keys(self) -> None:
-        """Take note of keys that were made or revoked, and take back what revoked ones hold."""
+        """Read keys that were made or revoked, and take back the leases of revoked ones."""
         if self._keys is None:
             return
         try:

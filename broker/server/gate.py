@@ -38,12 +38,12 @@ class Gate(Protocol):
         ...
 
     def open(self) -> None:
-        """Let people in again."""
+        """Accept new connections again."""
         ...
 
 
 class TcpGate(Gate):
-    """Has the kernel drop what asks to connect, so that it asks again a little later."""
+    """Has the kernel drop connection attempts, so that clients retry a little later."""
 
     def __init__(self, listening: socket.socket) -> None:
         """Guard a listening socket, which may be handed to libzmq."""
@@ -127,7 +127,7 @@ class ConnectionCount:
         self._setting = setting
         self._log = log
         self.is_shut = False
-        self._said = 0
+        self._num_logged = 0
         self.num_connections = 0
         self._monitor = watched.get_monitor_socket(_EVENTS)
         self._thread = threading.Thread(target=self._count, name="connections", daemon=True)
@@ -148,7 +148,7 @@ class ConnectionCount:
                 try:  # this thread must outlive its socket: libzmq would wait for it for ever
                     self._shut_or_open()
                 except OSError as error:
-                    self._say("connections to %s cannot be limited: %s", self._where, error)
+                    self._log_bounded("connections to %s cannot be limited: %s", self._where, error)
         finally:
             self._monitor.close(0)
 
@@ -156,7 +156,7 @@ class ConnectionCount:
         if not self.is_shut and self.num_connections >= self._limit:
             self._gate.shut()
             self.is_shut = True
-            self._say(
+            self._log_bounded(
                 "there are %d connections to %s: further ones wait (%s)",
                 self._limit,
                 self._where,
@@ -166,7 +166,7 @@ class ConnectionCount:
             self.is_shut = False
             self._gate.open()
 
-    def _say(self, line: str, *words: object) -> None:
-        if self._said < _MOST_LINES:
-            self._said += 1
+    def _log_bounded(self, line: str, *words: object) -> None:
+        if self._num_logged < _MOST_LINES:
+            self._num_logged += 1
             self._log(line, *words)

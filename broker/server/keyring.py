@@ -1,7 +1,7 @@
 """The keys that a broker knows: makes, lists and revokes them. One folder, one file per key.
 
 keys/broker.key             the broker's own, 0600
-keys/clients/NAME.key       what is carried to a client's host, 0600
+keys/clients/NAME.key       carried to a client's host, 0600
 keys/authorized/NAME.toml   public half, name and role: may connect
 keys/revoked/NAME.toml      may no longer connect
 """
@@ -32,7 +32,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role
     public: str
-    discard: bool = False  # it was revoked, and what came with it is not to be trained
+    discard: bool = False  # it was revoked, and its answers are not to be trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
 def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
     """Take a key's rights away; a broker that runs notices within a second.
 
-    With ``discard`` what was answered with it and is not trained yet is dropped, too.
+    With ``discard`` its answers that are not trained yet are dropped, too.
 
     Raises:
         ConfigError: there is no such key, or it is for another role than generator and ``discard``.
@@ -167,7 +167,7 @@ def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
 
 
 def holders(folder: Path, place: str = "authorized") -> list[Holder]:
-    """Return the holders of keys, by name. What is no key is logged and left out."""
+    """Return the holders of keys, by name. Other files are logged and left out."""
     found = []
     for path in sorted((folder / place).glob("*.toml")):
         try:

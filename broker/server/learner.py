@@ -101,9 +101,9 @@ class Learner:
         if trains and trains != learner and self._sessions.is_connected(trains):
             raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
         version = self._training.take_over(request.step, request.checkpoint, learner, request.held)
-        self._on_epoch(version.epoch)  # on disk before anybody may use it
+        self._on_epoch(version.epoch)  # on disk before it may be used
         if version.step != self._book.step:
-            return TookOver(version=version)  # asked twice
+            return TookOver(version=version)  # repeated request
         if version.epoch > epoch:
             self._clients.discard_answers_again()
         back = f", {before - version.step} steps back" if version.step < before else ""
@@ -121,12 +121,12 @@ class Learner:
         return None if isinstance(answer, NotYet) else Reply(answer)
 
     def no_batch(self, session: Session, request: RequestBatch) -> Reply:
-        """Answer a learner that has waited long enough with what its batch waits for."""
+        """Answer a learner that has waited long enough with the reason its batch waits."""
         batch = self._batch(session, request)
         if not isinstance(batch, NotYet):
             return Reply(batch)
         waiting_for = self._training.waiting_for(batch)
-        reason = describe_wait(self._book, waiting_for, trouble=self._trouble.said())
+        reason = describe_wait(self._book, waiting_for, trouble=self._trouble.summary())
         self._waits_for(request.step, reason)
         last_step = self._book.state.last_step
         return Reply(BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=last_step))
@@ -146,7 +146,7 @@ class Learner:
         return BatchDelivered(step=request.step, groups=tuple(as_delivered(g) for g in batch))
 
     def _waits_for(self, step: int, reason: str) -> None:
-        """Show what the next step waits for; a batch asked for ahead of it delays nothing."""
+        """Show why the next step waits; a batch requested ahead of it delays nothing."""
         if step == self._book.step:
             self._report.telemetry.waiting_for = reason
 
@@ -179,7 +179,7 @@ class Learner:
         batch = [self._book.groups[group_id] for group_id in ids]
         found = await self._frames.load(key for group in batch for key in group.trajectory_keys())
         if request.version == self._book.version:
-            return Reply(self._commit(request))  # asked twice: it is being recorded
+            return Reply(self._commit(request))  # repeated request: it is being recorded
         answer = self._commit(request)
         self._persist()  # before anything else that happens
         frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]

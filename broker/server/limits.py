@@ -1,4 +1,4 @@
-"""How much one connection may ask: requests at a time, and their size. Pure."""
+"""Limits of one connection: requests at a time, and their size. Pure."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class RateLimit(Generic[P]):
 
 
 def max_bytes(role: Role | None, max_message_bytes: int) -> int:
-    """Return how large a message of this role may be; None is a client without a hello."""
+    """Return the maximum message size of this role; None is a client without a hello."""
     match role:
         case "generator":
             return max_message_bytes
@@ -61,6 +61,6 @@ def max_bytes(role: Role | None, max_message_bytes: int) -> int:
 
 
 def max_body_bytes(role: Role | None, max_message_bytes: int) -> int:
-    """Return how large the body may be: it is kept in memory, what is attached in the store."""
+    """Return the maximum body size: bodies are kept in memory, attachments in the store."""
     limit = max_bytes(role, max_message_bytes)
     return min(_BODY_BYTES, limit) if role == "generator" else limit

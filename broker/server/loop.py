@@ -76,7 +76,7 @@ _OLD_REVISION = Refusal(  # before revision 4 a message had no session
 
 
 def may_wait_s(asked_s: float) -> float:
-    """Return how long a request may wait that asks for so many seconds, which may be no number."""
+    """Clamp a requested wait to 0..MAX_WAIT_S; NaN counts as the maximum."""
     return max(0.0, min(MAX_WAIT_S, asked_s))  # in this order NaN is MAX_WAIT_S
 
 
@@ -226,7 +226,7 @@ class BrokerServer:
 
     @property
     def addresses(self) -> list[str]:
-        """Return where it listens."""
+        """Addresses that it listens on."""
         return [router.endpoint for router in self._routers]
 
     async def _tick(self) -> None:
@@ -275,7 +275,7 @@ class BrokerServer:
         The session is None without a hello on this connection.
 
         Raises:
-            SlowDownError: it asks too much at a time.
+            SlowDownError: the client exceeds its limits.
             ForbiddenError: its key was revoked.
             ProtocolError: it has too many frames, or is too large for its role.
         """
@@ -346,7 +346,7 @@ class BrokerServer:
             raise HelloFirstError("send a hello first")
         if not may_send(session.role, request, scores_inline=self._scores_inline):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
-        self.telemetry.heard(session.name)
+        self.telemetry.received_from(session.name)
         if not isinstance(request, SubmitTrajectory):
             expect_frames(frames, 0, kind)
         return session
@@ -357,7 +357,7 @@ class BrokerServer:
         request_id: bytes,
         request: LeaseGroups | LeaseScoring | RequestBatch,
     ) -> None:
-        """Have a request wait for what it asks for, which may be there already."""
+        """Answer a waiting request now if possible, or else keep it until it can be."""
         wait_s = may_wait_s(request.wait_s)
         name = session.name
         match request:
@@ -439,7 +439,7 @@ class BrokerServer:
         put: dict[TrajectoryKey, StoredTrajectory] | None = None,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Hand to the store what the ledger recorded; ``then`` follows when it is durable."""
+        """Hand the ledger's events to the store; ``then`` follows when they are durable."""
         events, released = self._ledger.drain()
         self._writer.write(events, put or {}, released, then)
         self._leases.discard(released)
@@ -465,7 +465,7 @@ class BrokerServer:
             self._persist()
 
     def close_records(self) -> None:
-        """Write how the run ended."""
+        """Write the run's outcome."""
         self.report.close()
         self._writer.close()
         self._trail.close()

@@ -42,7 +42,7 @@ class PendingRequests(Generic[R]):
         Args:
             attempt: returns the answer to a request, or None while there is no work for it.
             at_timeout: returns the answer to a request that has waited long enough.
-            answer: sends what came of a request.
+            answer: sends the outcome of a request.
         """
         self._attempt = attempt
         self._at_timeout = at_timeout

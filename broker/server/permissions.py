@@ -72,7 +72,7 @@ def may_send(role: Role, request: Request, *, scores_inline: bool = True) -> boo
 
     Args:
         role: of the client.
-        request: what it asks.
+        request: of the client.
         scores_inline: generators may score (reward.inline).
     """
     if role == "generator" and not scores_inline:

@@ -1,4 +1,4 @@
-"""Errors as answers: which code a client gets, what is counted, and what is logged."""
+"""Errors as answers: the client's code, counters and log lines."""
 
 import logging
 import time
@@ -55,13 +55,13 @@ class Refusals:
                 elif code == "name_taken":
                     self._complain("a second process", str(error))
                 return Reply(Refusal(reason=str(error), code=code))
-        # A fault of ours that one message brought to light must not end everybody's run.
+        # A bug of ours that one message exposed must not end the whole run.
         _log.error("request of %s failed", self._sessions.named(peer), exc_info=error)
         self._telemetry.rejected["internal"] += 1
         return Reply(Refusal(reason=f"internal error: {error!r}", code=""))
 
     def _complain(self, name: str, reason: str) -> None:
-        """Log what a client may not do; once in a while, for it may try very often."""
+        """Log a forbidden request; once in a while, for a client may try very often."""
         now = self._now()
         if now - self._complained_s.get(name, -_COMPLAIN_EVERY_S) >= _COMPLAIN_EVERY_S:
             if len(self._complained_s) > _MAX_COMPLAINTS:

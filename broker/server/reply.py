@@ -1,4 +1,4 @@
-"""What a handler returns for a request."""
+"""Answer of a handler to a request."""
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +37,8 @@ class HelloFirstError(RefusedError):
     """No hello came on this connection."""
 
 
-# What becomes a refusal. The second line is a fault of ours that one message brought to light: it
-# must not end everybody's run.
+# Errors that become a refusal. The second line is a bug of ours that one message exposed: it
+# must not end the whole run.
 ANSWERED = (
     *(ProtocolError, RefusedError, SupersededError),
     *(LookupError, ValueError, TypeError, ArithmeticError),

@@ -1,4 +1,4 @@
-"""A ROUTER socket on the event loop: what has arrived is handed over at once, many to a wake-up."""
+"""A ROUTER socket on the event loop: messages are handed over at once, many per wake-up."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.pieces import PIECE_BYTES
 
 _BURST = 64  # messages handed over before other work gets its turn
-_SEND_LIMIT = 4_000  # answers that wait for one peer; it asked for every one of them
+_SEND_LIMIT = 4_000  # answers that wait for one peer; it requested every one
 _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024
@@ -137,10 +137,10 @@ class Router:
         return self._is_paused
 
     def pause(self) -> None:
-        """Receive nothing more: what peers send waits with them."""
+        """Receive nothing more: messages wait at their peers."""
         if not self._is_paused:
             self._is_paused = True
-            self._loop.remove_reader(self._fd)  # what arrives would wake the loop all the time
+            self._loop.remove_reader(self._fd)  # arrivals would wake the loop all the time
 
     def resume(self) -> None:
         """Receive again."""
@@ -158,7 +158,7 @@ class Router:
         self._cleanup.close()
 
     def _gate_of(self, endpoint: str) -> tuple[str, Gate | None]:
-        """Return where to bind, and the gate before it; none within a process."""
+        """Return the address to bind, and the gate before it; none within a process."""
         if endpoint.startswith("ipc://"):
             unix = UnixGate(Path(endpoint.removeprefix("ipc://")))
             self._cleanup.callback(unix.close)

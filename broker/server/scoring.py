@@ -1,4 +1,4 @@
-"""Requests of reward workers, and of generators that score what they generate."""
+"""Requests of reward workers, and of generators that score their own answers."""
 
 import logging
 import time

@@ -32,7 +32,7 @@ class Session:
 
     @property
     def holder(self) -> str:
-        """Return the name under which it holds leases."""
+        """Name under which it holds leases."""
         return holder_of(self.name, self.incarnation)
 
 
@@ -85,7 +85,7 @@ class Sessions:
         return session
 
     def named(self, peer: Peer) -> str:
-        """Return what to call a connection in a log."""
+        """Return the name of a connection in logs."""
         session = self._by_peer.get(peer)
         return session.name if session else "an unknown peer"
 

@@ -1,4 +1,4 @@
-"""Where the broker keeps what must survive it: a snapshot, events in order, and payloads."""
+"""Interface of the broker's durable store: a snapshot, events in order, and payloads."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Changes:
-    """What one group commit writes, all of it or nothing.
+    """Changes of one group commit, written as a whole or not at all.
 
     A trajectory that one and the same change puts and removes is removed. A snapshot covers
     everything recorded before it: the events of earlier commits go, ``events`` follow it.
@@ -54,7 +54,7 @@ class Changes:
         )
 
     def merge(self, other: "Changes") -> None:
-        """Append what came later.
+        """Append later changes.
 
         The result holds a key in both ``put`` and ``remove`` if it was removed and put again.
         """
@@ -97,7 +97,7 @@ class TrajectoryStore(Protocol):
         ...
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
-        """Return stored trajectories; KeyError names one that is not there."""
+        """Return stored trajectories; KeyError names a missing one."""
         ...
 
     async def clear(self) -> None:
@@ -109,7 +109,7 @@ class TrajectoryStore(Protocol):
         ...
 
     async def durability(self) -> str:
-        """Describe what an acknowledged commit survives."""
+        """Describe the durability of an acknowledged commit."""
         ...
 
     async def figures(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What happened to every item, in the run folder: read by `slipstream ledger trace`.
+"""Log of all items' events in the run folder: read by `slipstream ledger trace`.
 
 Segments of length-prefixed records (number of the event, unix time, event), written when the store
 has them. The oldest segment goes when all are too large. A broker that starts again knows from the
@@ -25,7 +25,7 @@ class Trail:
         """Note events that are durable; ``first`` is the number of the first of them."""
 
     def write(self) -> None:
-        """Write what was noted."""
+        """Write the noted events."""
 
     def append(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
         """Note events and write them."""
@@ -80,7 +80,7 @@ class FolderTrail(Trail):
 
     @override
     def write(self) -> None:
-        """Write what was noted; a disk that is full costs the trail alone."""
+        """Write the noted events; a full disk costs the trail alone."""
         if not self._noted:
             return
         records = b"".join(self._noted)
@@ -106,7 +106,7 @@ class FolderTrail(Trail):
 
     @override
     def close(self) -> None:
-        """Write what was noted and close the file."""
+        """Write the noted events and close the file."""
         self.write()
         self._let_go()
 
@@ -127,7 +127,7 @@ def read_trail(folder: Path) -> Iterator[tuple[int, float, bytes]]:
 
 
 def read_segments(segments: Sequence[Path]) -> Iterator[tuple[int, float, bytes]]:
-    """Yield (number, unix time, event) of some segments; one that is gone by now has none."""
+    """Yield (number, unix time, event) of some segments; a deleted one has none."""
     for segment in segments:
         try:
             data = segment.read_bytes()

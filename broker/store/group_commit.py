@@ -1,4 +1,4 @@
-"""Group commit: what arrives while one transaction is on its way goes into the next, together."""
+"""Group commit: changes that arrive during one transaction go into the next, together."""
 
 import asyncio
 from collections import deque
@@ -29,12 +29,12 @@ class GroupCommitter:
 
     @property
     def backlog(self) -> int:
-        """Return the number of changes that are not durable yet."""
+        """Number of changes that are not durable yet."""
         return len(self._pending) + self._num_in_flight
 
     @property
     def backlog_bytes(self) -> int:
-        """Return the size of the changes that are not durable yet."""
+        """Size of the changes that are not durable yet."""
         return self._backlog_bytes
 
     def add(self, changes: Changes, then: Callable[[], None] | None = None) -> None:
@@ -55,7 +55,7 @@ class GroupCommitter:
         """Return when these changes, and all handed in before, are durable.
 
         Raises:
-            SlipstreamError: what ended ``run``.
+            SlipstreamError: the error that ended ``run``.
         """
         if self._failure is not None:
             raise self._failure

@@ -56,12 +56,12 @@ def trace_item(trail: Iterable[tuple[int, float, bytes]], wanted: str) -> ItemTr
     """
     follower = _Follower(wanted)
     for _, at_s, data in trail:
-        follower.hear(at_s, decode_event(data))
+        follower.apply(at_s, decode_event(data))
     return follower.newest
 
 
 def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
-    """Return a group, or None; reads only what was written since it was issued."""
+    """Return a group, or None; reads only the events since it was issued."""
     segments = segments_in(folder)
     for place in range(len(segments) - 1, -1, -1):
         events = (decode_event(data) for _, _, data in read_segments([segments[place]]))
@@ -69,7 +69,7 @@ def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
         first = next(issued, None)
         if first is not None and first <= group_id:
             return trace_item(read_segments(segments[place:]), f"g{group_id}")
-    return None  # what is left of the trail starts after it was issued
+    return None  # the rest of the trail starts after it was issued
 
 
 def groups_at(folder: Path, position: int) -> frozenset[int]:
@@ -87,7 +87,7 @@ def groups_at(folder: Path, position: int) -> frozenset[int]:
 
 
 class _Follower:
-    """Reads events in order and keeps those of the items that fit."""
+    """Reads events in order and keeps the ones of matching items."""
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted
@@ -106,8 +106,8 @@ class _Follower:
             return event.group_id == int(wanted[1:])
         return wanted in event.prompt.text
 
-    def hear(self, at_s: float, event: LedgerEvent) -> None:
-        """Take in the next event."""
+    def apply(self, at_s: float, event: LedgerEvent) -> None:
+        """Apply the next event."""
         match event:
             case Issued():
                 if self._fits(event):

@@ -1,4 +1,4 @@
-"""What the ledger recorded on its way into the store, and into the trail once it is there."""
+"""Writes the ledger's events into the store, and into the trail once they are durable."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from slipstream.wire.messages.trajectory import TrajectoryKey
 MAX_BACKLOG = 20_000  # changes that the store has not taken; past it nothing more is received
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 _SNAPSHOT_AFTER_EVENTS = 20_000
-_EVENTS_PER_GROUP = 2  # a snapshot costs as much as so many events of every group in it
+_EVENTS_PER_GROUP = 2  # a snapshot costs as much as this many events of every group in it
 
 
 class LedgerWriter:
@@ -52,7 +52,7 @@ class LedgerWriter:
         released: list[TrajectoryKey],
         then: Callable[[], None] | None,
     ) -> None:
-        """Store what happened; ``then`` is called when that, and all before it, is durable.
+        """Store events; ``then`` is called when these and all before them are durable.
 
         Args:
             events: that the state has already taken in.
@@ -117,7 +117,7 @@ class LedgerWriter:
         return encode_state(state)
 
     def close(self) -> None:
-        """Write what is left of the trail."""
+        """Write the rest of the trail."""
         if self._writing_trail is not None:
             self._writing_trail.cancel()
             self._writing_trail = None

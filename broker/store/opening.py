@@ -1,4 +1,4 @@
-"""Opens the store of a run: on a private server, or on the one that the settings name."""
+"""Opens the store of a run: on a private server, or on the configured one."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ async def open_store(
 
     Raises:
         ConfigError: no server answers.
-        PeerLostError: one that was there before did not for ``run.outage_s`` seconds.
+        PeerLostError: it answered before, and then not for ``run.outage_s`` seconds.
     """
     run, redis = settings.run, settings.broker.redis
     url = redis.url or (server.url if server else "")

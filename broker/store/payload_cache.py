@@ -1,4 +1,4 @@
-"""Payloads and transcripts in memory, within a budget; the store has those that are not here."""
+"""Payloads and transcripts in memory, within a budget; the store has the others."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class FrameCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return how much is here."""
+        """Size of the cached payloads."""
         return self._pinned_bytes + self._unpinned_bytes
 
     def put(self, key: TrajectoryKey, stored: StoredTrajectory) -> None:
@@ -55,12 +55,12 @@ class FrameCache:
         return self._frames.get(key) or self._pinned.get(key)
 
     async def load(self, keys: Iterable[TrajectoryKey]) -> dict[TrajectoryKey, StoredTrajectory]:
-        """Return trajectories, from here or from the store; those that ended are left out."""
+        """Return trajectories, from here or from the store; ended ones are left out."""
         wanted = list(keys)
         found = {key: one for key in wanted if (one := self.get(key)) is not None}
         missing = [key for key in wanted if key not in found]
         if missing:
-            await self._committer.commit(Changes())  # what is on its way there is there then
+            await self._committer.commit(Changes())  # pending changes are there then
         while missing:
             try:
                 found |= dict(zip(missing, await self._store.fetch(missing), strict=True))

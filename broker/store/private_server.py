@@ -101,7 +101,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """URL that it listens on."""
         return f"unix://{self.socket}"
 
     async def until_listening(self, socket: Path) -> None:
@@ -190,7 +190,7 @@ class RedisServer:
                 raise
 
     def _start(self, lock_timeout_s: float) -> None:
-        """Start the child; it holds the folder's lock for as long as it lives."""
+        """Start the child; it holds the folder's lock until it ends."""
         settings = (
             f"port 0\nunixsocket {_quoted(self.socket)}\nunixsocketperm 700\n"
             f"dir {_quoted(self.folder)}\n"
@@ -217,7 +217,7 @@ class RedisServer:
                 stdin.write(settings.encode())
 
     async def _answers(self) -> bool:
-        """True if the server answers a client at all; one that loads its file does."""
+        """True if the server answers a client at all, also while it loads its file."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self.socket)

@@ -75,9 +75,9 @@ class RedisStore:
         self._watched = (self._name("generation"), self._name("commits"))
         self._writing = asyncio.Lock()
         self._connection: AbstractConnection | None = None
-        self._generation: bytes | None = None  # what the key holds since this handle claimed
+        self._generation: bytes | None = None  # value of the key since this handle claimed it
         self._num_commits = 0  # acknowledged, to this broker and those before
-        self._found: tuple[bytes | None, int] = (None, 0)  # what Redis held when last watched
+        self._found: tuple[bytes | None, int] = (None, 0)  # state of Redis when last watched
         self._outcome_known = True
 
     @classmethod
@@ -188,7 +188,7 @@ class RedisStore:
                 return
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
-        """Return stored trajectories; KeyError names one that is not there."""
+        """Return stored trajectories; KeyError names a missing one."""
         stored: list[StoredTrajectory] = []
         num_bytes = 0
         while len(stored) < len(keys):
@@ -224,7 +224,7 @@ class RedisStore:
 
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
-        info = await self._told(self._client.info)
+        info = await self._if_permitted(self._client.info)
         if info is None:
             return "redis (INFO is not permitted)"
         if "valkey_version" in info:
@@ -232,27 +232,27 @@ class RedisStore:
         return f"redis {info['redis_version']}"
 
     async def durability(self) -> str:
-        """Describe what an acknowledged commit survives."""
-        settings = await self._told(lambda: self._client.config_get("append*"))
+        """Describe the durability of an acknowledged commit."""
+        settings = await self._if_permitted(lambda: self._client.config_get("append*"))
         if settings is None:
             return "unknown (CONFIG is not permitted)"
-        limits = await self._told(lambda: self._client.config_get("maxmemory*")) or {}
+        limits = await self._if_permitted(lambda: self._client.config_get("maxmemory*")) or {}
         policy = limits.get("maxmemory-policy", "noeviction")
         if limits.get("maxmemory", "0") != "0" and policy != "noeviction":
-            return f"maxmemory-policy {policy}: a full server forgets what was acknowledged"
+            return f"maxmemory-policy {policy}: a full server loses acknowledged work"
         if settings.get("appendonly") != "yes":
-            return "no append-only file: what was acknowledged is lost when the server ends"
+            return "no append-only file: acknowledged work is lost when the server ends"
         match settings.get("appendfsync"):
             case "always":
                 return "appendfsync always"
             case "everysec":
                 return "appendfsync everysec: a crash can lose the last second"
             case other:
-                return f"appendfsync {other}: a crash of the machine can lose what was acknowledged"
+                return f"appendfsync {other}: a crash of the machine can lose acknowledged work"
 
     async def figures(self) -> dict[str, int]:
         """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
-        info = await self._told(self._client.info)
+        info = await self._if_permitted(self._client.info)
         if info is None:
             return {}
         return {
@@ -272,7 +272,7 @@ class RedisStore:
         async with self._writing:
             if not self._outcome_known:
                 raise PeerLostError(
-                    "a commit was cancelled and its outcome is unknown: claim the store anew"
+                    "a commit was cancelled and its outcome is unknown: claim the store again"
                 )
             if self._generation is None:
                 await self._claim()
@@ -302,13 +302,13 @@ class RedisStore:
             return  # a claim from now on is noticed by the next transaction
         refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
         if refusals:
-            said = [reply for reply in refusals if not isinstance(reply, ExecAbortError)]
-            raise (said or refusals)[0]
+            causes = [reply for reply in refusals if not isinstance(reply, ExecAbortError)]
+            raise (causes or refusals)[0]
         if not self._is_applied(number):
             raise RedisError("a watched key was touched")
 
     def _is_applied(self, number: int) -> bool:
-        """Compare what Redis holds with what it acknowledged.
+        """Compare the state of Redis with its acknowledgements.
 
         Raises:
             SupersededError: another broker holds the store.
@@ -345,7 +345,7 @@ class RedisStore:
         return _number(taken)
 
     async def _watch(self) -> AbstractConnection:
-        """Return the connection that watches; a new one learns what Redis holds."""
+        """Return the connection that watches; a new one reads the state of Redis."""
         if self._connection is not None and self._connection.is_connected:
             return self._connection
         pool = self._client.connection_pool  # has the settings; this connection is not in it
@@ -414,7 +414,9 @@ class RedisStore:
                     async with asyncio.timeout(self._socket_timeout_s if one_wait else None):
                         return await attempt()
                 except NoPermissionError as error:
-                    message = f"Redis at {self._url} does not permit what the broker needs: {error}"
+                    message = (
+                        f"Redis at {self._url} forbids commands that the broker needs: {error}"
+                    )
                     raise ConfigError(message) from error
                 except (RedisError, OSError) as error:
                     if isinstance(error, ReadOnlyError):
@@ -422,13 +424,15 @@ class RedisStore:
                     await outage.wait(error, loads=isinstance(error, BusyLoadingError))
 
     async def _leave_replica(self) -> None:
-        """Connect anew: the server was made a replica, and its address may name another one."""
+        """Reconnect: the server was made a replica, and its address may name another one."""
         with suppress(RedisError, OSError):
             await self._drop_connection()
             await self._client.connection_pool.disconnect()
 
-    async def _told(self, ask: Callable[[], Awaitable[object]]) -> Mapping[str, _Reply] | None:
-        """Ask what a server may refuse to answer: some users, and hosted servers."""
+    async def _if_permitted(
+        self, ask: Callable[[], Awaitable[object]]
+    ) -> Mapping[str, _Reply] | None:
+        """Return an answer that a server may refuse (some users, hosted servers), or None."""
 
         async def attempt() -> Mapping[str, _Reply] | None:
             try:

@@ -1,4 +1,4 @@
-"""`slipstream dashboard RUN`: the page of a run, from its broker or from what it left."""
+"""`slipstream dashboard RUN`: the page of a run, from its broker or from its folder."""
 
 import argparse
 import asyncio
@@ -96,7 +96,7 @@ def require_page(run: RunSection, broker: BrokerSection) -> None:
 
 
 def _end_of(stored: StoredState, outcome: str) -> str:
-    """Return how a run ended, by its summary or else by its page; empty if neither holds it."""
+    """Return a run's outcome, by its summary or else by its page; empty if neither has it."""
     return next((one for one in (outcome, stored.status.outcome) if one not in {"", "running"}), "")
 
 
@@ -106,7 +106,7 @@ def shown_outcome(stored: StoredState, outcome: str) -> str:
 
 
 def described(stored: StoredState, outcome: str) -> str:
-    """Return in words what is shown, and of when."""
+    """Describe the state shown and its age."""
     written = f"its figures were last recorded at {_written_at(stored)}"
     if end := _end_of(stored, outcome):
         return f"the run has ended ({end}); {written}"

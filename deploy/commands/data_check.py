@@ -1,4 +1,4 @@
-"""`slipstream data check`: what a run would make of prompt files, before it starts."""
+"""`slipstream data check`: check prompt files as a run would read them."""
 
 import argparse
 import os
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class SourceReport:
-    """What is in one source."""
+    """Contents of one source."""
 
     source: Source
     num_rows: int
@@ -61,12 +61,12 @@ class SourceReport:
 
     @property
     def data_sources(self) -> Counter[str]:
-        """Return how many prompts each data source has."""
+        """Number of prompts of each data source."""
         return Counter(prompt.data_source for prompt in self.prompts)
 
 
 def data_check(words: Sequence[str], config: Path | None, model: Path | None) -> int:
-    """Print what is in a file, or in all files of a run's settings; return the exit code.
+    """Print the contents of a file, or of all files in a run's settings; return the exit code.
 
     ``words`` are section.key=value settings and at most one file.
 

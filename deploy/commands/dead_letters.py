@@ -1,4 +1,4 @@
-"""`slipstream dead-letters`: list, show, retry or drop what could not be answered or scored."""
+"""`slipstream dead-letters`: list, show, retry or drop groups not answered or scored."""
 
 import argparse
 from collections.abc import Sequence
@@ -130,8 +130,8 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
 
 
 def _shown(letter: DeadLetter) -> Panel:
-    """Return all that is known of one; what a model wrote is shown as text, never as markup."""
-    table = RichTable("answer", "tried by", "function", "what happened", "start of answer")
+    """Return all facts about one; a model's output is shown as text, never as markup."""
+    table = RichTable("answer", "tried by", "function", "outcome", "start of answer")
     for failure in letter.failures:
         table.add_row(
             "all missing" if failure.sibling < 0 else str(failure.sibling),

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Turn this process into the one that exports; it needs no GPU and sees none."""
+    """Replace this process by the exporter, with GPUs hidden."""
     held, checkpoint = held_checkpoint(arguments.target, best=arguments.best)
     try:
         read_checkpoint_info(held)
@@ -71,7 +71,7 @@ def checkpoint_of(target: Path | None, *, best: bool, runs: Path = RUNS) -> Path
 def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tuple[Path, Path]:
     """Return a checkpoint that a live run cannot remove, and which one it is.
 
-    Its files are linked a second time, which copies nothing: what the run removes stays with us. On
+    Its files are linked a second time, which copies nothing: files the run removes stay with us. On
     a file system without such links it is the checkpoint itself.
 
     Raises:
@@ -98,13 +98,13 @@ def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tu
 
 
 def let_go(held: Path, checkpoint: Path) -> None:
-    """Remove what was held of a checkpoint."""
+    """Remove the links to a checkpoint."""
     if held != checkpoint:
         shutil.rmtree(held, ignore_errors=True)
 
 
 def out_folder(checkpoint: Path, out: Path | None) -> Path:
-    """Return where to write.
+    """Return the folder to write.
 
     Raises:
         ConfigError: the folder holds something, or none follows from the checkpoint.

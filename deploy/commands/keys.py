@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument("action", choices=("make", "list", "revoke"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="one per host and role")
-    parser.add_argument("--role", default="reward_worker", help="what a new key is for")
+    parser.add_argument("--role", default="reward_worker", help="role of a new key")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="folder of the keys")
     add_config(parser, required=False, text="whose broker.keys to use")
     parser.add_argument(
         "--discard",
         action="store_true",
-        help="revoke: also drop what was answered with the key and is not trained yet",
+        help="revoke: also drop the key's answers that are not trained yet",
     )
     add_json(parser, "for programs")
 
@@ -86,7 +86,7 @@ def keys(
     if action == "revoke":
         for name in names:
             revoke(folder, name, discard=discard)
-            also = ", and what it delivered is dropped unless it is trained" if discard else ""
+            also = ", and its untrained answers are dropped" if discard else ""
             console.print(f"revoked {name}: it is refused from the next second on{also}")
         return 0
     found = {place: holders(folder, place) for place in ("authorized", "revoked")}

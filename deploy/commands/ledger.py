@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _account(view: LedgerView) -> Iterator[Table]:
-    """Yield the equation of all items, and what is behind its figures."""
+    """Yield the equation of all items, and the details behind its figures."""
     dropped, in_flight = sum(view.dropped.values()), sum(view.in_flight.values())
     title = f"{view.run_name}: {view.version.label} of {view.last_step} steps"
     if view.stop_reason:
@@ -126,7 +126,7 @@ def _account(view: LedgerView) -> Iterator[Table]:
 
 
 def _work_in_flight(view: LedgerView) -> Iterator[Table]:
-    """Yield which process holds what, and the oldest items."""
+    """Yield each process with the work it holds, and the oldest items."""
     if view.holders:
         table = Table(title="work by process", title_justify="left")
         for heading in ("process", "work", "leases", "trajectories"):
@@ -172,7 +172,7 @@ def _print_trace(folder: Path, prompt: str, *, as_json: bool) -> int:
     console = make_console()
     title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
     table = Table(title=Text(title), title_justify="left")
-    for heading in ("time", "after", "what happened"):
+    for heading in ("time", "after", "event"):
         table.add_column(heading, justify="left")
     start = trace.life[0].at_s if trace.life else 0.0
     for moment in trace.life:

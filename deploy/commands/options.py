@@ -20,7 +20,7 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool, text: str = "
 
 
 def add_overrides(parser: argparse.ArgumentParser, metavar: str = "section.key=value") -> None:
-    """Add settings that win over those of the file."""
+    """Add settings that override the file's."""
     parser.add_argument("overrides", nargs="*", metavar=metavar)
 
 

@@ -1,4 +1,4 @@
-"""`slipstream show`: what the policy wrote, read in a terminal."""
+"""`slipstream show`: read the policy's answers in a terminal."""
 
 import argparse
 import json
@@ -18,14 +18,14 @@ from slipstream.wire.process.visible import visible
 Row = dict[str, Any]
 EXAMPLES = """examples:
   slipstream show runs/demo --last 3       the newest recorded trajectories
-  slipstream show runs/demo --eval         what it answered in the newest evaluation
+  slipstream show runs/demo --eval         its answers in the newest evaluation
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument("folder", type=Path, metavar="runs/NAME")
-    parser.add_argument("--last", type=int, default=5, metavar="N", help="at most so many (5)")
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="at most N (5)")
     parser.add_argument("--step", type=int, help="of this learner step or evaluation")
     parser.add_argument("--group", type=int, help="of this group, or evaluation problem")
     parser.add_argument("--eval", action="store_true", help="answers to held-out problems")

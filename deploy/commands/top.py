@@ -64,7 +64,7 @@ def top(folder: Path, *, as_json: bool) -> int:
 
     Raises:
         ConfigError: it is no run folder, or there is no terminal to draw on.
-        PeerLostError: as_json, no broker answers, and none wrote what it saw.
+        PeerLostError: as_json, no broker answers, and none has saved its state.
     """
     run = run_of_folder(folder)
     stored = read_state(folder / PAGE_STATE)
@@ -120,13 +120,13 @@ def _drawing(
 
 
 class Keys:
-    """What is typed, read without waiting for the end of a line."""
+    """Keys typed, read without waiting for the end of a line."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
 
     def pressed(self, timeout_s: float) -> str:
-        """Return what was typed within so many seconds, as soon as something is."""
+        """Return the key pressed within ``timeout_s``, as soon as there is one."""
         if self._descriptor is None:
             time.sleep(timeout_s)
             return ""

@@ -1,4 +1,4 @@
-"""`slipstream trace`: what happened in a run, on a time line that Perfetto and Chrome draw."""
+"""`slipstream trace`: the events of a run on a timeline for Perfetto and Chrome."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_run(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json of the run")
-    parser.add_argument(  # so many take about 50 MB; viewers become slow beyond it
+    parser.add_argument(  # the default takes about 50 MB; viewers become slow beyond it
         "--max-spans", type=int, default=200_000, metavar="N", help="the newest N (200000)"
     )
 
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of summary.json."""
+    """Fields read from summary.json."""
 
     newest: list[PublishRecord] = msgspec.field(name=PUBLISHES, default_factory=list)
     publishes: int = 0

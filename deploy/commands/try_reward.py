@@ -1,4 +1,4 @@
-"""`slipstream reward test`: what a reward function makes of answers, without a run."""
+"""`slipstream reward test`: score answers with a reward function, without a run."""
 
 import argparse
 import asyncio
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    return reward_test(
+    return try_reward(
         arguments.overrides,
         reward=arguments.reward,
         data=arguments.data,
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer and what it is worth."""
+    """One answer and its score."""
 
     __test__ = False  # no test of pytest
 
@@ -76,7 +76,7 @@ class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     unavailable: str
     function: str
     version: str
-    ms: float  # since its group was asked about, so what others took is in it
+    ms: float  # since its group was submitted, so the time of others is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class _Sample:
     answer: str
 
 
-def reward_test(
+def try_reward(
     words: Sequence[str],
     *,
     reward: str = "",
@@ -130,7 +130,7 @@ def reward_test(
     return EXIT_UNAVAILABLE if failed else 0
 
 
-# ---- what to score -------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------
 
 
 def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[_Sample]:
@@ -204,7 +204,7 @@ def _answers_by_row(path: Path) -> dict[int, list[str]]:
 async def _score(
     settings: RewardSection, function: str, hide: Sequence[Path], samples: Sequence[_Sample]
 ) -> tuple[list[TestedAnswer], float]:
-    """Return what the answers are worth, in order, and the seconds that it took."""
+    """Return the scores of the answers, in order, and the seconds that it took."""
     pool = await RewardPool.start(settings, function=function, hide=hide)
     try:
         run_start_s = time.perf_counter()

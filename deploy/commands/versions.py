@@ -46,7 +46,7 @@ class _Role(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of summary.json."""
+    """Fields read from summary.json."""
 
     run_name: str
     outcome: str
@@ -58,7 +58,7 @@ class _Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def print_versions(folder: Path, console: Console, *, count: int, as_json: bool) -> int:
-    """Print what engines hold, now or at the end of the run.
+    """Print engines' versions, now or at the end of the run.
 
     At most ``count`` publishes are printed; JSON has all that are kept.
 

@@ -22,7 +22,7 @@ def prepare(folder: Path) -> None:
     """Put the problems and the shipped policy into ``folder``.
 
     Leaves ``train.jsonl``, ``held_out.jsonl`` and ``model/``. Each appears whole or not at all,
-    and what is there with the right bytes is left alone.
+    and files with the right bytes are left alone.
     """
     with locked(folder):
         write_problems(folder)

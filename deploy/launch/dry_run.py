@@ -1,4 +1,4 @@
-"""What `slipstream run --dry-run` prints: processes, hosts and memory."""
+"""The output of `slipstream run --dry-run`: processes, hosts and memory."""
 
 import shlex
 from collections.abc import Sequence

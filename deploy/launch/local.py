@@ -57,7 +57,7 @@ _SOCKETS = "sockets"
 
 
 class _StopRequestedError(BaseException):
-    """SIGINT or SIGTERM arrived; what only shows a run does not catch it."""
+    """SIGINT or SIGTERM arrived; code that only shows a run does not catch it."""
 
 
 def run_locally(config: RunConfig, console: Console) -> int:
@@ -280,11 +280,11 @@ def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
         console.print(words, soft_wrap=True, highlight=False)
 
     signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
-    return Patience("the broker to answer", _BROKER_START_S, signs, say=report)
+    return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
-    """Write how the run ended into its summary, and show it."""
+    """Write the run's outcome into its summary, and show it."""
     path = run.summary_file
     outcome = reason.splitlines()[0]
     try:

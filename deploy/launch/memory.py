@@ -1,6 +1,6 @@
 """Pure: how much memory a run needs per GPU, part by part, with the formula of each.
 
-An estimate, to see in advance what cannot fit; P parameters, t = learner.tensor_parallel.
+An estimate, to see in advance whether a run can fit; P parameters, t = learner.tensor_parallel.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
 def learner_memory(
     hf: HfConfig, config: RunConfig, *, frozen: Sequence[HfConfig] = (), has_critic: bool = False
 ) -> list[MemoryPart]:
-    """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights.
+    """Return the memory of the learner's rank 0, which holds most; bfloat16 weights.
 
     Args:
         hf: the policy's architecture.
@@ -82,7 +82,7 @@ def learner_memory(
 
 
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
-    """Return what one rank of an engine holds; the cache takes what its share of the GPU leaves."""
+    """Return the memory of one rank of an engine; the cache takes the rest of its share."""
     generators = config.generators.generators
     ranks, groups = generators.num_ranks, generators.attention_groups
     count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
@@ -107,6 +107,6 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
-            "what mem_fraction_static leaves",
+            "the rest of mem_fraction_static",
         ),
     ]

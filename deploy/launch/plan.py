@@ -21,7 +21,7 @@ class RolePlan:
     restart_arguments: tuple[str, ...] = ()  # that another incarnation is started with besides
     host: str = "localhost"
     gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
-    environment: dict[str, str] = field(default_factory=dict)  # beside what it inherits
+    environment: dict[str, str] = field(default_factory=dict)  # beside the inherited one
     cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
     serves_others: bool = False  # if it ends while others run it is restarted
     is_one_of_many: bool = False  # the run continues without it if another process took its name
@@ -35,7 +35,7 @@ def plan_roles(config: RunConfig, resolved: Path, *, gpus: Sequence[str]) -> lis
     Args:
         config: the run.
         resolved: the settings file that every process reads.
-        gpus: those that may be used here, as CUDA_VISIBLE_DEVICES names them. Other hosts have as
+        gpus: the usable ones here, as CUDA_VISIBLE_DEVICES names them. Other hosts have as
             many, where deploy.gpus_per_host is not set.
 
     Raises:
@@ -76,7 +76,7 @@ def plan_roles(config: RunConfig, resolved: Path, *, gpus: Sequence[str]) -> lis
     def named(name: str, module: str) -> RolePlan:
         return role(name, module, "--name", name)
 
-    # What a learner that is started again finds may be of this run or of what it left behind.
+    # A restarted learner may find files of this run or of an earlier one.
     found = readable_checkpoints(config.run.checkpoints) if config.run.resume_from else {}
     epochs = [info.version.epoch for info in found.values()]
     begun_after = ("--begun-after", str(max(epochs))) if epochs else ()

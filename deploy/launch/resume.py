@@ -1,4 +1,4 @@
-"""Which checkpoint `slipstream run --resume` resumes from."""
+"""Finds the checkpoint that `slipstream run --resume` resumes from."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ class ResumePoint:
 
 
 def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
-    """Return what to resume from.
+    """Return the point to resume from.
 
     Args:
         run: the section as the user wrote it.
@@ -55,7 +55,7 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
         if unreadable := sorted((folder / "checkpoints").glob("step-*")):
             raise ConfigError(
                 f"no checkpoint of {folder} can be read, not even {unreadable[-1].name}: restore "
-                f"{INFO_FILE} in one, or choose another run.name to start anew"
+                f"{INFO_FILE} in one, or choose another run.name to start again"
             )
         if (folder / TRAIL).is_dir() and outcome != "finished":  # cut off before a checkpoint
             return ResumePoint(folder, None, 0)

@@ -88,7 +88,7 @@ class Supervisor:
         return child is not None and child.process is not None and child.process.poll() is None
 
     def pids(self, name: str) -> list[int]:
-        """Return the process of a role as it is now, or nothing between two."""
+        """Return the process id of a role, or nothing between two processes."""
         return _pids(self.children[name])
 
     def finished(self, names: Iterable[str]) -> bool:
@@ -126,7 +126,7 @@ class Supervisor:
             name = child.plan.name
             signs = signs_of(partial(_pids, child), child.log_file)
             patience[name] = Patience(
-                f"{name} to end", limit_s, signs, at_most=at_most, say=_log.warning, now=self.now
+                f"{name} to end", limit_s, signs, at_most=at_most, log=_log.warning, now=self.now
             )
         while running:
             running = [c for c in running if c.process is not None and c.process.poll() is None]
@@ -141,7 +141,7 @@ class Supervisor:
             self._sweep(child)
 
     def let_go(self) -> None:
-        """Cut the lifeline of what outlives a role; so does the end of this process."""
+        """Cut the lifeline of processes that outlive a role; so does the end of this process."""
         for descriptor in self._lifeline:
             os.close(descriptor)
         for child in self.children.values():
@@ -193,7 +193,7 @@ class Supervisor:
         child.restart_at_s = now + delay
 
     def _sweep(self, child: Child) -> None:
-        """Remove what a role that was killed could not remove itself."""
+        """Remove the files that a killed role could not remove itself."""
         for path in self.scratch.glob(f"{child.plan.name}-*"):
             remove_leftovers(path)
 

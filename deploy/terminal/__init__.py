@@ -1,4 +1,4 @@
-"""What a terminal shows of a run, and how its state is read for it.
+"""Terminal views of a run, and the readers of its state.
 
 Imported by deploy.commands and deploy.launch.
 """

@@ -1,4 +1,4 @@
-"""The one console of all commands: what others wrote is text, and no terminal obeys it."""
+"""The one console of all commands: text from others is shown without escape sequences."""
 
 from collections.abc import Iterable
 from typing import Any

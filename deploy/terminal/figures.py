@@ -36,7 +36,7 @@ def one_line(status: RunStatus) -> str:
 
 
 def startup_wait(status: RunStatus) -> str:
-    """Return what a run waits for before its first group; empty afterwards."""
+    """Describe the wait before a run's first group; empty afterwards."""
     if status.issued or status.stop_reason:
         return ""
     generators = [role for role in status.roles if role.role == "generator"]
@@ -75,7 +75,7 @@ def final_table(status: RunStatus, *, outcome: str) -> RenderableType:
 
 
 def equation(status: RunStatus) -> str:
-    """Return the account of all groups, and what is missing from it."""
+    """Return the account of all groups, and the number missing from it."""
     in_flight = sum(status.in_flight.values())
     dropped = sum(status.dropped.values())
     text = (
@@ -86,7 +86,7 @@ def equation(status: RunStatus) -> str:
 
 
 def scores(metrics: Mapping[str, float]) -> str:
-    """Return what an evaluation measured as one line."""
+    """Return the results of an evaluation as one line."""
     shown = {name: value for name, value in metrics.items() if "@" in name}
     return ", ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no answers"
 
@@ -104,7 +104,7 @@ def age(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a figure as text; one that is not known is a dash."""
+    """Return a figure as text; an unknown one is a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""Blocks of lines that share a screen: what is cut where they do not fit. Pure."""
+"""Shares a screen among blocks of lines, cutting those that do not fit. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Where the lines are to fit."""
+    """Size of the screen that lines have to fit."""
 
     width: int
     height: int
@@ -50,7 +50,7 @@ class Screen:
 def fit(blocks: Sequence[Block], height: int) -> list[Text]:
     """Return the lines of the blocks that fit, in their order; cut lines are counted.
 
-    By rank, every block gets its least lines, then its good ones, then the others; what is left
+    By rank, every block gets its least lines, then its good ones, then the others; the rest
     goes between them. The number of cut lines is at the left of the last one.
     """
     shown: dict[int, int] = {}

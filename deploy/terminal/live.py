@@ -1,4 +1,4 @@
-"""What `slipstream run` shows while a run lasts."""
+"""The live view of `slipstream run`."""
 
 import logging
 import math

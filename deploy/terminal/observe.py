@@ -31,7 +31,7 @@ _TIMEOUT_S = 30.0
 _STOP_CHECK_S = 0.1
 _NEWEST_STEPS = 100  # that a request every second may have missed
 _OLD_S = 3.0  # an older answer is marked as such
-_GONE_S = 30.0  # then the view states what to do
+_GONE_S = 30.0  # then the view gives advice
 A = TypeVar("A", bound=Answer)
 
 
@@ -54,7 +54,7 @@ def dashboard_address(run: RunSection) -> str:
 
 
 def page_line(run: RunSection, *, is_terminal: bool) -> str:
-    """Return where the page is; its address holds a token, which a terminal alone may show."""
+    """Return a line with the page's address; its token is for a terminal alone."""
     place = run.folder / PAGE_ADDRESS
     if is_terminal or not place.exists():
         return f"dashboard {dashboard_address(run)}"
@@ -100,9 +100,9 @@ def status_now(run: RunSection) -> RunStatus:
 
 
 def trouble_of(error: str, age_s: float, outcome: str) -> str:
-    """Return why what is shown is not of now; empty if it is.
+    """Return the reason why the shown state is out of date; empty if it is not.
 
-    ``error`` is of the newest question to the broker, ``age_s`` how old its newest answer is.
+    ``error`` is of the newest request to the broker, ``age_s`` the age of its newest answer.
     """
     if not error and age_s < _OLD_S:
         return ""
@@ -110,8 +110,8 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
         return f"the run has ended: {outcome}"
     why = f" ({error})" if error else ""
     late = (
-        f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
-        f"is old{why}"
+        f"the broker has not answered for {age(age_s)} and is asked every second; these figures "
+        f"are old{why}"
     )
     if age_s < _GONE_S:
         return late
@@ -123,7 +123,7 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
 
 
 def outcome_of(run: RunSection) -> str:
-    """Return how a run ended by its summary; empty if that is not known."""
+    """Return a run's outcome by its summary; empty if it is not known."""
     try:
         return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def outcome_of(run: RunSection) -> str:
 
 
 class StatusWatcher:
-    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
+    """Polls the broker of a run on its own thread; keeps the newest answer.
 
     The first answer holds all learner steps, later ones the newest.
     """
@@ -150,17 +150,17 @@ class StatusWatcher:
 
     @property
     def newest(self) -> RunStatus | None:
-        """Return the newest answer, if there ever was one."""
+        """Newest answer; None before the first."""
         return self._answer[0] if self._answer else None
 
     @property
     def age_s(self) -> float:
-        """Return how old the newest answer is, or how long there has been none."""
+        """Age of the newest answer, or the time that there has been none."""
         return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
 
     @property
     def trouble(self) -> str:
-        """Return why the newest answer is not of now; empty if it is."""
+        """Reason why the newest answer is out of date; empty if it is not."""
         return trouble_of(self.error, self.age_s, outcome_of(self._run) if self.error else "")
 
     def start(self) -> None:
@@ -174,7 +174,7 @@ class StatusWatcher:
             self._thread.join(timeout=_TIMEOUT_S)
 
     async def _loop(self) -> None:
-        """Keep one connection for as long as it lasts, then make another."""
+        """Use one connection until it breaks, then make another."""
         while not self._stop.is_set():
             try:
                 client = await _connect(self._run, _TIMEOUT_S, "observer")

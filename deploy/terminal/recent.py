@@ -13,7 +13,7 @@ from slipstream.deploy.terminal.observe import broker_of_folder
 from slipstream.wire.messages.status import RunStatus
 
 _NOW_S = 10.0  # over which a share of now is taken
-_MAX_STATES = 64  # of that time, however often the run is asked
+_MAX_STATES = 64  # of that time, however often the run is polled
 _EVALUATE_S = 5.0
 
 
@@ -28,7 +28,7 @@ class Recent:
         fsync: str,
         now: Callable[[], float] | None = None,
     ) -> None:
-        """Start with what was written, or with nothing.
+        """Start with the saved history, or with nothing.
 
         Args:
             written: by the broker of the run.
@@ -47,7 +47,7 @@ class Recent:
         self._steps: Mapping[str, Column] = {}
 
     def add(self, status: RunStatus) -> None:
-        """Take in the next state; one that was there before is known already."""
+        """Add the next state, unless it is there already."""
         if status is self._newest:
             return
         self._newest = status
@@ -61,7 +61,7 @@ class Recent:
         self.evaluate(status)
 
     def evaluate(self, status: RunStatus) -> None:
-        """Evaluate the rules on what is known so far, once every few seconds."""
+        """Evaluate the rules on the history so far, once every few seconds."""
         now_s = self._now()
         if self._history is not None and now_s - self._evaluated_s >= _EVALUATE_S:
             self._evaluated_s = now_s
@@ -81,7 +81,7 @@ class Recent:
         return now[process].since(before.get(process)).busy if process in now else None
 
     def curve(self, name: str) -> list[float]:
-        """Return a figure of the learner steps so far, without those that lack it."""
+        """Return a figure of the learner steps so far, where they have it."""
         return [value for value in self._steps.get(name, ()) if value is not None]
 
     def advisories(self) -> list[Advisory]:
@@ -90,7 +90,7 @@ class Recent:
 
 
 def recent_of(folder: Path, stored: StoredState | None) -> Recent:
-    """Return the history of a run as far as it is written, with the limits that it goes by."""
+    """Return the saved history of a run, with its limits."""
     broker = broker_of_folder(folder)
     return Recent(
         stored.history if stored else None,

@@ -32,7 +32,7 @@ _HIGH = 32  # lines
 _NEWS = 5  # lines of one piece of news
 ALL = 10_000  # lines: nothing is cut
 _WIDE = 110  # columns from which on phases are shown
-_BY_LAG = (  # figure of a learner step, what it is called, digits
+_BY_LAG = (  # figure of a learner step, its label, digits
     ("staleness/mismatch_kl", "mismatch KL", 5),
     ("staleness/ess", "ESS", 3),
     ("policy/clip_fraction", "clipped", 4),
@@ -42,7 +42,7 @@ _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker"
 
 
 class History(Protocol):
-    """What is known of the time before."""
+    """Earlier state of the run."""
 
     def busy(self, process: str) -> float | None:
         """Return the share of the last seconds that a process was busy; None is not known."""
@@ -84,7 +84,7 @@ def lines_of(
     footer: str = "",
     now_s: float,
 ) -> list[Text]:
-    """Return what is shown, at most as many lines as the screen has, and no line too long.
+    """Return the lines to show; they fit the screen.
 
     ``trouble`` is why the state is old. A footer that is too long takes several lines.
     """
@@ -123,7 +123,7 @@ def lines_of(
 
 
 def _head(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
-    """Return the progress, and what a person must know before anything else."""
+    """Return the progress, and the most important messages."""
     share = status.steps / status.total_steps if status.total_steps else 0.0
     newest = status.steps_history[-20:]
     todo = status.total_steps - status.steps
@@ -204,7 +204,7 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Tex
         name = f"{visible(role.name)[:16]:16} "
         busy = recent.busy(role.name)
         share = role.busy if busy is None else busy
-        is_silent = role.silent_s >= SILENT_S  # what it does is not known
+        is_silent = role.silent_s >= SILENT_S  # its activity is not known
         if is_silent or not role.phase_seconds:
             line = Text.assemble(name, screen.bar(0.0, width), "    - ")
         else:
@@ -240,7 +240,7 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Tex
 
 
 def _details(role: RoleStatus) -> str:
-    """Return how many answers the engine of a process has, and the process's time by phase."""
+    """Return the number of answers in a process's engine, and the process's time by phase."""
     parts = []
     if role.sequence_limit:
         cache = "" if role.kv_use is None else f", {role.kv_use:.0%} of the cache"
@@ -259,7 +259,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text]]:
-    """Return how stale the trained tokens are, and what the newest step's correction had to do."""
+    """Return the staleness of the trained tokens, and the effect of the newest correction."""
     lags = range(status.max_staleness_steps + 1)
     metrics = status.steps_history[-1].metrics if status.steps_history else {}
     correction = []
@@ -303,7 +303,7 @@ def _groups(status: RunStatus) -> list[Text]:
         Text(f"in flight {counts(in_flight) or 'none'}; {status.sealed} sealed"),
     ]
     ready = {f"lag {lag}": count for lag, count in status.lags_in_queue.items() if count}
-    if ready:  # how old what waits for the learner is by now
+    if ready:  # present age of groups that wait for the learner
         oldest = age(status.queue_age_s) if status.queue_age_s is not None else "-"
         lines.append(Text(f"ready, the oldest for {oldest}: {counts(ready)}"))
     return lines
@@ -323,7 +323,7 @@ def _queues(status: RunStatus, screen: Screen) -> list[Text]:
 
 
 def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
-    """Return the newest publish, and what each engine holds, those not current first."""
+    """Return the newest publish, and each engine's version, outdated ones first."""
     while_generating = f"{status.publishes_while_generating} while generating"
     publish = Text(f"{status.publishes} publishes, {while_generating}")
     if status.publish_history:

@@ -147,7 +147,7 @@ class TrailReader:
                 pass  # scores, evaluations, letters: no lane of theirs
 
     def close(self) -> None:
-        """End what is under way at the last event."""
+        """End open spans at the last event."""
         for lease_id in list(self._leases):
             self._end(lease_id, "still held")
 
@@ -180,7 +180,7 @@ class TrailReader:
 
 
 def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
-    """Yield what the learner did between two commits, a lane per phase.
+    """Yield the learner's phases between two commits, a lane per phase.
 
     The learner reports how long it was in each phase, and is always in one. Phases that take turns,
     a minibatch at a time, are drawn as one span each, in the order in which they start.
@@ -202,7 +202,7 @@ def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> I
 
 
 def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
-    """Yield each publish with its phases inside, and what each generator got when.
+    """Yield each publish with its phases, and the arrivals at each generator.
 
     Publishes that overlap are on lanes of their own.
     """
@@ -239,7 +239,7 @@ _CURVES = {"busy": "busy", "queue": "queues", "tokens": "tokens per second"}
 
 
 def history_marks(history: HistoryColumns) -> Iterator[Mark]:
-    """Yield counters of what each process did over time, and of what waited."""
+    """Yield counters of each process's activity over time, and of queues."""
     for prefix, title in _CURVES.items():
         named = {
             name.partition(":")[2]: column
@@ -264,7 +264,7 @@ def trace_events(spans: Sequence[Span], marks: Sequence[Mark]) -> Iterator[Json]
     pids = {name: number for number, name in enumerate(by_name, start=1)}
 
     def lane_order(lane: tuple[str, str]) -> tuple[str, bool, int, str]:
-        # The many leases of a generator come below what else it does, phases in their order.
+        # The many leases of a generator come below its other lanes, phases in their order.
         process, name = lane
         place = _PHASES.index(name) if process == _LEARNER and name in _PHASES else -1
         return process, name.startswith("lease"), place, name

@@ -1,4 +1,4 @@
-"""Which weights each engine holds and how the publishes went, for a terminal of 100 columns."""
+"""Engines' weight versions and publish outcomes, for a terminal of 100 columns."""
 
 import time
 from collections import Counter
@@ -19,7 +19,7 @@ from slipstream.wire.process.visible import visible
 
 
 class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
-    """What each engine holds, and the outcomes of the newest publishes."""
+    """Version of each engine, and the outcomes of the newest publishes."""
 
     run_name: str
     steps: int  # learner steps completed
@@ -55,7 +55,7 @@ def relay_silent_s(roles: Sequence[tuple[str, float]]) -> float | None:
 def render(
     view: VersionsView, *, count: int, now: Callable[[], float] = time.time
 ) -> Iterator[RenderableType]:
-    """Yield what a person reads, with ``count`` publishes, for a terminal of 100 columns."""
+    """Yield the text, with ``count`` publishes, for a terminal of 100 columns."""
     now_s = now()
     if view.as_of:
         yield Text(visible(view.as_of), style="yellow")
@@ -81,12 +81,12 @@ def render(
 
 
 def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:
-    """Yield what each engine holds, as old as the relay's report is."""
+    """Yield the version of each engine, as of the relay's last report."""
     silent_s = view.relay_silent_s
     if view.as_of:
         yield _title("held by each engine, as last reported by the relay")
     elif silent_s is None:
-        what = "what engines hold is not known: no relay has reported to this broker"
+        what = "engines' versions are not known: no relay has reported to this broker"
         yield _title(what, style="yellow")
     elif silent_s > GONE_S:
         what = f"held by each engine before the relay went silent {_age(silent_s)} ago"

@@ -40,13 +40,15 @@ from tests.support.golden import AREAL, SLIME, VERL, golden
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFINITION = "definition"  # the formula of a paper, or values by hand, stated anew in the test
+DEFINITION = (
+    "definition"  # the formula of a paper, or values by hand, written independently in the test
+)
 PROPERTY = "property"  # what holds whatever the data
 COLUMNS = {
     VERL: "verl 0.9.1",
     SLIME: "slime 624b824a",
     AREAL: "AReaL 4aef98d8",
-    DEFINITION: "formula stated anew",
+    DEFINITION: "independent formula",
     PROPERTY: "properties",
 }
 GOLDEN = frozenset({VERL, SLIME, AREAL})

@@ -1,6 +1,6 @@
-"""What SGLang 0.5.23 lacks on a machine without CUDA; ``prepare()`` before it is imported.
+"""Shims for SGLang 0.5.23 without CUDA; call ``prepare()`` before importing it.
 
-Works because our servers fork their processes on a CPU: what is done here reaches them all.
+Works because our servers fork their processes on a CPU: changes made here reach them all.
 Remove at an SGLang release whose CPU build can be installed from a package index.
 """
 
@@ -21,7 +21,7 @@ _keep_alive: list[torch.library.Library] = []
 
 
 def prepare() -> None:
-    """Make this process, and what it forks, able to import and run SGLang on a CPU."""
+    """Make this process and its forks able to import and run SGLang on a CPU."""
     define_torchvision_operators()
     # SGLang imports its GPU kernels at the top of modules whose CPU paths never call them.
 

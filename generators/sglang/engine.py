@@ -68,7 +68,7 @@ class SglangEngine:
         """Connect to a server.
 
         ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
-        is the same. ``in_flight`` is what a pause does to unfinished responses
+        is the same. ``in_flight`` is the effect of a pause on unfinished responses
         (weightbus.in_flight); with in_place the server must cache no prefixes. The server's tensors
         are split over ``num_ranks``.
         """
@@ -167,7 +167,7 @@ class SglangEngine:
     async def pause(self) -> int:
         """Stop generating; return how many generations are in flight.
 
-        They are counted here, where SGLang counts none: those that wait in its queue are in it.
+        They are counted here, where SGLang counts none: waiting ones are included.
         retract gives up their keys and values, to be computed again from prompt and response so
         far when the engine resumes. in_place keeps them: the tokens that follow attend to keys
         and values of the old weights, and so does a prompt that was half computed.

@@ -40,7 +40,7 @@ def install() -> None:
     """Correct the modules named here right after their import.
 
     Raises:
-        ConfigError: this is another SGLang than the one that they were written for.
+        ConfigError: this is another SGLang version than theirs.
     """
     check_version(metadata.version("sglang"))
     retractions = Retractions()
@@ -58,12 +58,12 @@ def install() -> None:
 
 
 def check_version(found: str) -> None:
-    """Refuse an SGLang that may not read what is corrected here, or not need it any more.
+    """Refuse an SGLang that may not use these patches, or no longer need them.
 
     Raises:
-        ConfigError: saying what to install.
+        ConfigError: with the version to install.
     """
-    if found.partition("+")[0] != SGLANG_VERSION:  # what follows + names a build
+    if found.partition("+")[0] != SGLANG_VERSION:  # after + comes the build
         raise ConfigError(
             f"SGLang {found} is installed, this version of Slipstream needs {SGLANG_VERSION}: "
             f"pip install sglang=={SGLANG_VERSION} (its corrections in generators/"
@@ -72,7 +72,7 @@ def check_version(found: str) -> None:
 
 
 def replace(owner: ModuleType | type, name: str, value: object) -> None:
-    """Replace what a module or class of a dependency has under this name.
+    """Replace an attribute of a module or class of a dependency.
 
     Raises:
         ConfigError: it has no such name, so the new value would never be read, or its function
@@ -251,7 +251,7 @@ class Retractions:
 
     SGLang's own figure is that of the newest retraction, is overwritten by the next, and becomes 0
     some batches later: polling twice a second misses most of them. Here it is a count, under the
-    same name, ``queues.retracted`` of /v1/loads. What a pause retracts does not count. Remove
+    same name, ``queues.retracted`` of /v1/loads. Retractions by a pause do not count. Remove
     when SGLang reports a count without --enable-metrics.
     """
 
@@ -307,7 +307,7 @@ def _count_tokens_before_retraction(module: ModuleType) -> None:
 def _keep_seeds(module: ModuleType) -> None:
     """Give every row of a batch its request's seed, or a random one.
 
-    SGLang reads seeds with --enable-deterministic-inference alone, which asks for slow kernels
+    SGLang reads seeds with --enable-deterministic-inference alone, which selects slow kernels
     that do not depend on the batch. Every row needs one, because batches are merged. Remove when
     SGLang honours seeds without those kernels.
     """

@@ -108,7 +108,7 @@ class SglangProcess:
                 await asyncio.sleep(_POLL_S)
 
     def note_shared_memory(self) -> None:
-        """Record which shared memory the server holds: once it is killed, nothing else does."""
+        """Record the server's shared memory: once it is killed, nothing else knows it."""
         held: set[str] = set()
         for pid in session_members(self.process.pid):
             with suppress(OSError):
@@ -140,7 +140,7 @@ class SglangProcess:
         self.clean()
 
     def clean(self) -> None:
-        """Remove what the server left: temporary files and shared memory."""
+        """Remove the server's leftovers: temporary files and shared memory."""
         remove_leftovers(self.scratch)
 
 

@@ -19,7 +19,7 @@ _WATCH_S = 0.5
 
 
 def sampling_by_item(settings: GeneratorSettings) -> dict[ItemKind, SamplingParams]:
-    """Return how training and evaluation responses are sampled."""
+    """Return the sampling parameters of training and evaluation responses."""
     sampling, evaluation = settings.sampling, settings.eval
     return {
         "train": SamplingParams(
@@ -41,7 +41,7 @@ def sampling_by_item(settings: GeneratorSettings) -> dict[ItemKind, SamplingPara
 
 
 def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: TextCodec) -> Sampler:
-    """Return what turns leased groups into trajectories under these settings."""
+    """Return the sampler that turns leased groups into trajectories."""
     return Sampler(
         engine=engine,
         codec=codec,
@@ -54,7 +54,7 @@ def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: Te
 async def running_engine(
     settings: GeneratorSettings, name: str, stopping: "asyncio.Task[object]"
 ) -> AsyncIterator[tuple[SglangProcess, SglangEngine] | None]:
-    """Start a server, yield it once it answers, then end it and remove what it left.
+    """Start a server, yield it once it answers, then end it and remove its leftovers.
 
     None when ``stopping`` is done before.
 
@@ -89,7 +89,7 @@ async def running_engine(
 
 
 async def watch(process: SglangProcess) -> None:
-    """Return never.
+    """Wait until the server ends, then raise.
 
     Raises:
         ChildDiedError: the server ended.

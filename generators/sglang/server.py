@@ -35,7 +35,7 @@ def main() -> None:
         original = multiprocessing.set_start_method
 
         def set_start_method(_method: str | None, *, force: bool = False) -> None:
-            """SGLang asks for ``spawn`` when it starts; on a CPU it gets ``fork``."""
+            """SGLang requests ``spawn`` when it starts; on a CPU it gets ``fork``."""
             del force
             original("fork", force=True)
 
@@ -59,8 +59,8 @@ def _offer_one_model(folder: Path) -> None:
     try:
         (architecture,) = json.loads((folder / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # SGLang reports what is wrong with it
-    # A user who excludes modules may mean the policy's own, for which SGLang then has a substitute.
+        return  # SGLang reports the error
+    # Excluded modules may be the policy's own, for which SGLang then has a substitute.
     if not isinstance(architecture, str) or "SGLANG_DISABLED_MODEL_ARCHS" in os.environ:  # noqa: TID251
         return
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", policy_model.__name__)  # noqa: TID251

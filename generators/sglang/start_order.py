@@ -1,4 +1,4 @@
-"""What an SGLang server is started with: settings, environment, a port, a key."""
+"""Start parameters of an SGLang server: settings, environment, a port, a key."""
 
 import os
 import random
@@ -24,7 +24,7 @@ _VARIABLES_OF_ENGINES = (
 # scheduler ends at the first request.
 _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 _RUST_TREE_FROM = (2, 13)
-_NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # one that is not there: its ranks take gloo alone
+_NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # a missing file: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 HOST = "127.0.0.1"
@@ -64,7 +64,7 @@ def server_flags(
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_cuda_graph": True,
-            # The tokens bound the memory. SGLang counts what other programs take of this host's
+            # The tokens bound the memory. SGLang counts the memory of other programs on this host
             # while it loads as its own, and gives up where that is more than this share.
             "mem_fraction_static": 0.9,
             "max_total_tokens": generators.max_cached_tokens,

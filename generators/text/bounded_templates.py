@@ -1,9 +1,9 @@
 """Jinja templates that end: their steps and output are bounded, without a clock.
 
 Jinja's sandbox keeps a template from our objects, not from looping for ever. Straight text ends by
-itself; what repeats are loops, macros and calls of blocks, so each turn of one is a step. What
-grows does so in a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a
-format with a number as argument: such a number may not be large.
+itself; only loops, macros and calls of blocks repeat, so each turn of one is a step. Values grow in
+a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a format with a number
+as argument: such a number may not be large.
 """
 
 import re
@@ -32,7 +32,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._steps = 0
         self.globals["range"] = self._range
         del self.globals["lipsum"]
-        self.filters = {n: _told_small_numbers(n, one) for n, one in self.filters.items()}
+        self.filters = {n: _with_number_limit(n, one) for n, one in self.filters.items()}
         self.filters["within_bounds"] = self.kept
 
     def bounded(self, source: str) -> Template:
@@ -44,7 +44,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):
             loop.body.insert(0, nodes.ExprStmt(_call("step")))
-            if loop.test is not None:  # what it leaves out is gone through, too
+            if loop.test is not None:  # skipped items are iterated over, too
                 loop.test = nodes.And(_call("step"), loop.test)
         blocks: list[nodes.Macro | nodes.CallBlock] = list(tree.find_all(nodes.Macro))
         for block in [*blocks, *tree.find_all(nodes.CallBlock)]:
@@ -101,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @override
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return what formats a text safely, unless it asks for much."""
+        """Return a safe formatting function, unless the text needs too much."""
         if (safe := super().wrap_str_format(value)) is not None:
             _check_widths(value.__self__)
         return safe
@@ -115,8 +115,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *arguments, **named)
 
 
-def _told_small_numbers(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses large numbers besides what it filters."""
+def _with_number_limit(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that refuses large numbers as arguments."""
     first = int(hasattr(function, "jinja_pass_arg"))  # jinja itself puts one before that
 
     @wraps(function)
@@ -146,7 +146,7 @@ def _call(method: str, *arguments: nodes.Expr) -> nodes.Call:
 
 
 def _size_of(operator: str, left: object, right: object) -> int:
-    """Return how long a result will be: bits of a number, items of a text or list."""
+    """Return the size of a result: bits of a number, items of a text or list."""
     if isinstance(left, int) and isinstance(right, int):
         if operator == "**":
             return left.bit_length() * max(0, right)

@@ -18,7 +18,7 @@ from slipstream.wire.messages.trajectory import ChatMessage, Json
 _SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-# What a template can raise besides its own errors: its expressions are Python's.
+# Errors of a template besides its own: its expressions are Python's.
 _RENDERING_ERRORS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, RecursionError),
     MemoryError,
@@ -26,10 +26,10 @@ _RENDERING_ERRORS = (
 
 
 class ChatTemplate:
-    """The template of a model, or one that is used in its place."""
+    """The template of a model, or its replacement."""
 
     def __init__(self, source: str, variables: Mapping[str, Json], *, origin: str) -> None:
-        """Compile a template; ``variables`` are what it sees besides the turns.
+        """Compile a template; ``variables`` are its inputs besides the turns.
 
         Raises:
             ConfigError: it is not a template.
@@ -50,7 +50,7 @@ class ChatTemplate:
         self._variables = variables
 
     def render(self, turns: Sequence[ChatMessage]) -> str:
-        """Return the text that asks the model to reply to a conversation.
+        """Return the text that prompts the model to reply to a conversation.
 
         Raises:
             ValueError: the template refuses these turns, or does not end.

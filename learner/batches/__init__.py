@@ -1,4 +1,4 @@
-"""Where batches come from: the broker or a file, planned by rank 0, packed into microbatches.
+"""Batches from the broker or a file, planned by rank 0, packed into microbatches.
 
 Knows ranks and devices, but no model's weights and no loss.
 Imported by learner.coordinator, learner.launch, learner.loop, learner.record and learner.training.

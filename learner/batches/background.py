@@ -38,7 +38,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the caller; ``check`` raises what it dies of."""
+        """Run a coroutine beside the caller; ``check`` raises its error."""
         self.run(self._start(coroutine))
 
     def check(self) -> None:

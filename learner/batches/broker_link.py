@@ -43,7 +43,7 @@ _POLL_S, _LOG_WAITING_AFTER_S = 1.0, 10.0
 
 
 class LeaderLink(PayloadLink):
-    """What rank 0 needs besides: batches, commits, publishes, reports."""
+    """Rank 0's further requests: batches, commits, publishes, reports."""
 
     publishes = True
 
@@ -100,9 +100,9 @@ class LeaderLink(PayloadLink):
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
     ) -> StepPlan | BatchNotReady | RunComplete:
-        """Wait for the batch of the step that starts from ``version``, or until asked to stop.
+        """Wait for the batch of the step that starts from ``version``, or for a stop request.
 
-        The broker is asked even where the batch was found in the background: its answer now counts,
+        The request is sent even if the batch was found in the background: this answer counts,
         and the same batch comes again at once.
         """
         self._loop.call(self._end_search)
@@ -162,7 +162,7 @@ class LeaderLink(PayloadLink):
         self._loop.run(self._client.ask(Goodbye(), Done))
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
-        """Report what the broker need not keep any more; returns when that is durable."""
+        """Report steps that the broker need not keep any more; returns when that is durable."""
         request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
         self._loop.run(self._client.ask(request, Done))
 

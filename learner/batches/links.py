@@ -1,4 +1,4 @@
-"""Where a learner's batches come from and where its results go: the broker, or a file."""
+"""A learner's source of batches and sink of results: the broker, or a file."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,27 +13,27 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 
 class RankLink(Protocol):
-    """What the one rank of a replica needs that fetches its payloads."""
+    """Interface for the rank of a replica that fetches its payloads."""
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
-        """Return the payloads of delivered trajectories as they are, in the order asked.
+        """Return the payloads of delivered trajectories unchanged, in the requested order.
 
-        What was prefetched for this step is used and the rest asked for; what was prefetched for
-        another step is thrown away.
+        Payloads prefetched for this step are used and the rest requested; payloads prefetched for
+        another step are discarded.
         """
 
     def begin_prefetch(self, step: int) -> None:
         """Find the batch of a coming step in the background, and fetch its payloads.
 
-        At most one step is prefetched: whatever was before is thrown away. Nothing depends on it.
+        At most one step is prefetched: an earlier one is discarded. Nothing depends on it.
         """
 
     def close(self) -> None:
-        """Close what is open, and stop what runs in the background."""
+        """Close connections, and stop background tasks."""
 
 
 class LeadingLink(RankLink, Protocol):
-    """What rank 0 needs besides."""
+    """Further interface of rank 0."""
 
     publishes: bool  # whether whole weights are wanted after each step
 
@@ -46,7 +46,7 @@ class LeadingLink(RankLink, Protocol):
     ) -> PolicyVersion:
         """Become the run's learner at ``step``; return the version of the weights held.
 
-        ``checkpoint`` is the name of what it resumes from, ``resumed`` its description; empty and
+        ``checkpoint`` names the one resumed from, ``resumed`` is its description; empty and
         None if it is the policy that the run started with.
         """
 
@@ -76,7 +76,7 @@ class LeadingLink(RankLink, Protocol):
         """Hand out a version that was written whole; returns at once."""
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
-        """Return what a checkpoint of ``version`` keeps of the broker."""
+        """Return the broker's part of a checkpoint of ``version``."""
 
     def leave(self) -> None:
         """Report that the run is complete and that this learner has no more requests."""

@@ -1,4 +1,4 @@
-"""What rank 0 has every rank do next, and why a batch is not trained.
+"""Orders of rank 0 to every rank, and the reasons not to train a batch.
 
 A batch is planned once, by rank 0; the plan travels with the headers.
 """
@@ -44,7 +44,7 @@ class StepPlan(Message, frozen=True):
         return [trajectory.header for trajectory in self.trajectories]
 
     def share(self, replica: int) -> list[tuple[Indices, ...]]:
-        """Return what a data-parallel replica trains: [minibatch][microbatch] of indices."""
+        """Return a data-parallel replica's share: [minibatch][microbatch] of indices."""
         return [plan.microbatches[replica] for plan in self.plans]
 
     def wanted(self, replica: int) -> list[int]:
@@ -100,7 +100,7 @@ def encode_order(order: Order) -> bytes:
 
 
 def decode_order(data: bytes) -> Order:
-    """Return what rank 0 broadcast."""
+    """Return the order that rank 0 broadcast."""
     return _decoder.decode(data)
 
 

@@ -17,7 +17,7 @@ from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload
 
-_LOGPROB_ROUNDING = 1e-3  # nats: what rounding may add to the logprob of a certain token
+_LOGPROB_ROUNDING = 1e-3  # nats: rounding error of the logprob of a certain token
 _LEAST_LOGPROB = -1e4  # nats: its square is no trouble in float32, and none is drawn at e^-100
 _TEMPERATURES = (1e-3, 1e3)  # that logits may be divided by and stay numbers
 _NUMPY = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
@@ -38,7 +38,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """What the model reads and what the loss needs per token. Index t is the token at t."""
+    """Inputs of the model and of the loss per token. Index t is the token at t."""
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence

@@ -20,7 +20,7 @@ _CHECK_S = 0.05
 
 
 class PayloadLink:
-    """What the fetching rank of every replica needs: the payloads of its trajectories."""
+    """Fetches the payloads of a replica's trajectories."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PayloadLink:
         )
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
-        """Return the payloads of delivered trajectories, in the order asked."""
+        """Return the payloads of delivered trajectories, in the requested order."""
         return self._loop.run(self._fetched(step, keys))
 
     def begin_prefetch(self, step: int) -> None:
@@ -106,7 +106,7 @@ class PayloadLink:
             _log.warning("cannot prefetch step %d: %s", step, error)
 
     async def _find(self, step: int) -> None:
-        """Wait until rank 0 has posted what this replica will need, and start to fetch it."""
+        """Wait until rank 0 has posted this replica's keys, and start to fetch the payloads."""
         if self._early is None:
             return
         while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
@@ -117,4 +117,4 @@ class PayloadLink:
         self._end_search()
         self._prefetched.drop()
         self._client.close()
-        await asyncio.sleep(0)  # lets those that were cancelled see it
+        await asyncio.sleep(0)  # lets cancelled tasks see it

@@ -27,7 +27,7 @@ def plan_step(
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
     No sequence is split: one that is longer than ``max_tokens`` has a microbatch to itself. A batch
-    too small for so many minibatches, as the last one of a run may be, is split into fewer, so that
+    too small for ``minibatches``, as the last one of a run may be, is split into fewer, so that
     every replica has a part of each.
 
     Raises:

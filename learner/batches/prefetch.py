@@ -1,6 +1,6 @@
 """The payloads of one coming step, fetched while another step trains.
 
-Nothing depends on it: training takes what was prefetched of what it needs, and fetches the rest.
+Nothing depends on it: training uses prefetched payloads where it can, and fetches the rest.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ KeysByReplica = tuple[tuple[TrajectoryKey, ...], ...]
 
 
 class EarlyPlans:
-    """Where rank 0 posts what every replica will want of the next batch; a key per step.
+    """Rank 0's early plans of each replica's share of the next batch; a key per step.
 
     The store's client is for this alone: a client that waits blocks all other users of it.
     """
@@ -30,11 +30,11 @@ class EarlyPlans:
         self._store = PrefixStore("prefetch", store)
 
     def post(self, step: int, keys: KeysByReplica) -> None:
-        """Post for the other ranks, replacing what was posted for the same step before."""
+        """Post for the other ranks, replacing an earlier post for the same step."""
         self._store.set(str(step), msgspec.json.encode(keys).decode())
 
     def read(self, step: int) -> KeysByReplica | None:
-        """Return what was posted for a step, None if nothing is there; does not wait."""
+        """Return the plan posted for a step, None if there is none; does not wait."""
         if not self._store.check([str(step)]):
             return None
         return msgspec.json.decode(self._store.get(str(step)), type=KeysByReplica)
@@ -54,13 +54,13 @@ class PayloadPrefetch:
         self._task: asyncio.Task[Payloads] | None = None
 
     def begin(self, step: int, keys: Sequence[TrajectoryKey]) -> None:
-        """Fetch the payloads of a step, in place of those of another."""
+        """Fetch the payloads of a step, in place of another's."""
         self.drop()
         self._step, self._keys = step, frozenset(keys)
         self._task = asyncio.create_task(self._fetched(step, tuple(keys)))
 
     async def take(self, step: int, keys: Sequence[TrajectoryKey]) -> Payloads:
-        """Return those of ``keys`` that were fetched for this step, and forget everything.
+        """Return the payloads of ``keys`` fetched for this step, and forget everything.
 
         If they are on their way, this waits for them.
         """
@@ -73,7 +73,7 @@ class PayloadPrefetch:
         return {key: found[key] for key in keys if key in found}
 
     def drop(self) -> None:
-        """Throw away what there is."""
+        """Discard all payloads."""
         if self._task is not None:
             self._task.cancel()
         self._task, self._keys = None, frozenset()

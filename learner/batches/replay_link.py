@@ -50,7 +50,7 @@ def recorded_batches(
     """Yield batches in order: as they were trained, the rest ``groups_per_step`` at a time.
 
     A step that was recorded twice (its learner died and another trained it again) comes once.
-    What is left at the end and does not fill a batch is left out.
+    Trajectories at the end that do not fill a batch are left out.
     """
     waiting: list[RecordedGroup] = []
     next_step = 0

@@ -1,6 +1,6 @@
-"""What the files of a checkpoint held when it was written, so that damage is noticed before use.
+"""Digests of a checkpoint's files, so that damage is noticed before use.
 
-``digests.json`` has the xxh3 (128 bits) of every file but those that are replaced later:
+``digests.json`` has the xxh3 (128 bits) of every file except the ones replaced later:
 checkpoint.json, which is checked by reading it, and the broker's ledger, which holds its own.
 """
 
@@ -34,9 +34,9 @@ def write_digests(folder: Path) -> None:
 
 
 def damage_of(folder: Path) -> str:
-    """Return what is wrong with the files of a checkpoint; empty if nothing is.
+    """Describe the damage to the files of a checkpoint; empty if there is none.
 
-    One that was written before there were digests counts as whole.
+    A checkpoint older than digests counts as whole.
 
     Raises:
         ConfigError: it is no checkpoint.

@@ -57,7 +57,7 @@ def main() -> int:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--of", type=Path, help="what the checkpoint is a copy of, to be removed")
+    parser.add_argument("--of", type=Path, help="original of the checkpoint, a copy to be removed")
     arguments = parser.parse_args()
     start_logging("export")
 

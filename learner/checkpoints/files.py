@@ -60,11 +60,11 @@ T = TypeVar("T")
 
 
 class CheckpointError(SlipstreamError):
-    """A checkpoint could not be written; those written before are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make RUN/checkpoints, clear what a crash left in it, and see that it can be written.
+    """Make RUN/checkpoints, clear leftovers of a crash, and check that it can be written.
 
     Raises:
         ConfigError: it cannot.
@@ -109,7 +109,7 @@ def save_checkpoint(
     together = _Together(final, topology)
     try:
         together.on_rank_0(lambda: _begin(unfinished, info, ledger()))
-        sharded, common = together.on_all(  # what is split over ranks, what all hold alike
+        sharded, common = together.on_all(  # parts split over ranks, parts that all hold alike
             lambda: save_preprocess(
                 {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
             )
@@ -168,7 +168,7 @@ def reason_of(failure: BaseException) -> str:
 
 
 class _Writer(FileSystemWriter):
-    """Raises the disk's error: torch sends other ranks only what its archive missed."""
+    """Raises the disk's error: torch sends other ranks only the missing part of its archive."""
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:

@@ -1,4 +1,4 @@
-"""Which model a checkpoint is of."""
+"""Identity of the model in a checkpoint."""
 
 import hashlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from slipstream.wire.files.checkpoints import CheckpointInfo
 
 
 def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
-    """Return what decides what the parameters mean, however config.json writes it."""
+    """Return the facts that give parameters their meaning, however config.json writes them."""
     return {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -43,7 +43,7 @@ def refuse_other_model(model: GPTModel, folder: Path, info: CheckpointInfo) -> N
     """Compare a checkpoint with the model that is to be filled.
 
     Raises:
-        ConfigError: saying what differs.
+        ConfigError: naming the differences.
     """
     ours = architecture_of(model.hf_config)
     differing = [

@@ -112,7 +112,7 @@ def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         )
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    except (Exception, CheckpointException) as error:  # whatever a damaged file leads to
+    except (Exception, CheckpointException) as error:  # any error of a damaged file
         raise DamagedCheckpointError(
             f"cannot read the checkpoint {folder}: {reason_of(error)}"
         ) from error

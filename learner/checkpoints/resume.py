@@ -1,4 +1,4 @@
-"""Which of its run's checkpoints a restarted learner resumes from."""
+"""Finds the checkpoint that a restarted learner resumes from."""
 
 import sys
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ def resume_order(
     run that was started from the named one, even where it has saved nothing yet.
 
     Args:
-        infos: what can be read in RUN/checkpoints.
-        named: what the run was started from (run.resume_from).
-        begun_after: the newest epoch of a checkpoint at that time; what is of a newer one was saved
-            since, the named one too if it was written over. None: the epoch that the named one has.
+        infos: the readable checkpoints in RUN/checkpoints.
+        named: the checkpoint that the run was started from (run.resume_from).
+        begun_after: the newest epoch of a checkpoint at that time; those of a newer one were saved
+            since, the named one too if it was overwritten. None: the epoch of the named one.
     """
     began_at = infos[named].version if named is not None and named in infos else None
     if began_at is not None and begun_after is None:

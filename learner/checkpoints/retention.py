@@ -81,9 +81,9 @@ def to_remove(
     Args:
         infos: all there are.
         checkpoint: how many of the newest to keep, and whether the best one.
-        evaluation: what is best, and which evaluations are still to come.
-        resumption: what this learner resumed from. Until its own epoch has a checkpoint nothing is
-            removed: what is newest may be of a life that was abandoned.
+        evaluation: the best step, and the evaluations still to come.
+        resumption: the checkpoint this learner resumed from. Until its own epoch has one nothing is
+            removed: the newest may be of an abandoned life.
     """
     in_order = sorted(infos, key=lambda info: info.version)
     if resumption is not None and all(info.version.epoch < resumption.epoch for info in in_order):

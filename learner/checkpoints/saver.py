@@ -1,4 +1,4 @@
-"""When the learner saves, and which checkpoints it keeps; the decisions are in retention.py."""
+"""Saves and prunes the learner's checkpoints; the decisions are in retention.py."""
 
 import logging
 import shutil
@@ -231,7 +231,7 @@ class Saver:
             _log.warning("cannot seal the steps before %d: %s", version.step, error)
 
     def _settle(self) -> None:
-        """Remove what no rule keeps. best.json is settled first: it never names what is gone."""
+        """Remove checkpoints that no rule keeps. best.json is updated first, to name a kept one."""
         old = to_remove(
             list(self._infos.values()),
             self._settings.checkpoint,

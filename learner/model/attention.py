@@ -32,7 +32,7 @@ class LengthGroups:
 
 
 def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
-    """Return how to reorder tokens so that sequences of equal length are neighbors.
+    """Return an order of tokens in which sequences of equal length are neighbors.
 
     Args:
         cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
@@ -54,13 +54,13 @@ def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
 
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
-    """Megatron's description of a packed microbatch, with what its layers share."""
+    """Megatron's description of a packed microbatch, with data shared by its layers."""
 
     rotation: Rotation = field(kw_only=True)  # of all tokens
 
     @cached_property
     def groups(self) -> LengthGroups:
-        """Return the sequences grouped by length, worked out by the first layer that asks."""
+        """Sequences grouped by length, computed by the first layer that needs them."""
         return group_by_length(self.cu_seqlens_q)
 
 

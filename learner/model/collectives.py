@@ -1,4 +1,4 @@
-"""What ranks exchange besides gradients: bytes and flags, without pickle."""
+"""Exchanges bytes and flags between ranks, without pickle."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -34,7 +34,7 @@ def any_rank(flag: bool, *, world_size: int) -> bool:
 
 
 def union(flags: Sequence[bool], *, world_size: int) -> list[bool]:
-    """Return which flags are set on at least one rank; every rank passes equally many."""
+    """Return the flags set on at least one rank; every rank passes equally many."""
     if world_size == 1:
         return list(flags)
     total = torch.tensor(flags, dtype=torch.int32, device=device())

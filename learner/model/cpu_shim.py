@@ -8,7 +8,7 @@ are any (there is no upstream switch for it). Four layers replace them:
    and drops pinned memory; it acts on the thread that installed it;
 3. the mixture-of-experts kernels that 0.18 and later import from triton get a stand-in that
    refuses to be called, where triton is absent;
-4. ``torch.compile`` does nothing while megatron.core is imported: what it decorates are fused
+4. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused
    kernels that no model on a CPU calls, and the compiler would be loaded for them, three seconds
    of every process.
 
@@ -58,18 +58,18 @@ def install() -> None:
     setattr(torch.cuda, _MARK, mode)
     compiler, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
     try:
-        importlib.import_module("megatron.core")  # it keeps what it finds for all its modules
+        importlib.import_module("megatron.core")  # it keeps the replacements for all its modules
     finally:
         torch.compile = compiler
 
 
 def _uncompiled(function: object = None, **_options: object) -> object:
-    """Return a function as it is, also as a decorator with options."""
+    """Return a function unchanged, also as a decorator with options."""
     return function if function is not None else lambda decorated: decorated
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Sends what is meant for a CUDA device to the CPU."""
+    """Sends work meant for a CUDA device to the CPU."""
 
     @override
     def __torch_function__(

@@ -20,7 +20,7 @@ except ImportError:
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether ``cuda_attention`` takes such tensors: on a GPU, of a narrow type."""
+    """Return True if ``cuda_attention`` takes such tensors: on a GPU, of a narrow type."""
     return query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}
 
 
@@ -57,7 +57,7 @@ def cuda_attention(
 
 
 def taken_by(function: Callable[..., object], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments ``chosen`` that this torch's ``varlen_attn`` knows.
+    """Return the arguments of ``chosen`` that this torch's ``varlen_attn`` accepts.
 
     torch 2.11 has no ``enable_gqa``: its kernel takes fewer key and value heads without a word.
 

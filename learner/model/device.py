@@ -12,8 +12,8 @@ import torch
 
 from slipstream.learner.model import cpu_shim
 
-# Megatron's fallbacks without Transformer Engine and Apex are what this project uses, and
-# the scope is megatron-core's own default.
+# This project uses Megatron's fallbacks without Transformer Engine and Apex, and
+# megatron-core's default scope.
 _EXPECTED_WARNINGS = (
     "Apex is not installed",
     "Transformer Engine and Apex are not installed",
@@ -40,7 +40,7 @@ def select(rank: int) -> None:
 
 
 def device() -> torch.device:
-    """Return the device that this rank's model lives on."""
+    """Return the device of this rank's model."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

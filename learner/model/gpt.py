@@ -52,8 +52,8 @@ _NO_FUSIONS: dict[str, object] = {
 class TorchRMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm that marks its gradient to be summed over tensor parallelism.
 
-    Megatron's own wrapper refuses sequence parallelism; the mark on the weight is what makes
-    its gradients be summed there.
+    Megatron's own wrapper refuses sequence parallelism; the mark on the weight
+    has its gradients summed there.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def packed_forward(
     cu_seqlens: Tensor,
     max_seqlen: int,
 ) -> Tensor:
-    """Return what the model's last layer returns for each token: hidden states [T, H].
+    """Return the output of the model's last layer for each token: hidden states [T, H].
 
     Sequence parallelism divides tokens evenly over ranks: where they do not divide, a sequence of
     padding follows the others, and its outputs are left out.

@@ -35,7 +35,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def yarn_scale(self) -> float:
-        """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1."""
+        """YaRN's factor on queries and keys: 0.1 ln(factor) + 1."""
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
     @property
@@ -45,7 +45,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the learner needs of config.json; keys it does not know are ignored."""
+    """Fields of config.json that the learner needs; unknown keys are ignored."""
 
     model_type: str
     vocab_size: int
@@ -120,7 +120,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_attention_parameters(self) -> int:
-        """Those of the projections of its attention, and of the embedding."""
+        """Number of parameters of the attention's projections and the embedding."""
         projections = 2 * (self.sizes["queries"] + self.sizes["keys"]) * self.hidden_size
         return self.num_hidden_layers * projections + self.vocab_size * self.hidden_size
 
@@ -152,7 +152,7 @@ def load_hf_config(
         config = msgspec.json.decode(data, type=HfConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    # What would otherwise load and silently compute something else.
+    # Settings that would otherwise load and silently compute something else.
     for key, expected in families[model_type].config.items():
         if (got := getattr(config, key)) != expected:
             raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")

@@ -144,7 +144,7 @@ class HfTensors:
 
 
 def _own_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield what this rank holds, without a second copy of tied embeddings."""
+    """Yield this rank's parameters, without a second copy of tied embeddings."""
     for name, parameter in model.named_parameters():
         if name != "output_layer.weight" or not model.share_embeddings_and_output_weights:
             yield name, parameter

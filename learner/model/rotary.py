@@ -34,14 +34,14 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How fast the channels of a head turn."""
+    """Frequencies of the channels of a head."""
 
     frequencies: Tensor  # [d/2] float32 on the model's device, radians per position
     scale: float = 1.0  # of cosine and sine: YaRN's attention factor, on queries and keys alike
 
     @classmethod
     def of(cls, hf: HfConfig, device: torch.device) -> "Rotary":
-        """Return what a model's config.json says."""
+        """Read a model's config.json."""
         channels = torch.arange(0, hf.kv_channels, 2, dtype=torch.int64).float()
         frequencies, scale = 1.0 / hf.rotary_base ** (channels / hf.kv_channels), 1.0
         match hf.rope.scaling:
@@ -60,9 +60,9 @@ class Rotary:
 
 
 def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -> Tensor:
-    """Slow what turns less often than ``low_freq_factor`` times over the first context.
+    """Scale down frequencies below ``low_freq_factor`` turns per trained context.
 
-    What turns more than ``high_freq_factor`` times stays, and between both it changes gradually.
+    Those above ``high_freq_factor`` turns stay, and between both the scale changes gradually.
     """
     turns = trained_positions * frequencies / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -71,11 +71,11 @@ def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -
 
 
 def _yarn(frequencies: Tensor, rope: RopeParameters, hf: HfConfig) -> Tensor:
-    """Slow channels by a ramp over their number, between those that turn fast and slowly."""
+    """Slow channels by a ramp over their number, between fast and slow ones."""
     size = hf.kv_channels
 
     def channel(turns: float) -> float:
-        """Return which channel turns so often over the first context."""
+        """Return the channel with this number of turns over the first context."""
         ratio = hf.trained_positions / (turns * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(hf.rotary_base))
 

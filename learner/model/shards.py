@@ -1,4 +1,4 @@
-"""How Megatron's parameters become Hugging Face tensors, and tensors parameters.
+"""Converts Megatron's parameters to Hugging Face tensors, and back.
 
 A rank that publishes copies each of its parameters once, straight to its place in the Hugging Face
 tensors: nothing is gathered, and there is no second copy of anything.

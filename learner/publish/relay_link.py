@@ -179,7 +179,7 @@ class RelayLink:
         await self._send(memory, Written(epoch=memory.epoch, version=version, slot=slot))
 
     async def _send(self, memory: OpenMemory, request: RelayRequest) -> None:
-        """Send a request to the relay; ``memory`` is what a new relay would need instead."""
+        """Send a request to the relay; ``memory`` is the request for a new relay instead."""
         self._memory = memory
         if not self._served_by:
             return
@@ -256,7 +256,7 @@ class RelayLink:
                 was_serving = self._served_by != 0
                 self._lost(why)
                 if was_serving:
-                    self._kill()  # what we write next, it must not read
+                    self._kill()  # it must not read our next write
                 raise PublishError(f"{why} ({type(request).__name__})")
         answer = decode_relay_answer(receiving.result())
         if isinstance(answer, Ok) and answer.pid:

@@ -1,4 +1,4 @@
-"""The relay's process: one that this learner starts, or one that an earlier learner left."""
+"""The relay's process: started by this learner, or left by an earlier one."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ _WINDOW_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class RelayLaunch:
-    """How a relay is started.
+    """Start parameters of a relay.
 
     ``lifeline`` is a descriptor whose end of file ends it; without one it ends by itself some time
     after the learner.
@@ -35,7 +35,7 @@ class RelayLaunch:
 
 
 class RelayProcess:
-    """The relay that answered last, and the one that was started here."""
+    """The relay that answered last, and the one started here."""
 
     def __init__(self, launch: RelayLaunch) -> None:
         self._launch = launch
@@ -77,7 +77,7 @@ class RelayProcess:
             self._started = None
 
     def has_ended(self, pid: int) -> bool:
-        """True if no relay of this process id lives; one that was started here is reaped."""
+        """True if no relay of this process id is running; one that was started here is reaped."""
         if self._started is not None:
             self._started.poll()
         return not is_relay(pid)
@@ -95,7 +95,7 @@ class RelayProcess:
 
 
 def is_relay(pid: int) -> bool:
-    """True if a process lives and is a relay."""
+    """True if a process is a running relay."""
     try:
         return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:

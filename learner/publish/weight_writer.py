@@ -17,7 +17,7 @@ from slipstream.wire.messages.manifest import TensorSpec
 
 
 class WeightWriter:
-    """Writes versions of one model. Every rank makes one; those of the first replica write."""
+    """Writes versions of one model. Every rank has one; only the first replica's write."""
 
     def __init__(
         self, model: GPTModel, topology: Topology, *, bucket_bytes: int, agree: Callable[[str], str]
@@ -49,7 +49,7 @@ class WeightWriter:
         self._geometry = geometry_of(model.hf_config)
 
     def write(self, slot: int) -> str:
-        """Copy this rank's parameters into a slot; return the name of one that is not finite."""
+        """Copy this rank's parameters into a slot; return the name of a non-finite one."""
         views = tensor_views(self.layout, self._memory.slot(slot))
         finite: list[Tensor] = []
         for _, shard in self._shards:
@@ -62,5 +62,5 @@ class WeightWriter:
         return bad[0] if bad else ""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory.close()

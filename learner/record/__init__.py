@@ -1,4 +1,4 @@
-"""What a learner leaves behind besides weights: trained trajectories and profiles.
+"""A learner's records besides weights: trained trajectories and profiles.
 
 Imported by learner.loop and learner.training.
 """

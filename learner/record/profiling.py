@@ -43,7 +43,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been traced so far."""
+        """Write the trace so far."""
         if self._profile is None:
             return
         profile, self._profile = self._profile, None

@@ -60,7 +60,7 @@ def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[
 
 
 class RolloutLog:
-    """Appends to rollouts/trained.jsonl; the oldest half goes when it reaches its size limit."""
+    """Appends to rollouts/trained.jsonl; removes the oldest half at its size limit."""
 
     def __init__(
         self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
@@ -83,7 +83,7 @@ class RolloutLog:
     def record(
         self, step: int, trajectories: Sequence[DeliveredTrajectory], parts: Sequence[TrainedPart]
     ) -> None:
-        """Record a sample of what this rank trained; ``trajectories`` are of the whole step."""
+        """Record a sample of this rank's answers; ``trajectories`` are of the whole step."""
         places = {
             index: (part, place) for part in parts for place, index in enumerate(part.indices)
         }
@@ -152,7 +152,7 @@ class RolloutLog:
         }
 
     def _texts(self, token_ids: list[int]) -> list[str]:
-        """Return what each token adds to the text; a part of a character adds nothing yet.
+        """Return each token's addition to the text; a part of a character adds nothing yet.
 
         A sequence of bytes that is no text (a policy may sample any) is decoded token by token.
         """

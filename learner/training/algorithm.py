@@ -12,7 +12,7 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
     """Return the composed algorithm of a run.
 
     Raises:
-        ConfigError: the settings name no algorithm, or one that this run cannot train.
+        ConfigError: the settings name no algorithm that this run can train.
     """
     try:
         choice = choice_of(settings.algo, module_named)

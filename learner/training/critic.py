@@ -94,7 +94,7 @@ class Critic:
         return self._trained.sharded_state(is_loading=is_loading, prefix=PREFIX)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what was read for ``sharded_state``."""
+        """Load the state read for ``sharded_state``."""
         self._trained.load_state(state, prefix=PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""A microbatch of a learner step, with what is known of it before it is trained.
+"""A microbatch of a learner step, with the data known before it is trained.
 
 Shapes: T tokens of B sequences.
 """
@@ -17,7 +17,7 @@ from slipstream.learner.batches.packing import PackedBatch
 
 @dataclass(slots=True, kw_only=True)
 class Microbatch(LossInputs):
-    """What is known of a microbatch: what ``of`` states, then what ``prepare`` computes."""
+    """Data of a microbatch: first the facts of ``of``, then the results of ``prepare``."""
 
     batch: PackedBatch
     indices: Tensor  # [B] int64, trajectories of the step
@@ -35,7 +35,7 @@ class Microbatch(LossInputs):
         step: int,
         denominators: Denominators,
     ) -> "Microbatch":
-        """Return what the headers of trajectories state of their microbatch.
+        """Return the facts that trajectories' headers state about their microbatch.
 
         ``copies`` is [N] of the whole step, None if every trajectory is trained once. The age of
         tokens counts against ``step``.

@@ -69,7 +69,7 @@ def step_with(optimizer: MegatronOptimizer, norm: float) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers that Megatron chains, or the one that there is."""
+    """Return the optimizers that Megatron chains, or the only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 

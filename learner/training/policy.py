@@ -70,7 +70,7 @@ class ReferencePolicy:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what was read for ``sharded_state``."""
+        """Load the state read for ``sharded_state``."""
         self._model.load_state_dict(
             {name.removeprefix(_REFERENCE_PREFIX): value for name, value in state.items()}
         )
@@ -147,7 +147,7 @@ class Policy:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what was read for ``sharded_state``; settings of this run stay."""
+        """Load the state read for ``sharded_state``; settings of this run stay."""
         self._trained.load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])

@@ -39,7 +39,7 @@ class PreparedMinibatch:
 
     @property
     def batches(self) -> list[PackedBatch]:
-        """What the model reads, by microbatch."""
+        """Input of the model, by microbatch."""
         return [one.batch for one in self.microbatches]
 
     @property

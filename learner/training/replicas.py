@@ -1,4 +1,4 @@
-"""What the replicas of a model exchange in a step: sums, and the values of all of them.
+"""Exchanges between a model's replicas in a step: sums, and the values of all.
 
 Every rank of the learner calls these together; ranks of one replica hold the same and get the same.
 """

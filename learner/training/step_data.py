@@ -1,4 +1,4 @@
-"""What the headers of a step state, equal on all ranks. Shapes: N trajectories."""
+"""Facts from the headers of a step, equal on all ranks. Shapes: N trajectories."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ from slipstream.wire.messages.broker import DeliveredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """The outcomes of a learner step, and what its algorithm needs besides tokens."""
+    """The outcomes of a learner step, and its algorithm's inputs besides tokens."""
 
     outcomes: Outcomes
     is_truncated: Tensor  # [N] bool

@@ -1,7 +1,7 @@
 """A teacher behind an SGLang server: its log-probabilities of the tokens of a batch, over HTTP.
 
-One rank of each model replica asks and broadcasts the answer. The server reads prompts alone
-(``max_new_tokens = 0``) and answers with the log-probability of every token of them, at temperature
+One rank of each model replica sends requests and broadcasts the answers. The server only reads
+prompts (``max_new_tokens = 0``) and answers with the log-probability of their tokens at temperature
 1 and over its whole vocabulary: learner/training/algorithm.py refuses runs that sample otherwise.
 
 Shapes: T tokens of B sequences laid end to end.
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
 
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before what failed is asked again
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is retried
 _ROUND_S = 1.0  # after which ranks that wait for an answer learn that there is none yet
 _COME_AGAIN = (408, 429)  # of a server that is not ready
 _MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
 _SHOWN_CHARACTERS = 200
-_ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
+_ABOVE_0 = 1e-3  # nats: rounding error of the log-probability of a certain token
 _LEAST = -1e6  # nats: no logits are so far apart, and squares of it are finite in float32
 
 
@@ -58,11 +58,11 @@ class EndpointTeacher:
     def __init__(
         self, options: TeacherOptions, topology: "Topology", *, vocab_size: int, timeout_s: float
     ) -> None:
-        """Ask one question, so that a wrong server is known at the start.
+        """Send one test request, so that a wrong server is noticed at the start.
 
-        SGLang does not report the size of its vocabulary, and ends if it is asked about a token
+        SGLang does not report the size of its vocabulary, and ends if it gets a token
         that it does not have: the user is responsible for equal tokens of teacher and policy. While
-        the server does not answer, a question is asked again for ``timeout_s``.
+        the server does not answer, a request is retried for ``timeout_s``.
 
         Raises:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
@@ -107,7 +107,7 @@ class EndpointTeacher:
         result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
         asked = self._thread.submit(self._fill, batches, result) if self._asks else None
         while any_rank(asked is not None and not asked.done(), world_size=self._world_size):
-            if asked is not None:  # ranks that do not ask wait in the line above
+            if asked is not None:  # the other ranks wait in the line above
                 wait([asked], _ROUND_S)
         failure = None if asked is None else asked.exception()
         if any_rank(failure is not None, world_size=self._world_size):
@@ -205,10 +205,10 @@ class EndpointTeacher:
         return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
 
     def _values(self, body: bytes, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of these tokens, the last ones that were asked about.
+        """Return the log-probabilities of these tokens, the last ones of the request.
 
         Raises:
-            EngineError: the reply is of other tokens, or holds what is no log-probability.
+            EngineError: the reply is of other tokens, or holds an invalid log-probability.
         """
         try:
             found = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
@@ -244,7 +244,7 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
     """Refuse tokens that were not sampled at temperature 1 from the whole vocabulary.
 
     Raises:
-        ConfigError: names what they were sampled from.
+        ConfigError: naming the policy they were sampled from.
     """
     temperatures = batch.temperature[batch.loss_mask]
     if bool((temperatures != 1.0).any()):
@@ -260,7 +260,7 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
 
 
 async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:
-    """Return the body of an answer about so many tokens.
+    """Return the body of an answer about ``num_tokens``.
 
     Raises:
         EngineError: it is longer than any such answer.

@@ -1,4 +1,4 @@
-"""A model under training: gradients, optimizer, schedule. What is learned is the caller's.
+"""A model under training: gradients, optimizer, schedule. The loss is the caller's.
 
 Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
@@ -51,7 +51,7 @@ class Trainable(Generic[Output]):
     ) -> None:
         """Wrap a model; ``decay_steps`` is where the learning rate's decay ends.
 
-        ``read`` makes of a batch and of what the model returns for it [T, ...] what a loss needs.
+        ``read`` turns a batch and the model's output for it [T, ...] into inputs of a loss.
         """
         self.model = model
         self.replicas = Replicas(topology)
@@ -99,7 +99,7 @@ class Trainable(Generic[Output]):
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
     def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:
-        """Load what was read for ``sharded_state``; settings of this run stay."""
+        """Load the state read for ``sharded_state``; settings of this run stay."""
         weights = {name.removeprefix(prefix): value for name, value in state["model"].items()}
         self.model.load_state_dict(weights)
         groups = self._optimizer.param_groups

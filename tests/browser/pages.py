@@ -64,7 +64,7 @@ class SampleSource:
         """Return dead letters."""
         return self.run.letters()
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         """Return after a while."""
         self.waited += 1
         self._row += 1

@@ -228,7 +228,7 @@ def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
             with pytest.raises(asyncio.CancelledError):
                 await commit
             os.kill(server.process.pid, signal.SIGCONT)
-            with pytest.raises(PeerLostError, match="claim the store anew"):
+            with pytest.raises(PeerLostError, match="claim the store again"):
                 await store.commit(change(2))
             await store.claim()
             found = await events_of(store)
@@ -561,9 +561,9 @@ def test_durability_of_the_server_is_described_in_words(folder: Path):
     with running(launch(folder, fsync="everysec")) as server:
         assert asyncio.run(durabilities(server)) == [
             "appendfsync everysec: a crash can lose the last second",
-            "appendfsync no: a crash of the machine can lose what was acknowledged",
-            "no append-only file: what was acknowledged is lost when the server ends",
-            "maxmemory-policy allkeys-lru: a full server forgets what was acknowledged",
+            "appendfsync no: a crash of the machine can lose acknowledged work",
+            "no append-only file: acknowledged work is lost when the server ends",
+            "maxmemory-policy allkeys-lru: a full server loses acknowledged work",
         ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from slipstream.broker.config import RewardSection, RewardTable
 from slipstream.broker.data.gym import gym_rows
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.deploy.commands.try_reward import reward_test
+from slipstream.deploy.commands.try_reward import try_reward
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Transcript
 from tests.support.waiting import HANG_S
@@ -91,7 +91,7 @@ def test_recorded_answers_get_their_scores_from_the_command(
     rows, answers = lines(name), lines(f"{name}_answers")
     expected = [answer["score"] for answer in answers]
     for limit_s in PATIENCES_S[name]:
-        code = reward_test(
+        code = try_reward(
             [
                 *(f"reward.options.{key}={value}" for key, value in options(name, limit_s).items()),
                 *(f"reward.timeout_s={HANG_S}", f"reward.cpu_s={HANG_S}"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.try_reward import reward_test
+from slipstream.deploy.commands.try_reward import try_reward
 from slipstream.wire.errors import ConfigError
 from tests.support.bubblewrap import bubblewrap_works
 
@@ -28,7 +28,7 @@ def rows(tmp_path: Path) -> Path:
 def test_without_answers_the_truth_and_an_empty_text_are_scored(
     rows: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert reward_test([], data=str(rows), as_json=True) == 0
+    assert try_reward([], data=str(rows), as_json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     scored = [(a["row"], a["answer"], a["reward"]) for a in printed["answers"]]
     assert scored == [
@@ -43,7 +43,7 @@ def test_answers_of_a_file_are_scored_by_row(
 ):
     answers = tmp_path / "answers.jsonl"
     answers.write_text('"2"\n{"response": "9"}\n{"row": 2, "solution": "four"}\n')
-    assert reward_test([], data=str(rows), count=3, answers=answers, as_json=True) == 0
+    assert try_reward([], data=str(rows), count=3, answers=answers, as_json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [(a["row"], a["reward"]) for a in printed["answers"]] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
@@ -58,7 +58,7 @@ def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
     )
     reward = f"{tmp_path}/mine.py:score"
     words = ["reward.options.least=1"]
-    assert reward_test(words, reward=reward, data=str(rows), count=2) == 1
+    assert try_reward(words, reward=reward, data=str(rows), count=2) == 1
     printed = capsys.readouterr().out
     assert "4 answers, mean 1.000, 2 unavailable" in printed
     assert "unavailable 2 times: raised ValueError: too short" in printed
@@ -74,7 +74,7 @@ def test_a_function_that_is_asked_for_scores_every_data_source(
         "[reward.sources.add]\nfunction = 'slipstream.broker.rewards.numeric:score'\n"
     )
     reward = f"{tmp_path}/ones.py:score"
-    assert reward_test([], config=config, reward=reward, data=str(rows), as_json=True) == 0
+    assert try_reward([], config=config, reward=reward, data=str(rows), as_json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [function["name"] for function in printed["functions"]] == [reward]
     assert printed["mean"] == 1.0
@@ -95,7 +95,7 @@ def test_keys_are_not_seen_and_no_folder_is_made_for_them(
 
     def mean() -> float:
         reward = f"{tmp_path}/peeks.py:score"
-        assert reward_test(words, reward=reward, data=str(rows), count=1, as_json=True) == 0
+        assert try_reward(words, reward=reward, data=str(rows), count=1, as_json=True) == 0
         return float(json.loads(capsys.readouterr().out)["mean"])
 
     assert mean() == -1.0
@@ -116,4 +116,4 @@ def test_keys_are_not_seen_and_no_folder_is_made_for_them(
 )
 def test_what_cannot_be_used_is_named(rows: Path, arguments: dict[str, object], why: str):
     with pytest.raises(ConfigError, match=why):
-        reward_test([], **{"data": str(rows), **arguments})  # type: ignore[arg-type]
+        try_reward([], **{"data": str(rows), **arguments})  # type: ignore[arg-type]

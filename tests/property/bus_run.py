@@ -137,7 +137,7 @@ class Bus(RuleBasedStateMachine):
             self._forget(name)
         self.engines[name] = Engine(name)
         shares = transport == "collective"
-        seat = Seat(name, transport, device, None, heard_s=self.now_s, shares_group=shares)
+        seat = Seat(name, transport, device, None, last_message_s=self.now_s, shares_group=shares)
         self.fleet.join(seat)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, PATIENCE_S]))

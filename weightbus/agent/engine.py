@@ -1,4 +1,4 @@
-"""What the weight bus needs from an inference engine."""
+"""The weight bus's interface to an inference engine."""
 
 from pathlib import Path
 from typing import Protocol

@@ -60,7 +60,7 @@ class Subscriber:
         self._socket: zmq.asyncio.Socket | None = None
         self._now = now
         self._relay = ""  # incarnation of the current relay
-        self._heard_s = now()
+        self._last_message_s = now()
         self._fetcher: BucketFetcher | None = None
         self._updates = EngineUpdates(
             engine, tensors=tensors, staging=staging, on_pause=on_pause, on_adopt=on_adopt
@@ -103,7 +103,7 @@ class Subscriber:
     @property
     def silent_s(self) -> float:
         """Seconds since the last message of the relay."""
-        return self._now() - self._heard_s
+        return self._now() - self._last_message_s
 
     def move(self, address: RelayAddress) -> None:
         """Connect to a relay at another address or the same, while ``run`` runs.
@@ -131,7 +131,7 @@ class Subscriber:
     async def _read(
         self, socket: zmq.asyncio.Socket, fetcher: BucketFetcher, commands: asyncio.Queue[Command]
     ) -> None:
-        """Record that the relay lives, also while the engine is busy, and queue its commands."""
+        """Record the relay's messages, also while the engine is busy, and queue its commands."""
         while True:
             frames = await socket.recv_multipart()
             try:
@@ -139,7 +139,7 @@ class Subscriber:
             except ProtocolError as error:
                 _log.error("the relay sent a malformed command: %s", error)
                 continue  # the relay leaves this engine out at its deadline
-            self._heard_s = self._now()
+            self._last_message_s = self._now()
             if not isinstance(command, Heard):
                 await commands.put(command)
             elif command.relay != self._relay:
@@ -157,7 +157,7 @@ class Subscriber:
             try:
                 command = await asyncio.wait_for(commands.get(), _HEARTBEAT_S)
             except TimeoutError:
-                if updates.is_paused and self._heard_s < self._now() - self._silence_s:
+                if updates.is_paused and self._last_message_s < self._now() - self._silence_s:
                     await updates.abandon(f"the relay was silent for {self._silence_s:g} s")
                 continue
             if isinstance(command, Heard):

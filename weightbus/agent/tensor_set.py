@@ -1,4 +1,4 @@
-"""Which tensors a model folder holds, read from the headers of its safetensors files."""
+"""Tensors of a model folder, read from the headers of its safetensors files."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _OPTIONAL = {"lm_head.weight"}
 
 @dataclass(frozen=True, slots=True)
 class TensorSet:
-    """What an engine's model consists of: shapes by Hugging Face name, and the type of all."""
+    """Tensors of an engine's model: shapes by Hugging Face name, and the type of all."""
 
     shapes: Shapes
     dtype: str  # as in float32
@@ -46,7 +46,7 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
 
 
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
-    """Return how a manifest differs from the model's tensors; empty if it does not.
+    """Describe a manifest's difference from the model's tensors; empty if there is none.
 
     A tied output layer may be left out or sent.
     """

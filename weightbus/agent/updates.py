@@ -34,7 +34,7 @@ Order: TypeAlias = (
 
 
 class EngineUpdates:
-    """What one engine runs, and the publish that it takes part in."""
+    """Version of one engine, and the publish that it takes part in."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What safetensors files hold and whether they are whole, without reading a tensor."""
+"""Reads the contents of safetensors files and checks completeness, without reading a tensor."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def tensor_shapes(path: Path) -> Shapes:
         OSError: it cannot be opened.
         SafetensorError: its header is no safetensors header, or describes a file of another size.
     """
-    with safe_open(path, framework="numpy") as file:  # no tensor is asked for
+    with safe_open(path, framework="numpy") as file:  # no tensor is read
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 it is no dict
 
 

@@ -1,4 +1,4 @@
-"""Whether two processes can be in one collective."""
+"""Checks if two processes can be in one collective."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """What a process brings to a collective."""
+    """Library versions of a process in a collective."""
 
     torch_version: str
     nccl_version: str = ""  # empty on a CPU

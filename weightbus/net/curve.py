@@ -26,7 +26,7 @@ _TCP = "tcp://"
 class RemoteListener:
     """Listens for engines on other hosts; admits keys that the broker knows.
 
-    Its own key is made anew with each instance.
+    Each instance makes its own key.
     """
 
     def __init__(self, listen: str) -> None:

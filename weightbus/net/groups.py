@@ -21,7 +21,7 @@ from slipstream.weightbus.net import threads
 from slipstream.wire.errors import PublishError
 
 _POLL_S = 0.001
-_LOOK_S = 0.1  # between looks at the store
+_STORE_POLL_S = 0.1  # between polls of the store
 _NOTHING = "nothing"  # a key: only the answer counts
 
 
@@ -112,7 +112,7 @@ def _wait_for(
         TimeoutError: it is not by ``end_s``, monotonic seconds.
         RuntimeError: from torch: it failed, or rank 0 has left.
     """
-    look_s = time.monotonic() + _LOOK_S
+    next_poll_s = time.monotonic() + _STORE_POLL_S
     is_ordered = False  # the event behind the work
     while True:
         if work.is_completed():
@@ -126,8 +126,8 @@ def _wait_for(
         now = time.monotonic()
         if now > end_s:
             raise TimeoutError
-        if group is not None and now > look_s:
-            look_s = now + _LOOK_S
+        if group is not None and now > next_poll_s:
+            next_poll_s = now + _STORE_POLL_S
             _store_of(group).check([_NOTHING])
         time.sleep(_POLL_S)
 
@@ -139,7 +139,7 @@ def _store_of(group: dist.ProcessGroup) -> Store:
 
 
 def late(timeout_s: float) -> str:
-    """Return what is said of a broadcast that does not end."""
+    """Return the error for a broadcast that does not end."""
     return f"a broadcast of weights did not end in {timeout_s:g} s (weightbus.timeout_s)"
 
 

@@ -8,7 +8,7 @@ import psutil
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ANY_PORT = 9  # nothing is sent
 # Of processes in which NCCL may lose its peers: neither its watchdog nor that one's monitor may end
-# them. What they would notice is noticed by the deadlines of groups.py.
+# them. The deadlines of groups.py notice the same failures.
 NCCL_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -21,8 +21,8 @@ RELAY_ENVIRONMENT: Mapping[str, str] = {**NCCL_ENVIRONMENT, "CUDA_DEVICE_MAX_CON
 def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that makes gloo and NCCL use the interface that leads to a host.
 
-    Both ask for no address: left alone they take that of the machine's name, which may be another
-    network, or an address that only this machine knows. What the user has set stays, unless the
+    By default both take the address of the machine's name, which may be in another
+    network, or one that only this machine knows. Variables set by the user stay, unless the
     host is this one: then nothing may be reachable from outside. Empty if no interface leads there.
     """
     name = _interface_towards(host)

@@ -8,7 +8,7 @@ M = TypeVar("M", bound=Hashable)
 
 
 class Phase(Enum):
-    """What all remaining members do together."""
+    """Phase that all remaining members do together."""
 
     OFFER = auto()
     PREPARE = auto()  # while the engines generate

@@ -1,4 +1,4 @@
-"""What SGLang's weights checker must answer if an engine holds exactly our tensors.
+"""The answer of SGLang's weights checker if an engine holds exactly our tensors.
 
 SGLang keeps query, key and value as one tensor, gate and up as another, pads some with zeros, and
 splits most over its ranks (wire/files/model_families.py). On a CPU its checksum is the first 8
@@ -27,14 +27,14 @@ _ROWS_AT_A_TIME = 256
 
 
 class Holder(NamedTuple):
-    """What the tensors of an engine look like: engines of one kind hold the same."""
+    """Layout of the tensors of an engine: engines of one kind hold the same."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_ranks: int = 1  # that the tensors are split over
     attention_groups: int = 1  # of ranks, each of which holds the whole attention
 
     def share_of(self, place: EngineTensor, rank: int) -> tuple[int, int]:
-        """Return which share of a tensor a rank holds, and of how many."""
+        """Return the index of a rank's share of a tensor, and the number of shares."""
         count = self.num_ranks // self.attention_groups if place.of_attention else self.num_ranks
         return rank % count, count
 
@@ -80,7 +80,7 @@ def _on_gpu(parts: Iterable[Tensor]) -> str:
 
 
 def _share(place: EngineTensor, tensor: Tensor, rank: int, num_ranks: int) -> Iterator[Tensor]:
-    """Yield what a rank keeps of a tensor, in parts; only rows that are padded are copied."""
+    """Yield a rank's share of a tensor, in parts; only padded rows are copied."""
     in_rows = num_ranks if place.split in {"rows", "vocabulary"} else 1
     in_columns = num_ranks if place.split == "columns" else 1
     of_each = place.row_multiple * (in_rows if place.split == "rows" else 1)

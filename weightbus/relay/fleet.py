@@ -14,13 +14,13 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """What the decisions depend on for one member."""
+    """State of one member, for decisions."""
 
     name: str
     transport: str
     device: str
     adopted: PolicyVersion | None  # version that its engine runs; None for none or a mixture
-    heard_s: float
+    last_message_s: float
     shares_group: bool  # its transport serves several engines at once
     again_s: float = 0.0  # not served before this time
     group: "CollectiveGroup | None" = None
@@ -69,7 +69,7 @@ class Fleet:
     def heartbeat(self, name: str, adopted: PolicyVersion | None, now_s: float) -> None:
         """Record a heartbeat and, unless the member is being served, the version in it."""
         seat = self.seats[name]
-        seat.heard_s = now_s
+        seat.last_message_s = now_s
         if seat.receiving is None:
             seat.adopted = adopted
 
@@ -90,7 +90,7 @@ class Fleet:
     ) -> CollectiveGroup | None:
         """Record the end of a serving; return its group if that is empty now.
 
-        ``adopted`` names those whose engines run the version; the others may hold a mixture, and
+        ``adopted`` names members whose engines run the version; the others may hold a mixture, and
         are served alone after a while.
         """
         for seat in serving.seats:
@@ -124,7 +124,7 @@ class Fleet:
     def silent(self, now_s: float) -> list[str]:
         """Return the members to forget, even if they are being served."""
         limit_s = now_s - self._silence_s
-        return [name for name, seat in self.seats.items() if seat.heard_s < limit_s]
+        return [name for name, seat in self.seats.items() if seat.last_message_s < limit_s]
 
     def due(self, newest: PolicyVersion | None, now_s: float) -> list[Serving]:
         """Return the servings to start now; members that may share a group join one first."""

@@ -1,4 +1,4 @@
-"""How long each phase of a publish took."""
+"""Durations of the phases of a publish."""
 
 from collections.abc import Callable
 

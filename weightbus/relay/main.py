@@ -1,7 +1,7 @@
 """The weight relay: serves the learner's versions to the engines, and outlives the learner.
 
 A process that the learner starts: ``python -m slipstream.weightbus.relay.main --config RUN.toml``.
-It ends when the learner asks it to, when its lifeline is cut, or without a learner for
+It ends at the learner's request, when its lifeline is cut, or without a learner for
 weightbus.linger_s.
 """
 
@@ -86,7 +86,7 @@ class Relay:
         self._stop = stop
         self._versions = Versions(settings.folder)
         self._reports = BrokerReports(settings.run)
-        self._heard_s = time.monotonic()  # last message of a learner
+        self._last_message_s = time.monotonic()  # last message of a learner
         self._publisher = Publisher(
             settings.weightbus,
             self._versions,
@@ -150,7 +150,7 @@ class Relay:
             context.term()
 
     def _answer(self, request: RelayRequest) -> RelayAnswer:
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         match request:
             case OpenMemory():
                 self._versions.open(request)
@@ -169,7 +169,7 @@ class Relay:
     async def _watch_learner(self) -> None:
         """End the relay when no learner has sent anything for weightbus.linger_s."""
         linger_s = self._settings.weightbus.linger_s
-        while (left_s := self._heard_s + linger_s - time.monotonic()) > 0:  # noqa: ASYNC110
+        while (left_s := self._last_message_s + linger_s - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
         _log.warning("no learner for %g s (weightbus.linger_s): the relay ends", linger_s)
         self._stop.set()

@@ -70,7 +70,7 @@ class Member:
             self.holds(join.adopted)  # it returned to its previous version, or lost it
 
     def holds(self, version: PolicyVersion | None) -> None:
-        """Record which version its engine runs; None if it may hold a mixture."""
+        """Record the version of its engine; None if it may hold a mixture."""
         self.adopted = version
         self.since_s = time.time()
 

@@ -61,7 +61,7 @@ class Publication:
         return msgspec.structs.replace(self.snapshot.layout, version=self.version)
 
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
-        """Start to compute what ``manifest`` returns."""
+        """Start to compute the result of ``manifest``."""
         self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
         return self._manifest
 
@@ -70,7 +70,7 @@ class Publication:
         return await asyncio.shield(self.begin_digests())
 
     def begin_checksums(self, of: Holder) -> asyncio.Future[dict[str, str]]:
-        """Start to compute what ``expected`` returns."""
+        """Start to compute the result of ``expected``."""
         tensors = self.snapshot.tensors
         if of not in self._expected:
             self._expected[of] = _in_thread(lambda: expected_checksums(tensors, of))

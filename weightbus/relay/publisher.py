@@ -1,6 +1,6 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-fleet.py and course.py decide what happens next and for which members; this module waits and sends.
+fleet.py and course.py decide the next phase and its members; this module waits and sends.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Sender(NamedTuple):
 
 
 class Publisher:
-    """Serves the newest version to every engine that joined. Lives in one event loop."""
+    """Serves the newest version to every engine that joined. Use it in one event loop."""
 
     def __init__(
         self,
@@ -203,14 +203,14 @@ class Publisher:
             member.transport,
             join.device,
             join.adopted,
-            heard_s=self._now(),
+            last_message_s=self._now(),
             shares_group=self._classes[member.transport].shares_group,
         )
         self._fleet.join(seat)
         self._versions.wake()
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
-        """Return the transport of a member: the one it asks for, or the fallback."""
+        """Return the transport of a member: the requested one, or the fallback."""
         entry = self._transports.get(join.transport)
         if entry is None:
             why = f"this relay has no such transport, only {', '.join(self._transports)}"

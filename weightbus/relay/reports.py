@@ -23,7 +23,7 @@ _MAX_RECORDS = 1_000  # kept while the broker is gone
 
 
 class BrokerReports:
-    """What a relay reports. Use it inside one event loop."""
+    """Reports of a relay. Use it inside one event loop."""
 
     def __init__(self, run: RunSection) -> None:
         self._run = run
@@ -80,9 +80,9 @@ class BrokerReports:
                         self._records.popleft()
                 self._is_news.clear()
                 report = RelayReport(members=states(), door=remote.address if remote else None)
-                heard, _ = await client.ask(report, RelayHeard)
+                answer, _ = await client.ask(report, RelayHeard)
                 if remote is not None:
-                    remote.admit(heard.generator_keys)
+                    remote.admit(answer.generator_keys)
                 age_s = time.monotonic() - self._started_s
                 busy_s = min(time.process_time(), age_s)  # CPU time counts as serving
                 phases = {"serve": busy_s, WAIT: age_s - busy_s}

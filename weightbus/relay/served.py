@@ -126,7 +126,7 @@ class Versions:
         self._on_disk.append(publication)
         for old in self._sources[:-1]:
             old.memory.close()
-        self._sources = self._sources[-1:]  # transactions of an old one keep what they read
+        self._sources = self._sources[-1:]  # transactions of an old one keep their source
         self.wake()
 
     def read(self) -> "Reading | None":

@@ -107,7 +107,7 @@ class Transaction:
                 laps.lap(names[phase])
 
     async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
-        """Run a phase with all remaining members; return those that failed, and why."""
+        """Run a phase with all remaining members; return the failed ones, and why."""
         members, name = self._course.members, self._transport.name
         try:
             match phase:
@@ -174,6 +174,6 @@ class Transaction:
 
 
 def holder(member: Member) -> Holder:
-    """Return what a member's tensors look like."""
+    """Return the layout of a member's tensors."""
     join = member.join
     return Holder(join.device, join.num_ranks, join.attention_groups or 1)

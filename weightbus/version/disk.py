@@ -59,7 +59,7 @@ def copies_in(parent: Path) -> list[Path]:
 
 
 def number_after(copies: Iterable[Path]) -> int:
-    """Return a number larger than those of these copies."""
+    """Return a number larger than any of these copies'."""
     found = (_OURS.fullmatch(path.name) for path in copies)
     return 1 + max((int(match[2]) for match in found if match is not None), default=0)
 
@@ -88,7 +88,7 @@ def data_start(folder: Path, manifest: WeightManifest) -> int:
             "folder on every host?)"
         ) from error
     if found != header or size != len(header) + manifest.num_bytes:
-        raise PublishError(f"{folder / WEIGHTS} does not hold what was offered")
+        raise PublishError(f"{folder / WEIGHTS} does not hold the offered version")
     return len(header)
 
 

@@ -1,7 +1,7 @@
-"""Pure: which tensors travel together, and where each lies in a version's memory.
+"""Pure: packs tensors into buckets, and places each in a version's memory.
 
 A version is one run of bytes: its tensors end to end, in the order of the manifest. The same bytes
-are what a slot of the learner's memory holds, what travels, and what follows the header of a
+lie in a slot of the learner's memory, travel, and follow the header of a
 safetensors file, so nothing is ever rearranged.
 """
 
@@ -22,7 +22,7 @@ def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightMa
     """Lay tensors end to end and group them in order into buckets of at most ``bucket_bytes``.
 
     Wider types come first, so that every tensor starts at a multiple of its item size. A tensor is
-    never split: one that is larger than the limit has a bucket to itself.
+    never split: a larger one than the limit has a bucket to itself.
 
     Raises:
         PublishError: a type that cannot be published.

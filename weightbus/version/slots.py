@@ -29,7 +29,7 @@ class Slots:
         return max((v for v in self._versions if v is not None), default=None)
 
     def version(self, slot: int) -> PolicyVersion | None:
-        """Return which whole version a slot holds."""
+        """Return the whole version in a slot."""
         return self._versions[slot]
 
     def reserve(self) -> int:

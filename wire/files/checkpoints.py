@@ -1,6 +1,6 @@
-"""Checkpoints as folders: what every role may know of them without torch.
+"""Checkpoints as folders: the facts that need no torch.
 
-RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (what it is) and
+RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (its info) and
 ``ledger.bin`` (the broker's ledger as of that step). A checkpoint appears under its name when it
 is complete and on disk, so a run can resume from any folder with such a name.
 """
@@ -35,7 +35,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
     model: str  # absolute path of the Hugging Face folder with config and tokenizer
-    architecture: dict[str, int | float | bool | str]  # what decides the shape of the model
+    architecture: dict[str, int | float | bool | str]  # that decides the shape of the model
     parameters: str  # hash of all names and whole shapes
     dtype: str  # of the parameters
     ranks: int
@@ -55,7 +55,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of best.json: the checkpoint with the best evaluation among those that exist."""
+    """Content of best.json: the existing checkpoint with the best evaluation."""
 
     checkpoint: str  # name of its folder
     metric: str  # as eval.metric
@@ -70,7 +70,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def readable_checkpoints(folder: Path) -> dict[Path, CheckpointInfo]:
-    """Return what the checkpoints in RUN/checkpoints are; unreadable ones are logged, left out."""
+    """Return the checkpoints in RUN/checkpoints; unreadable ones are logged and left out."""
     found: dict[Path, CheckpointInfo] = {}
     for path in sorted(folder.glob("step-*")):
         if _NAME.fullmatch(path.name) and path.is_dir() and (info := _readable(path)) is not None:
@@ -121,7 +121,7 @@ def read_best(folder: Path) -> BestCheckpoint | None:
 
 
 def read_checkpoint_info(folder: Path) -> CheckpointInfo:
-    """Return what a checkpoint is.
+    """Return the info of a checkpoint.
 
     Raises:
         ConfigError: the folder is no checkpoint, or of a format that this version cannot read.

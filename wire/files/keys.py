@@ -1,4 +1,4 @@
-"""Key files, by which clients prove who they are to a broker on another host (CurveZMQ)."""
+"""Key files, by which clients authenticate to a broker on another host (CurveZMQ)."""
 
 import stat
 from pathlib import Path

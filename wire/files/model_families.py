@@ -1,6 +1,6 @@
 """Model families: all that one family of Hugging Face models differs in from another.
 
-One table per family: what its config.json must hold, which tensors its weights are, how
+One table per family: the required content of its config.json, its tensors, how
 Megatron-Core fuses them into parameters, and how SGLang keeps them. The learner, the relay's checks
 of engines and the memory estimate read it; a new dense family is a new entry in ``FAMILIES``.
 
@@ -61,7 +61,7 @@ class Parameter:
 
     @property
     def split(self) -> Split:
-        """How tensor parallelism splits its tensors: what reads the hidden state, by rows."""
+        """Split of its tensors under tensor parallelism: readers of the hidden state, by rows."""
         match self.kind:
             case "vocab":
                 return "vocabulary"
@@ -101,7 +101,7 @@ class Family:
         return "self_attention.q_layernorm.weight" in self.layer
 
     def parameter(self, megatron_name: str, *, tied_embeddings: bool) -> Parameter:
-        """Return what the named parameter of Megatron's model holds.
+        """Return the contents of the named parameter of Megatron's model.
 
         Raises:
             KeyError: the family has no such parameter.
@@ -131,13 +131,13 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
-    """Where SGLang keeps a Hugging Face tensor."""
+    """Place of a Hugging Face tensor in SGLang."""
 
     name: str
-    position: int = 0  # among those that are fused under this name
+    position: int = 0  # among the tensors fused under this name
     row_multiple: int = 1
     column_multiple: int = 1
-    split: Split = "whole"  # what each rank of an engine of several holds
+    split: Split = "whole"  # share of each rank of an engine of several
     of_attention: bool = False  # split over the ranks of one attention group
 
 
@@ -173,7 +173,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
 
 
 def engine_tensor(name: str) -> EngineTensor:
-    """Return where SGLang keeps a tensor of any family; one that no family has stays as it is."""
+    """Return the place of any family's tensor in SGLang; an unknown one is unchanged."""
     found = _HF_LAYER.fullmatch(name)
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
     place = _ENGINE_TENSORS.get(inner)

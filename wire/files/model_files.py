@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face folder are read and copied: those in it, and no others."""
+"""Files of a Hugging Face folder to read and copy: only those in it."""
 
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -19,7 +19,7 @@ class _Index(msgspec.Struct, frozen=True):
 def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
     """Return the files with the weights of a folder, which a setting names.
 
-    One, or those that its index names.
+    One, or the files that its index names.
 
     Raises:
         ConfigError: there are none, or the index is none or names a file elsewhere.
@@ -42,9 +42,9 @@ def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """Return what an export takes over: config, tokenizer and templates, but no weights.
+    """Return the files that an export copies: config, tokenizer and templates, but no weights.
 
-    An export is handed on, so that a link would take along what it leads to. Links within the
+    An export is passed on, so that a link would take its target along. Links within the
     folder are followed, and those of a Hugging Face cache, from snapshots/REVISION to blobs.
 
     Raises:

@@ -1,7 +1,8 @@
 """Files and folders that appear whole or not at all.
 
-One rule for fsync: what a restarted process or another host relies on is ``durable``, on disk once
-the call returns. Figures and traces, which are only shown, are not: power failures may take them.
+One rule for fsync: files that a restarted process or another host relies on are ``durable``, on
+disk once the call returns. Figures and traces, which are only shown, are not: a power failure may
+lose them.
 """
 
 import os

@@ -11,8 +11,8 @@ from types import ModuleType
 def module_named(where: str) -> ModuleType:
     """Return the module ``FILE.py`` or ``MODULE``; modules of the current folder are found, too.
 
-    The folder of a file is on ``sys.path``, so that it can import its neighbors; what is installed
-    goes first, and a file that is named like a library is imported under another name. Errors of
+    The folder of a file is on ``sys.path``, so that it can import its neighbors; installed packages
+    go first, and a file that is named like a library is imported under another name. Errors of
     the module's import pass through.
 
     Raises:
@@ -24,13 +24,13 @@ def module_named(where: str) -> ModuleType:
     here = str(Path.cwd())
     if here in sys.path or "" in sys.path:
         return importlib.import_module(where)
-    sys.path.append(here)  # last: what is installed goes first
+    sys.path.append(here)  # last: installed packages go first
     return importlib.import_module(where)
 
 
 def _of_file(path: Path) -> ModuleType:
     real = path.resolve()
-    # What a link leads to may have no such name, as in the folders of the Hugging Face Hub.
+    # The target of a link may have no such name, as in the folders of the Hugging Face Hub.
     path = real if real.suffix == ".py" else path.parent.resolve() / path.name
     if not path.is_file():
         raise FileNotFoundError(f"No such file: {path}")

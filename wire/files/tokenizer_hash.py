@@ -34,7 +34,7 @@ def tokenizer_hash(folder: Path) -> str:
 def numbered_tokens(folder: Path) -> list[str] | dict[str, int]:
     """Return the tokens of a Hugging Face folder's tokenizer with their numbers.
 
-    Those that were added to the vocabulary are left out: fine-tuned models rename spare ones.
+    Added tokens are left out: fine-tuned models rename spare ones.
     Empty if there is no tokenizer.json with a vocabulary.
     """
     try:

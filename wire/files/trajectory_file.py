@@ -1,8 +1,8 @@
 """Trajectory files: groups with their arrays and texts, as a run recorded them.
 
-A file is the line ``SLIPSTREAM-TRAJECTORIES 1`` and then records: the length of what follows
+A file is the line ``SLIPSTREAM-TRAJECTORIES 1`` and then records: the length of the rest
 (8 bytes, little-endian) and a RecordedGroup as msgpack. Records are only ever appended, so
-what a killed process leaves behind is readable up to its last whole record.
+a killed process's file is readable up to its last whole record.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 Every exchange is a request by a role and one answer by the broker, matched by a request id
 that travels in a frame of its own. Messages that change state are idempotent by their natural
-keys (group, sibling, lease, step): a repeated one is answered from the state as it is.
+keys (group, sibling, lease, step): a repeated one is answered from the present state.
 """
 
 from typing import Literal, TypeAlias
@@ -62,7 +62,7 @@ class Welcome(Message, frozen=True):
 
 
 class RoleReport(Message, frozen=True):
-    """What a role did since it started; answered by Done. Cumulative, so losing one is fine."""
+    """A role's cumulative report, so losing one is fine; answered by Done."""
 
     phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
     counters: dict[str, float]  # monotonic counts, e.g. tokens
@@ -122,7 +122,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseGroups(Message, frozen=True):
     """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
 
-    adopted: PolicyVersion | None  # what the asking engine runs; None earns no work yet
+    adopted: PolicyVersion | None  # version of the engine; None gets no work yet
     max_sequences: int  # siblings that it can start now
     wait_s: float
 
@@ -172,7 +172,7 @@ class RejectPrompt(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """This client ends: lease what it holds to others. Answered by Done."""
+    """This client ends: lease its work to others. Answered by Done."""
 
 
 # ---- reward workers ----------------------------------------------------------
@@ -189,7 +189,7 @@ class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseScoring(Message, frozen=True):
     """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
 
-    credits: int  # trajectories that it can take on besides those that it has
+    credits: int  # trajectories that it can take on besides its present ones
     wait_s: float
     whole_groups: bool = False  # all siblings of a group at once, when they are all there
 
@@ -211,14 +211,14 @@ class SubmitScores(Message, frozen=True):
 
 
 class GetDeadLetters(Message, frozen=True):
-    """Ask for what was given up; answered by DeadLetters."""
+    """Request the groups given up; answered by DeadLetters."""
 
     after: int = -1  # groups with a greater id only
     limit: int = 100
 
 
 class DeadLetters(Message, frozen=True):
-    """What was given up, by group id."""
+    """Groups given up, by id."""
 
     letters: tuple[DeadLetter, ...]
     total: int
@@ -238,7 +238,7 @@ class DropDeadLetters(Message, frozen=True):
 
 
 class DeadLettersHandled(Message, frozen=True):
-    """What was done, and what was not."""
+    """Groups handled, and groups not."""
 
     done: dict[int, int]  # group -> the new item; -1 where it was forgotten
     refused: dict[int, str]  # group -> why
@@ -301,7 +301,7 @@ class BatchDelivered(Message, frozen=True):
 
 
 class BatchNotReady(Message, frozen=True):
-    """Why there is no batch yet: the missing groups and the holders of their leases."""
+    """Reason why there is no batch yet: missing groups and the holders of their leases."""
 
     waiting_for: tuple[int, ...]
     reason: str
@@ -321,7 +321,7 @@ class FetchPayloads(Message, frozen=True):
 
 
 class Payloads(Message, frozen=True):
-    """Frames: one payload per trajectory, in the order asked."""
+    """Frames: one payload per trajectory, in the requested order."""
 
     num_frames: int
 
@@ -368,7 +368,7 @@ class GetLedgerSnapshot(Message, frozen=True):
 
 
 class LedgerSnapshotAnswer(Message, frozen=True):
-    """What a checkpoint keeps so that a broker can resume from it; opaque to the learner."""
+    """The broker's state for a checkpoint; opaque to the learner."""
 
     data: bytes
 
@@ -380,7 +380,7 @@ class PublishReport(Message, frozen=True):
 
 
 class RelayReport(Message, frozen=True):
-    """What each engine holds and the relay's address; sent twice a second."""
+    """Version of each engine and the relay's address; sent twice a second."""
 
     members: list[MemberState]
     door: RelayAddress | None = None  # for generators on other hosts

@@ -29,7 +29,7 @@ def encode(message: Message | BusMessage | RelayMessage | TrajectoryPayload | Tr
 
 
 def _decoder(kind: object, what: str) -> Callable[[Frame], Any]:
-    """Return what decodes frames of one kind of message; ``what`` names it in errors."""
+    """Return the decoder of one kind of message; ``what`` names it in errors."""
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
     def decode(frame: Frame) -> Any:  # noqa: ANN401 typed where it is assigned

@@ -1,4 +1,4 @@
-"""The account of all items as the broker gives it: what `slipstream ledger` shows."""
+"""The broker's account of all items, for `slipstream ledger`."""
 
 import msgspec
 
@@ -23,7 +23,7 @@ class ItemView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HolderView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has work in its hands."""
+    """Leases of one holder."""
 
     name: str
     work: str  # generation or scoring
@@ -34,7 +34,7 @@ class HolderView(msgspec.Struct, frozen=True, kw_only=True):
 class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
     """Counts are groups unless named otherwise.
 
-    issued = trained + dropped + in flight, and unaccounted is what is missing from that.
+    issued = trained + dropped + in flight, and unaccounted is the difference.
     """
 
     run_name: str

@@ -1,4 +1,4 @@
-"""What a published policy version consists of, and where its bytes lie."""
+"""Tensors of a published policy version, and the layout of its bytes."""
 
 import hashlib
 import math

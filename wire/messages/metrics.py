@@ -7,7 +7,7 @@ MetricKind: TypeAlias = Literal["counter", "gauge"]
 
 
 class MetricName(StrEnum):
-    """A metric as it is called in the code; Prometheus appends ``_total`` to counters.
+    """A metric by its name in the code; Prometheus appends ``_total`` to counters.
 
     A counter goes back where the run does: a learner that takes over at an earlier step trains the
     later ones again.
@@ -21,7 +21,7 @@ class MetricName(StrEnum):
     def __new__(
         cls, value: str, kind: MetricKind, unit: str, labels: tuple[str, ...], meaning: str
     ) -> "MetricName":
-        """Attach what is to be known about the metric to its name."""
+        """Attach the description of the metric to its name."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.kind, member.unit, member.labels, member.meaning = kind, unit, labels, meaning

@@ -51,5 +51,5 @@ def joined(pieces: Sequence[Frame]) -> list[Frame]:
 
 
 def most_pieces(max_bytes: int, max_frames: int) -> int:
-    """Return how many pieces so many frames of so many bytes together may have."""
+    """Return the most pieces that ``max_frames`` of ``max_bytes`` together can have."""
     return max_bytes // PIECE_BYTES + max_frames

@@ -18,7 +18,7 @@ class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class OpenMemory(RelayMessage, frozen=True):
-    """Serve what will be written here; ``whole`` names what is there already."""
+    """Serve the versions written here; ``whole`` names one already present."""
 
     epoch: int
     path: str
@@ -30,7 +30,7 @@ class OpenMemory(RelayMessage, frozen=True):
 
 
 class Reserve(RelayMessage, frozen=True):
-    """Which slot may be written next?"""
+    """Request for the next slot to write."""
 
     epoch: int
 
@@ -44,7 +44,7 @@ class Written(RelayMessage, frozen=True):
 
 
 class Alive(RelayMessage, frozen=True):
-    """The learner lives; sent periodically."""
+    """Heartbeat of the learner."""
 
 
 class EndRelay(RelayMessage, frozen=True):

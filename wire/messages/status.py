@@ -1,4 +1,4 @@
-"""The state of a run as the broker sees it: what the page, the terminal and the summary show."""
+"""The broker's view of a run, for the page, the terminal and the summary."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ GONE_S = 10.0  # it is more than a hiccup
 
 
 class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers to some held-out problems did.
+    """Results of the answers to some held-out problems.
 
     ``metrics`` holds mean@n (mean reward of all n answers per problem), pass@k for powers of two
     up to n (a right answer among k), response_tokens and truncated (share of answers).
@@ -52,7 +52,7 @@ class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survivorship(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether long answers are trained as often as short ones."""
+    """Measures whether long answers are trained as often as short ones."""
 
     generated_mean: float  # response tokens, of all answers that were trained or dropped
     trained_mean: float
@@ -81,7 +81,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What is worth a point on a chart about one learner step."""
+    """A chart's point for one learner step."""
 
     step: int
     at_s: float  # since the run started
@@ -89,7 +89,7 @@ class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a person or a test asks a run about."""
+    """Whole status of a run."""
 
     run_name: str
     outcome: str  # running, finished, or why it ended
@@ -118,7 +118,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     publishes: int  # versions that at least one engine adopted
     publishes_while_generating: int
     publish_history: list[PublishRecord]
-    members: list[MemberState]  # what each engine holds
+    members: list[MemberState]  # version of each engine
     tokens_per_second: dict[str, float]  # by role, over the whole run
     busy: dict[str, float]  # by role, mean over its processes
     roles: list[RoleStatus]

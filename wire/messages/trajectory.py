@@ -30,7 +30,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker and the learner's planner know about a trajectory."""
+    """Metadata of a trajectory for the broker and the learner's planner."""
 
     group_id: int
     sibling: int  # 0 .. group_size - 1
@@ -105,7 +105,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem: what the policy is asked, and what its reward function needs."""
+    """One problem: the input of the policy, and the data for its reward function."""
 
     prompt: str | tuple[ChatMessage, ...]  # text as it is, or turns for the chat template
     ground_truth: Json = ""
@@ -123,7 +123,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function sees."""
+    """Input of a reward function."""
 
     prompt: Prompt
     response: str
@@ -132,7 +132,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def transcript_of(header: TrajectoryHeader, prompt: Prompt, response: str) -> Transcript:
-    """Return what a reward function sees of a trajectory."""
+    """Return a trajectory's transcript for a reward function."""
     return Transcript(
         prompt=prompt,
         response=response,

@@ -11,7 +11,7 @@ _LABEL = re.compile(r"v([0-9]+)\.([0-9]+)")
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """Which weights: ``step`` learner steps under the ``epoch``-th learner of the run.
+    """Weights after ``step`` learner steps, under the ``epoch``-th learner of the run.
 
     Compare within one run only. ``epoch`` is granted by the broker whenever a learner takes
     over, so versions of one run never go back even where ``step`` does.
@@ -39,7 +39,7 @@ def parse_label(label: str) -> PolicyVersion:
 
 
 def staleness_steps(*, learner_step: int, behavior: PolicyVersion) -> int:
-    """Return how many learner steps old the sampling policy is where it is trained.
+    """Return the age in learner steps of the sampling policy at the step that trains it.
 
     Example: sampled under step 7, trained by the step that turns 9 into 10: staleness 2.
     """

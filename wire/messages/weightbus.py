@@ -33,7 +33,7 @@ class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class Join(BusMessage, frozen=True):
-    """An agent lives and asks for weights; repeated as its heartbeat, answered by Heard."""
+    """An agent's request for weights; repeated as its heartbeat, answered by Heard."""
 
     name: EngineName
     incarnation: EngineName  # differs after each restart of the engine
@@ -41,7 +41,7 @@ class Join(BusMessage, frozen=True):
     torch_version: str
     nccl_version: str = ""  # empty on a CPU
     num_ranks: NumRanks = 1  # processes of the engine that join a group
-    transport: TransportName = "collective"  # that it asks for
+    transport: TransportName = "collective"  # requested
     adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
     # Of its ranks, each of which holds the whole attention; unset is one.
     attention_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET
@@ -134,7 +134,7 @@ class LoadBucket(BusMessage, frozen=True):
 
 
 class LoadReceived(BusMessage, frozen=True):
-    """Have the engine load what was received."""
+    """Have the engine load the received bytes."""
 
     command_id: int
 
@@ -198,7 +198,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine holds, as the relay knows it."""
+    """Version of one engine, as known to the relay."""
 
     name: str
     state: Literal["current", "behind", "receiving", "torn"]

@@ -46,7 +46,7 @@ def role_parser(
 
 
 def own_name(chosen: str) -> str:
-    """Return the name of a role: the chosen one, or one that no other process has."""
+    """Return the name of a role: the chosen one, or a unique one."""
     return chosen or f"{socket.gethostname()}-{os.getpid()}"
 
 

@@ -1,7 +1,7 @@
 """The environment of a child: named variables, and no secret by accident.
 
 A shell that starts runs often holds keys (WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY). Code of
-others, or of a large library, gets what programs need to find files and to use the machine.
+others, or of a large library, gets the variables needed to find files and to use the machine.
 """
 
 from collections.abc import Collection, Mapping

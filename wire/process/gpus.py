@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, found without CUDA: a count must not create a context."""
+"""GPUs this process may use, found without CUDA: a count must not create a context."""
 
 import os
 import re
@@ -16,14 +16,14 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 def usable_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it.
 
-    That variable, where it is set, chooses from what the host has; else it is all of them, by
+    That variable, where it is set, chooses among the host's GPUs; else it is all of them, by
     their numbers.
     """
     return chosen_gpus(os.environ.get(_VARIABLE), gpus_of_host())  # noqa: TID251 CUDA has no other
 
 
 def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
-    """Return what CUDA takes of ``variable``: all names before the first that is no GPU.
+    """Return the GPUs CUDA takes from ``variable``: all before the first that is none.
 
     Args:
         variable: CUDA_VISIBLE_DEVICES; None if it is not set.

@@ -1,6 +1,6 @@
 """The line a role ends with, kept in memory for its parent: its log may be on a disk that is full.
 
-A role's log also takes what its libraries print as the process ends, behind the line that counts.
+A role's log also holds its libraries' output at exit, after the line that counts.
 """
 
 import os
@@ -21,17 +21,17 @@ class LastWords:
         self.descriptor = os.memfd_create(_NAME)  # the child's copy is opened by ``pass_fds``
 
     def read(self) -> str:
-        """Return what the child said, or nothing."""
+        """Return the child's message, or nothing."""
         return os.pread(self.descriptor, _MOST_BYTES, 0).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         os.close(self.descriptor)
 
 
 def leave_last_words(text: str) -> None:
-    """Tell the parent why this process ends, if it asked to know."""
-    with suppress(OSError, ValueError):  # nobody asked, or the descriptor is another's by now
+    """Report the reason for this process's end to its parent, if it listens."""
+    with suppress(OSError, ValueError):  # no parent reads it, or the descriptor is another's by now
         descriptor = int(os.environ.get(LAST_WORDS_VARIABLE, ""))  # noqa: TID251 from our parent
         memory = Path(f"/proc/self/fd/{descriptor}").readlink()
         if str(memory).startswith(f"/memfd:{_NAME}"):

@@ -1,4 +1,4 @@
-"""How long to wait for another process: as long as it does something.
+"""Waits for another process for as long as it shows activity.
 
 The speed of a machine decides how long something takes, never whether it works. So a wait for a
 process on this host is over when that process has shown no sign of life for a while, not after a
@@ -42,7 +42,7 @@ class Patience:
         signs: Callable[[], Signs] | None = None,
         *,
         at_most: float = AT_MOST,
-        say: Callable[[str], None] = _log.info,
+        log: Callable[[str], None] = _log.info,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to wait.
@@ -53,14 +53,14 @@ class Patience:
             signs: of the process that is waited for; None if it shows none: then ``limit_s`` of
                 this process's own running time end the wait.
             at_most: times ``limit_s``: then it has failed, even if it is busy.
-            say: called with a line about the wait, first after ten seconds.
+            log: called with a line about the wait, first after ten seconds.
             now: monotonic seconds.
         """
         self._what = what
         self._limit_s = limit_s
         self._signs = signs
         self._most_s = limit_s * (at_most if signs is not None else 1.0)
-        self._say = say
+        self._log_line = log
         self._now = now
         self._observed_s = now()
         self._seen = signs() if signs is not None else None
@@ -87,27 +87,29 @@ class Patience:
             self._next_line_s *= 2
             state = f", which has done nothing for {self.idle_s:.0f} s"
             is_idle = self._signs is not None and self.idle_s >= _LOG_FIRST_S
-            self._say(f"waiting for {self._what}{state if is_idle else ''}: {self.waited_s:.0f} s")
+            self._log_line(
+                f"waiting for {self._what}{state if is_idle else ''}: {self.waited_s:.0f} s"
+            )
 
     @property
     def why(self) -> str:
-        """Why the wait is over, as a predicate of the process that was waited for."""
+        """Reason why the wait is over, as a predicate of the awaited process."""
         if self._signs is None:
             return f"was not there within {self._limit_s:g} s"
         if self.idle_s >= self._limit_s:
             return f"used no CPU and wrote no log for {self._limit_s:g} s"
-        return f"was busy for {self._most_s:.0f} s and got nowhere"
+        return f"was busy for {self._most_s:.0f} s without finishing"
 
 
 @asynccontextmanager
-async def saying(what: str, say: Callable[[str], None] = _log.info) -> AsyncIterator[None]:
-    """Log what is waited for while the block runs, first after ten seconds."""
+async def log_wait(what: str, log: Callable[[str], None] = _log.info) -> AsyncIterator[None]:
+    """Log the wait for ``what`` while the block runs, first after ten seconds."""
 
     async def log_lines() -> None:
         waited_s = _LOG_FIRST_S
         await asyncio.sleep(waited_s)
         while True:
-            say(f"waiting for {what}: {waited_s:.0f} s")
+            log(f"waiting for {what}: {waited_s:.0f} s")
             await asyncio.sleep(waited_s)
             waited_s *= 2
 

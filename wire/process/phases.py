@@ -1,4 +1,4 @@
-"""Where a role's time goes: seconds by phase, each moment in exactly one phase."""
+"""A role's time by phase, in seconds; each moment is in exactly one phase."""
 
 import time
 from collections.abc import Callable, Iterator

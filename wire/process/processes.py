@@ -12,7 +12,9 @@ from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
 
-LIFELINE_VARIABLE = "SLIPSTREAM_LIFELINE"  # descriptor; its end of file ends what outlives a role
+LIFELINE_VARIABLE = (
+    "SLIPSTREAM_LIFELINE"  # descriptor; its end of file ends processes that outlive a role
+)
 _PR_SET_PDEATHSIG = 1
 _ENOUGH_DESCRIPTORS = 1 << 20  # where there is no limit
 
@@ -68,7 +70,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
     Args:
         path: of the file, which is made. It holds the id of the process that has the lock.
-        what: that only one process may do, for the error.
+        what: the exclusive activity, for the error.
 
     Raises:
         ConfigError: another process holds it.

@@ -11,7 +11,7 @@ Job = Coroutine[Any, Any, object] | asyncio.Task[Any]
 
 @asynccontextmanager
 async def running(*jobs: Job) -> "AsyncIterator[tuple[asyncio.Task[Any], ...]]":
-    """Run jobs while the block runs; at its end cancel those that are left and await all."""
+    """Run jobs while the block runs; at its end cancel the rest and await all."""
     tasks = tuple(asyncio.ensure_future(job) for job in jobs)
     try:
         yield tasks
@@ -22,10 +22,10 @@ async def running(*jobs: Job) -> "AsyncIterator[tuple[asyncio.Task[Any], ...]]":
 
 
 async def first_ended(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
-    """Wait until a task ends; return those that did.
+    """Wait until a task ends; return the ended ones.
 
     Raises:
-        BaseException: what one of them raised.
+        BaseException: raised by one of them.
     """
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -38,17 +38,17 @@ async def run_until(*jobs: Job) -> None:
     """Run jobs until the first ends, and cancel the others.
 
     Raises:
-        BaseException: what the first one raised.
+        BaseException: raised by the first one.
     """
     async with running(*jobs) as tasks:
         await first_ended(*tasks)
 
 
 async def unless(work: Coroutine[None, None, T], *ends: "asyncio.Task[object]") -> T | None:
-    """Return what some work returns, or None if one of ``ends`` is done before it.
+    """Return the result of some work, or None if one of ``ends`` is done first.
 
     Raises:
-        BaseException: what the work, or an end that came first, raised.
+        BaseException: raised by the work, or by an end that came first.
     """
     async with running(work) as (task,):
         await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)

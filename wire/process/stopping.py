@@ -1,4 +1,4 @@
-"""How a role is stopped: SIGTERM or SIGINT sets an event."""
+"""Stops a role: SIGTERM or SIGINT sets an event."""
 
 import asyncio
 import signal

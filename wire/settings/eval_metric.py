@@ -1,4 +1,4 @@
-"""Pure: the one figure of an evaluation that decides what is best (eval.metric)."""
+"""Pure: the one figure of an evaluation that ranks checkpoints (eval.metric)."""
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import EvalPoint
@@ -25,7 +25,7 @@ def check_metric(metric: str, *, samples: int, sources: set[str]) -> None:
     """Refuse a metric that no round of these sources and answers per problem would have.
 
     Raises:
-        ConfigError: naming eval.metric and what there is.
+        ConfigError: naming eval.metric and the known ones.
     """
     source, colon, name = metric.rpartition(":")
     names = ["mean", *(f"pass@{k}" for k in pass_counts(samples))]

@@ -108,7 +108,7 @@ def _apply_override(table: Table, override: str) -> None:
 
 
 def _parse_value(text: str) -> object:
-    """Return the TOML value of ``text``; what is not TOML is taken as a string."""
+    """Return the TOML value of ``text``; anything else is taken as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -131,7 +131,7 @@ def _refuse_unknown(values: Mapping[str, Any], kind: type[msgspec.Struct], where
 
 
 def _struct_in(hint: object) -> type[msgspec.Struct] | None:
-    """Return the struct that a hint asks for: itself, an option of it, or a table of it."""
+    """Return the struct of a type hint: itself, an option of it, or a table of it."""
     options = get_args(hint) if get_origin(hint) in {types.UnionType, dict} else (hint,)
     for option in options:
         if isinstance(option, type) and issubclass(option, msgspec.Struct):

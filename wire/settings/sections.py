@@ -24,7 +24,7 @@ _MAX_NAME_BYTES = 200  # of a folder; a number may be added
 
 
 class RunSection(Section, frozen=True, kw_only=True):
-    """[run]: what run this is.
+    """[run]: identity and size of the run.
 
     A run folder is `DIR/NAME`. `slipstream run` takes NAME-2, NAME-3, ... when the folder exists
     already, unless called with `--resume`. With `run.socket_dir` empty it puts the sockets into a
@@ -53,7 +53,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     max_staleness_steps: AtLeast0 = 2
     """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
     staleness_mode: Literal["wait", "drop"] = "wait"
-    """wait reserves a place in a batch for each started group; drop discards those that expire."""
+    """wait reserves a place in a batch for each started group; drop discards groups that expire."""
     min_groups: AtLeast0 = 0
     """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
     outage_s: Positive = 300.0
@@ -134,7 +134,7 @@ class RunSection(Section, frozen=True, kw_only=True):
 
 
 def relay_lock(run: RunSection) -> Path:
-    """Return the file that the run's weight relay holds locked as long as it lives."""
+    """Return the file that the run's weight relay keeps locked until it ends."""
     return run.socket("relay").with_suffix(".lock")
 
 
@@ -195,7 +195,7 @@ class SourceTable(Section, frozen=True, kw_only=True):
     weight: NotNegative = 0.0
     """Share of the training prompts; 0 for all sources mixes them by their number of rows."""
     max_rows: AtLeast0 = 0
-    """Use the first so many rows; 0 is all."""
+    """Use the first N rows; 0 is all."""
     as_chat: bool | None = None
     """Ask text prompts as one turn of a user; default is data.as_chat."""
     system_prompt: str | None = None
@@ -213,7 +213,7 @@ class EvalSection(Section, frozen=True, kw_only=True):
     sets: dict[str, SourceTable] = msgspec.field(default_factory=dict)
     """Several files or reasoning-gym data sets, by name."""
     every_steps: AtLeast0 = 0
-    """Evaluate after every so many learner steps; 0 means only where asked below."""
+    """Evaluate every N learner steps; 0 means only where set below."""
     before_train: bool = True
     """Evaluate the policy that the run starts from."""
     at_end: bool = True
@@ -225,13 +225,13 @@ class EvalSection(Section, frozen=True, kw_only=True):
     top_p: TopP = 1.0
     """Sample from the most probable tokens that hold this share."""
     top_k: int = -1
-    """Sample from so many most probable tokens; -1 is all."""
+    """Sample from the N most probable tokens; -1 is all."""
     max_response_tokens: AtLeast0 = 0
     """A response ends here at the latest; 0 is sampling.max_response_tokens."""
     correct_reward: float = 1.0
     """An answer with at least this reward is right, for pass@k."""
     metric: str = "mean"
-    """Decides what is best: mean (that is mean@n), pass@K, or SOURCE:mean, SOURCE:pass@K."""
+    """Ranks evaluations: mean (that is mean@n), pass@K, or SOURCE:mean, SOURCE:pass@K."""
     target: float | None = None
     """End the run when eval.metric reaches this."""
     patience: AtLeast0 = 0
@@ -256,13 +256,13 @@ class EvalSection(Section, frozen=True, kw_only=True):
 
 
 class CheckpointSection(Section, frozen=True, kw_only=True):
-    """[checkpoint]: what a run can resume from.
+    """[checkpoint]: checkpoints to resume from.
 
     See [checkpoints.md](checkpoints.md).
     """
 
     every_steps: AtLeast0 = 0
-    """Save after every so many learner steps; 0 means only where asked below."""
+    """Save every N learner steps; 0 means only where set below."""
     at_end: bool = True
     """Save when the run is complete."""
     on_stop: bool = True
@@ -276,7 +276,7 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
 
 
 def run_section(table: Table) -> RunSection:
-    """Return [run], checked for what needs more than one key."""
+    """Return [run], with checks across keys."""
     run = section(table, "run", RunSection)
     is_plain = run.name.isprintable() and "/" not in run.name
     if not run.name or run.name.startswith(".") or not is_plain:

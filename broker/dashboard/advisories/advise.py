@@ -1,4 +1,4 @@
-"""What all rules state about a run. Pure."""
+"""The advisories of all rules about a run. Pure."""
 
 from collections.abc import Sequence
 

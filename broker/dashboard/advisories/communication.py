@@ -1,6 +1,13 @@
 """Rules about publishes, engines, lost work. Pure."""
 
-from slipstream.broker.dashboard.advisories.view import LOOKS, Finding, Level, Rules, View, reading
+from slipstream.broker.dashboard.advisories.view import (
+    NUM_WINDOWS,
+    Finding,
+    Level,
+    Rules,
+    View,
+    reading,
+)
 from slipstream.wire.messages.weightbus import PublishRecord
 
 PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost
@@ -49,14 +56,14 @@ def _publishes_dominating(view: View) -> Finding | None:
             return None
         return min(1.0, sum(map(_paused_s, recent[:-1])) / spent_s)
 
-    looks = range(len(records), max(0, len(records) - LOOKS), -1)
-    if (share := reading(measure, looks, PAUSED)) is None:
+    window_ends = range(len(records), max(0, len(records) - NUM_WINDOWS), -1)
+    if (share := reading(measure, window_ends, PAUSED)) is None:
         return None
     seconds = _paused_s(records[-1])
     text = (
         f"Publishes paused the slowest engine for {share:.0%} of {view.lately}, {seconds:.2g} s "
         "at the last one: compare engines less often (weightbus.engine_check_every), "
-        "load what was received before (weightbus.transport = tcp), or train more per step "
+        "load versions received before (weightbus.transport = tcp), or train more per step "
         "(run.groups_per_step)."
     )
     return Finding(text, "weightbus.engine_check_every")
@@ -73,11 +80,11 @@ def _dead_letters_growing(view: View) -> Finding | None:
 
     if (grown := view.reading(measure, LETTERS)) is None:
         return None
-    issued = view.growth("issued", view.looks[0])
+    issued = view.growth("issued", view.window_ends[0])
     share = grown / issued if issued else 1.0
     text = (
         f"{grown:.0f} groups became dead letters in {view.lately}, {min(share, 1.0):.0%} of those "
-        "issued: see slipstream dead-letters list, fix what fails "
+        "issued: see slipstream dead-letters list, fix the cause "
         "(reward.function, reward.timeout_s), then retry them."
     )
     level: Level = "error" if share >= LETTERS_ERROR else "warning"

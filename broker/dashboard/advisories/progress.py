@@ -38,7 +38,7 @@ def _work_not_granted(view: View) -> Finding | None:
     text = (
         f"Nothing has been under way for {duration(WINDOW_S)}, and {len(asking)} generators with "
         f"{runs} get no work: the learner, at step {view.status.steps}, has not taken over, or "
-        "its weights do not reach them; see the learner's log and slipstream versions, then go on "
+        "its weights do not reach them; see the learner's log and slipstream versions, then resume "
         "with slipstream run --resume auto (run.resume_from)."
     )
     return Finding(text, "run.resume_from", "error")
@@ -51,8 +51,8 @@ def _evaluation_waits_for_rewards(view: View) -> Finding | None:
         return None
     text = (
         f"{unscored[-1]:.0f} held-out answers wait for a reward and none has got one for "
-        f"{duration(WINDOW_S)}; no more are asked for than the memory bounds allow: see "
-        "the logs of reward workers, and start more of them (reward.workers) or mend what they "
-        "wait for (reward.function, reward.timeout_s)."
+        f"{duration(WINDOW_S)}; the memory bounds allow no more requests: see "
+        "the logs of reward workers, and start more of them (reward.workers) or fix the cause "
+        "of the wait (reward.function, reward.timeout_s)."
     )
     return Finding(text, "reward.workers")

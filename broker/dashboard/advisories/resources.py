@@ -1,10 +1,10 @@
-"""Rules about which pool waits for which, and what is full. Pure."""
+"""Rules about waiting pools and full stores. Pure."""
 
 from statistics import fmean
 
 from slipstream.broker.dashboard.advisories.view import Finding, Rules, View
 
-WAITED = 0.25  # share of a pool's time: above what fetching and uneven answers cost
+WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything
 THRASHED = 0.05  # of the answers: each is computed again from its first token
 NEAR_FULL = 0.8  # of the high water: past it generation is held back
@@ -17,11 +17,11 @@ def _learner_starved(view: View) -> Finding | None:
     waited = view.reading(view.waited("learner"), WAITED)
     if waited is None:
         return None
-    said = f"The learner waited {waited:.0%} of {view.lately} for data"
+    problem = f"The learner waited {waited:.0%} of {view.lately} for data"
     if backlog := _reward_backlog(view):
         setting = "reward.workers"
         todo = f"while {backlog:.0f} answers wait for a reward: add reward workers (reward.workers)"
-    elif (generators := view.waited("generator")(view.looks[0]) or 0.0) >= WAITED:
+    elif (generators := view.waited("generator")(view.window_ends[0]) or 0.0) >= WAITED:
         setting = "run.max_staleness_steps"
         todo = (
             f"and the generators {generators:.0%} of it for permits: the bound of "
@@ -34,7 +34,7 @@ def _learner_starved(view: View) -> Finding | None:
             f"while the generators were {1 - generators:.0%} busy: add generators "
             "(generators.count) or let each answer more at a time (generators.max_sequences)"
         )
-    return Finding(f"{said}, {todo}.", setting)
+    return Finding(f"{problem}, {todo}.", setting)
 
 
 @RULES.add
@@ -42,8 +42,8 @@ def _generators_starved(view: View) -> Finding | None:
     waited = view.reading(view.waited("generator"), WAITED)
     if waited is None:
         return None
-    said = f"The generators waited {waited:.0%} of {view.lately} for permits"
-    learner = view.waited("learner")(view.looks[0]) or 0.0
+    problem = f"The generators waited {waited:.0%} of {view.lately} for permits"
+    learner = view.waited("learner")(view.window_ends[0]) or 0.0
     if backlog := _reward_backlog(view):
         setting = "reward.workers"
         todo = f"while {backlog:.0f} answers wait for a reward: add reward workers (reward.workers)"
@@ -60,12 +60,12 @@ def _generators_starved(view: View) -> Finding | None:
             f"while the learner was {1 - learner:.0%} busy: make it faster (learner.ranks, "
             "learner.max_tokens_per_microbatch) or run fewer generators (generators.count)"
         )
-    return Finding(f"{said}, {todo}.", setting)
+    return Finding(f"{problem}, {todo}.", setting)
 
 
 def _reward_backlog(view: View) -> float:
-    """Return how many answers wait for a reward if they are at least half a batch, else 0."""
-    end, status = view.looks[0], view.status
+    """Return the number of answers waiting for a reward if at least half a batch, else 0."""
+    end, status = view.window_ends[0], view.status
     waiting = view.values("queue:waiting_for_reward", end)
     mean = fmean(waiting) if waiting else 0.0
     return mean if mean >= status.group_size * status.groups_per_step / 2 else 0.0

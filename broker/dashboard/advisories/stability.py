@@ -15,7 +15,7 @@ from slipstream.broker.dashboard.advisories.view import (
     newest_values,
     reading,
     running_means,
-    step_looks,
+    step_window_ends,
 )
 
 AT_BOUND = 0.85  # of the bound, as a mean: nearly every token is as old as it may be
@@ -23,7 +23,7 @@ REWARD_LOST = 1 / 3  # of the best: more than a harder stretch of the data costs
 REWARD_NOISE = 2.0  # standard deviations of single steps that a loss must exceed
 FLAT = 0.5  # share of the finished groups without a gradient: half of all generation for nothing
 FLAT_STEPS = 2  # batches' worth of finished groups, before the share means anything
-ENTROPY_LOST = 0.9  # of what it was at the beginning
+ENTROPY_LOST = 0.9  # of its first value
 ENTROPY_NATS = 0.1  # exp(0.1) = 1.1 tokens to choose from
 KL_NATS = 0.02  # per token; 1 / (1 + 2 KL) of the sample is effective, so under 4% is lost below it
 KL_RATIO = 2.0  # of the oldest lag against the newest: half of the mismatch comes from age
@@ -47,7 +47,7 @@ def _staleness_at_the_bound(view: View) -> Finding | None:
         values = newest_values(column, end)
         return fmean(values) / bound if len(values) >= FIGURE_STEPS else None
 
-    share = reading(measure, step_looks(len(column), LEARNING_STEPS), AT_BOUND)
+    share = reading(measure, step_window_ends(len(column), LEARNING_STEPS), AT_BOUND)
     if share is None:
         return None
     text = (
@@ -88,7 +88,7 @@ def _reward_collapse(view: View) -> Finding | None:
         is_noise = high - now <= REWARD_NOISE * noise
         return 0.0 if is_noise or not scale else (high - now) / scale
 
-    if reading(measure, step_looks(len(means), 1), REWARD_LOST) is None:
+    if reading(measure, step_window_ends(len(means), 1), REWARD_LOST) is None:
         return None
     text = (
         f"The reward fell from {best[-1]:.3g} to {means[-1]:.3g} (means of "
@@ -131,7 +131,7 @@ def _entropy_collapse(view: View) -> Finding | None:
         now = means[end - 1]
         return 1.0 - now / start if 0 <= now < ENTROPY_NATS and start > 0 else 0.0
 
-    if reading(measure, step_looks(len(means), 1), ENTROPY_LOST) is None:
+    if reading(measure, step_window_ends(len(means), 1), ENTROPY_LOST) is None:
         return None
     text = (
         f"The policy's entropy fell from {start:.3g} to {means[-1]:.2g} nats per token: answers "
@@ -174,10 +174,10 @@ def _kl_by_lag(by_lag: Mapping[int, Column]) -> str:
             return None
         return by_age[-1][1] / max(by_age[0][1], 1e-9)
 
-    looks = step_looks(rows, KL_STEPS)
-    if reading(measure, looks, KL_RATIO) is None:
+    window_ends = step_window_ends(rows, KL_STEPS)
+    if reading(measure, window_ends, KL_RATIO) is None:
         return ""
-    by_age = means(looks[0])
+    by_age = means(window_ends[0])
     (low, fresh), (high, old) = by_age[0], by_age[-1]
     return f"The mismatch KL is {old:.2g} at a lag of {high} steps and {fresh:.2g} at {low}"
 
@@ -201,10 +201,10 @@ def _kl_by_correlation(steps: Mapping[str, Column], every_steps: int) -> str:
         except StatisticsError:  # a KL that never changes
             return None
 
-    looks = step_looks(min(len(kl), len(staleness)), 2 * KL_STEPS)
-    if (found := reading(measure, looks, KL_CORRELATION)) is None:
+    window_ends = step_window_ends(min(len(kl), len(staleness)), 2 * KL_STEPS)
+    if (found := reading(measure, window_ends, KL_CORRELATION)) is None:
         return ""
-    mean = fmean(k for k, _ in pairs(looks[0]))
+    mean = fmean(k for k, _ in pairs(window_ends[0]))
     return (
         f"The mismatch KL is {mean:.2g} and rises and falls with the staleness "
         f"(correlation {found:.2f} over {2 * KL_STEPS * every_steps} steps)"

@@ -1,4 +1,4 @@
-"""A state of the run and its newest history, as the rules look at them. Pure.
+"""A state of the run and its newest history, as the rules read them. Pure.
 
 A rule speaks once its measure, taken over a window, passed the rule's limit lately, and until the
 measure is a fifth below that; before its window is full it is silent.
@@ -20,12 +20,12 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 Measure: TypeAlias = Callable[[int], float | None]
 
 WINDOW_S = 120.0  # long enough for a checkpoint or an evaluation to pass in it
-WINDOW_STEPS = 5  # it doubles until so many learner steps fit: a pool waits within each step
-WINDOW_ROWS = 5  # and so many rows of a history that has become coarse
+WINDOW_STEPS = 5  # it doubles until this many learner steps fit: a pool waits within each step
+WINDOW_ROWS = 5  # and this many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
 LEARNING_STEPS = 30  # before a trend of a figure is judged
-LOOKS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
-KEEPS = 0.8  # of its limit, under which a measure that had passed it counts as mended
+NUM_WINDOWS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
+KEEPS = 0.8  # of its limit, below which a measure that had passed it counts as recovered
 
 
 class Advisory(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Trends(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(NamedTuple):
-    """What a rule states."""
+    """Statement of a rule."""
 
     text: str
     setting: str  # that changes it first
@@ -71,7 +71,7 @@ class View:
 
     @classmethod
     def of(cls, status: RunStatus, history: Trends) -> "View":
-        """Return a run as the rules look at it."""
+        """Return a run as the rules read it."""
         at_s, steps_at_s = history.at_s, history.steps_at_s
         if len(at_s) < WINDOW_ROWS or len(steps_at_s) <= WINDOW_STEPS:
             return cls(status, history, 0, 0, WINDOW_S, full=False)
@@ -88,17 +88,17 @@ class View:
         return cls(status, history, first, end, window_s, full=full)
 
     @property
-    def looks(self) -> list[int]:
-        """Return where windows end, as numbers of rows: the newest, and earlier ones.
+    def window_ends(self) -> list[int]:
+        """Ends of windows, as numbers of rows: the newest, and earlier ones.
 
-        The earlier ones end at times that do not move with the newest, so that one that passed a
-        limit counts until it is a window old, and a measure about the limit does not flap.
+        The earlier ones end at times that do not move with the newest, so that a window that passed
+        a limit counts until it is a window old, and a measure near the limit does not flap.
         """
         if not self.full:
             return []
-        at_s, apart_s = self.history.at_s, self.window_s / LOOKS
+        at_s, apart_s = self.history.at_s, self.window_s / NUM_WINDOWS
         newest = int(at_s[self.end - 1] / apart_s)
-        ends = (bisect_right(at_s, (newest - i) * apart_s, hi=self.end) for i in range(LOOKS))
+        ends = (bisect_right(at_s, (newest - i) * apart_s, hi=self.end) for i in range(NUM_WINDOWS))
         earlier = (end for end in ends if end > self.first and self._start(end) >= self.first)
         return [self.end, *earlier]
 
@@ -111,17 +111,17 @@ class View:
         return bisect_right(at_s, start_s, lo=self.first, hi=end) - 1
 
     def values(self, name: str, end: int) -> list[float]:
-        """Return what is known of a series in the window that ends before row ``end``."""
+        """Return the known values of a series in the window that ends before row ``end``."""
         column = self.history.series.get(name, ())
         return [value for value in column[self._start(end) : end] if value is not None]
 
     def growth(self, name: str, end: int) -> float:
-        """Return by how much a count grew in the window that ends before row ``end``."""
+        """Return the growth of a count in the window that ends before row ``end``."""
         values = self.values(name, end)
         return max(0.0, values[-1] - values[0]) if values else 0.0
 
     def waited(self, role: str) -> Measure:
-        """Return how to measure the share of time that the processes of a role waited."""
+        """Return a measure of the share of time that the processes of a role waited."""
         names = [f"busy:{one.name}" for one in self.status.roles if one.role == role]
 
         def measure(end: int) -> float | None:
@@ -131,11 +131,11 @@ class View:
         return measure
 
     def reading(self, measure: Measure, limit: float) -> float | None:
-        """Return the newest value of a measure over time if a rule about it is to speak."""
-        return reading(measure, self.looks, limit)
+        """Return the newest value of a measure over time if a rule about it applies."""
+        return reading(measure, self.window_ends, limit)
 
     def stalled(self, name: str) -> list[float]:
-        """Return what is known of a series since ``WINDOW_S`` ago if no step was done since.
+        """Return the known values of a series since ``WINDOW_S`` ago if no step was done since.
 
         Empty if one was, or if the run is younger. Needs no step at all, unlike ``values``.
         """
@@ -150,13 +150,13 @@ class View:
 
     @property
     def generators(self) -> list[RoleStatus]:
-        """Return the generators that have weights."""
+        """Generators that have weights."""
         roles = (one for one in self.status.roles if one.role == "generator")
         return [one for one in roles if one.adopted is not None]
 
     @property
     def lately(self) -> str:
-        """Return the window in words."""
+        """Length of the window in words."""
         return f"the last {duration(self.window_s)}"
 
 
@@ -172,11 +172,11 @@ class Rules(dict[str, Rule]):
         return rule
 
 
-def reading(measure: Measure, looks: Sequence[int], limit: float) -> float | None:
+def reading(measure: Measure, window_ends: Sequence[int], limit: float) -> float | None:
     """Return the newest value if an earlier one passed the limit and it is still near it."""
-    if not looks or (newest := measure(looks[0])) is None or newest < KEEPS * limit:
+    if not window_ends or (newest := measure(window_ends[0])) is None or newest < KEEPS * limit:
         return None
-    values = (measure(end) for end in looks[1:])
+    values = (measure(end) for end in window_ends[1:])
     return newest if any(value is not None and value >= limit for value in values) else None
 
 
@@ -192,9 +192,9 @@ def known(column: Column) -> list[float]:
     return [value for value in column if value is not None]
 
 
-def step_looks(rows: int, needed: int) -> list[int]:
-    """Return where windows of learner steps end: the newest, and one step earlier each."""
-    return [end for end in range(rows, rows - LOOKS, -1) if end >= needed]
+def step_window_ends(rows: int, needed: int) -> list[int]:
+    """Return the ends of windows of learner steps: the newest, and one step earlier each."""
+    return [end for end in range(rows, rows - NUM_WINDOWS, -1) if end >= needed]
 
 
 def running_means(values: Sequence[float]) -> list[float]:
@@ -207,5 +207,5 @@ def running_means(values: Sequence[float]) -> list[float]:
 
 
 def newest_values(column: Column, end: int, steps: int = FIGURE_STEPS) -> list[float]:
-    """Return what is known of the ``steps`` rows before row ``end``."""
+    """Return the known values of the ``steps`` rows before row ``end``."""
     return known(column[max(0, end - steps) : end])

@@ -1,21 +1,21 @@
-// Is anything lost: the conservation equation, what is where, who holds what and who has gone.
+// Is anything lost: the conservation equation, groups by state, holders of work and lost processes.
 
 import { byId, changes, element, fillTable } from "/static/dom.js";
 import { duration, fixed, label, percent, sum, words } from "/static/format.js";
 
 export const SILENT_S = 1.5; // workers report twice a second
 const GONE_S = 10;
-const LATE_S = 1; // a process that has said nothing for so long counts on between two events
+const LATE_S = 1; // a process silent for this long counts on between two events
 const RECENT_S = 10;
 
-/** Return for how many seconds a process has not been heard. */
+/** Return the seconds since a process's last message. */
 export const silence = (view, role) => role.silent_s + (role.silent_s >= LATE_S ? (performance.now() - view.toldAt) / 1000 : 0);
 
 /** Return in how many seconds the next process passes the limit if it stays silent; Infinity if none is late. */
 export const nextSilent = ({ status }) => Math.min(Infinity, ...status.roles.map((role) => role.silent_s)
   .filter((silent) => silent >= LATE_S && silent < SILENT_S).map((silent) => SILENT_S - silent));
 
-/** Return "alive", "silent" or "gone" for a process that was last heard so long ago. */
+/** Return "alive", "silent" or "gone" by the time since a process's last message. */
 export function life(silent) {
   if (silent >= GONE_S) return "gone";
   return silent >= SILENT_S ? "silent" : "alive";

@@ -1,8 +1,8 @@
 // Questions to the broker, and its refusals in words.
 
 export const REFUSED = 401; // the token is of another run or of an earlier broker
-export const SILENT = 0; // nobody answers
-export const MOVED = "the broker was started anew with another address: open the one that `slipstream status` prints";
+export const SILENT = 0; // no answer
+export const MOVED = "the broker was restarted with another address: open the one that `slipstream status` prints";
 const PATIENCE_MS = 15000;
 const SAID_CHARS = 200;
 
@@ -20,8 +20,8 @@ export async function ask(path) {
   try {
     answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     if (answer.ok) return await answer.json();
-    const said = (await answer.text()).trim().slice(0, SAID_CHARS);
-    throw new Refusal(answer.status, answer.status === REFUSED ? MOVED : said || `the broker answers ${answer.status}`);
+    const reason = (await answer.text()).trim().slice(0, SAID_CHARS);
+    throw new Refusal(answer.status, answer.status === REFUSED ? MOVED : reason || `the broker answers ${answer.status}`);
   } catch (error) {
     if (error instanceof Refusal) throw error;
     throw new Refusal(SILENT, "the broker does not answer");

@@ -1,7 +1,7 @@
 // One chart: axes with units, values on hover, a summary in words, and its numbers as a table.
 /* global uPlot */
 
-import { element, fillTable, say } from "/static/dom.js";
+import { element, fillTable, setText } from "/static/dom.js";
 import { byStep, clock, figure } from "/static/format.js";
 import { color, onTheme } from "/static/theme.js";
 
@@ -70,7 +70,7 @@ export class Chart {
 
   /**
    * Take new numbers: x ascending; series [{name, values, color, dots, gaps}]; drawn when in sight.
-   * note: row -> words about it; marked: row -> whether to point at it; rest: words while nobody hovers.
+   * note: row -> words about it; marked: row -> whether to point at it; rest: words without a pointer.
    */
   update(x, series, { note = null, marked = null, rest = "" } = {}) {
     const same = this.series.length === series.length && this.series.every((old, i) => old.name === series[i].name);
@@ -169,13 +169,13 @@ export class Chart {
     };
   }
 
-  // Whether less is shown than all of the rows that were drawn: somebody has zoomed.
+  // True if zoomed: fewer rows are shown than drawn.
   isPart({ min, max }) {
     const [first, last] = this.drawnOver;
     return first !== last && (min > first || max < last);
   }
 
-  // A triangle over each row that somebody should look at.
+  // A triangle over each row that needs attention.
   mark(plot) {
     if (!this.marked) return;
     const { ctx, bbox } = plot, size = 5 * devicePixelRatio;
@@ -219,10 +219,10 @@ export class Chart {
     const newest = index === null || index === undefined;
     this.series.forEach((one, i) => {
       const value = newest ? now(one) : one.values[index];
-      say(this.values[i], isKnown(value) ? this.show(value) : newest ? "-" : "");
+      setText(this.values[i], isKnown(value) ? this.show(value) : newest ? "-" : "");
     });
     const note = newest ? "" : this.note?.(index) ?? "";
-    say(this.at, newest ? this.rest : [this.axis.hover(this.x[index]), note].filter(Boolean).join(": "));
+    setText(this.at, newest ? this.rest : [this.axis.hover(this.x[index]), note].filter(Boolean).join(": "));
   }
 
   summary() {

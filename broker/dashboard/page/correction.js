@@ -1,7 +1,7 @@
 // Does staleness hurt: how tokens of each version lag weigh, over time and in the newest step.
 
 import { Chart } from "/static/chart.js";
-import { byId, fillTable, say } from "/static/dom.js";
+import { byId, fillTable, setText } from "/static/dom.js";
 import { figure, fixed, percent, percentByStep, plural } from "/static/format.js";
 import { lagColor, onTheme } from "/static/theme.js";
 
@@ -35,7 +35,7 @@ function table({ steps, status }) {
   const isKnown = of(TOKENS) !== null;
   fillTable(byId("by-lag"), ["lag", "tokens", ...COLUMNS.map(([title]) => title)],
     isKnown ? [...Array.from({ length: rows }, (_, lag) => row(plural(lag, "step"), `@lag${lag}`)), row("all", "")] : []);
-  say(byId("by-lag-note"), isKnown ? `Of step ${steps.x.at(-1)}. The variance of rewards is that of groups whose oldest token has this lag.` : "No values yet.");
+  setText(byId("by-lag-note"), isKnown ? `Of step ${steps.x.at(-1)}. The variance of rewards is that of groups whose oldest token has this lag.` : "No values yet.");
 }
 
 export function create() {

@@ -17,7 +17,7 @@ export function element(tag, set = {}, ...children) {
 }
 
 /** Set the text of a node if it differs: a screen reader speaks and a browser lays out changes only. */
-export function say(node, text) {
+export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
@@ -79,8 +79,8 @@ function fillBar(node, row) {
   const fill = node.querySelector(".fill");
   fill.style.width = `${Math.max(0, Math.min(1, row.share)) * 100}%`;
   fill.style.backgroundColor = row.color ?? "";
-  say(node.querySelector(".name"), row.name);
-  say(node.querySelector(".value"), row.value);
+  setText(node.querySelector(".name"), row.name);
+  setText(node.querySelector(".value"), row.value);
   if (row.hint) node.firstElementChild.title = row.hint;
 }
 
@@ -98,7 +98,7 @@ export function bars(host, rows, none) {
   keep(list, rows, { key: (row) => String(row.key), make: bar, fill: fillBar });
 }
 
-/** Return a check whether a value differs from the one it was last asked about under this name. */
+/** Return a check whether a value differs from the last one under this name. */
 export function changes() {
   const seen = new Map();
   return (name, value) => {

@@ -23,7 +23,7 @@ export function figure(value) {
   return value.toExponential(1);
 }
 
-/** Return how many decimals tell values apart that differ by `step`: 1 for 0.1, 2 for 0.25. */
+/** Return the number of decimals that separate values differing by `step`: 1 for 0.1, 2 for 0.25. */
 function decimals(step) {
   for (let digits = 0; digits < 8; digits += 1) {
     if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) < 1e-6) return digits;
@@ -40,7 +40,7 @@ export const percentByStep = (value, step) => `${fixed(100 * value, decimals(100
 export const percent = (share, digits = 0) =>
   (share === null || share === undefined || !Number.isFinite(share) ? "-" : `${fixed(100 * share, digits)}%`);
 
-/** Return seconds as a person says them. */
+/** Return seconds in words. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "-";
   if (seconds < 10) return `${fixed(seconds, 1)} s`;

@@ -2,7 +2,7 @@
 
 import { silence, SILENT_S } from "/static/accounting.js";
 import { ask } from "/static/ask.js";
-import { byId, changes, element, keep, say } from "/static/dom.js";
+import { byId, changes, element, keep, setText } from "/static/dom.js";
 import { duration, fixed, meanReward, percent, sum } from "/static/format.js";
 import { meanOf } from "/static/history.js";
 
@@ -20,7 +20,7 @@ export function meanStaleness(histogram) {
 
 const change = (value) => `${value < 0 ? "-" : "+"}${fixed(Math.abs(value), 3)}`;
 
-// Does it learn: held-out problems say it best, the reward of what was sampled where there are none.
+// Does it learn: held-out problems show it best, the reward of sampled answers where there are none.
 function learns(view) {
   const rounds = view.status.eval, newest = rounds.at(-1);
   if (!newest) return sampled(view.steps);
@@ -43,7 +43,7 @@ function sampled(steps) {
 
 const spell = (x, from, until) => (until - from > 1 ? `steps ${x[from]} to ${x[until - 1]}` : `step ${x[from]}`);
 
-/** Return how busy a role was lately (over the run if it is over): {share, unknown}, its mean and how many processes say nothing. */
+/** Return how busy a role was lately (over the run if it is over): {share, unknown}, its mean and the number of silent processes. */
 function busyOf(view, role, rows) {
   if (!view.live) return { share: view.status.busy[role] ?? null, unknown: 0 };
   const shares = view.status.roles.filter((one) => one.role === role).map((one) => view.time.recent(`busy:${one.name}`, rows));
@@ -57,7 +57,7 @@ function busy(view) {
   const few = generators.unknown && generators.share !== null ? ` (${generators.unknown} of ${generators.all} unknown)` : "";
   const isKnown = learner.share !== null || generators.share !== null;
   return { name: "Busy", id: "busy", value: learner.share === null ? "-" : `${percent(learner.share)} learner`,
-    more: isKnown ? `${percent(generators.share)} generators${few}, ${over}` : "no process tells" };
+    more: isKnown ? `${percent(generators.share)} generators${few}, ${over}` : "no process reports" };
 }
 
 const spanOf = ({ lasted }) => (lasted < 120 ? `${fixed(lasted)} s` : duration(lasted));
@@ -105,11 +105,11 @@ const cell = (one) => element("div", { id: `verdict-${one.id}` },
 
 function fillCell(node, one) {
   node.className = one.bad ? "bad" : "";
-  say(node.querySelector(".value"), one.value);
-  say(node.querySelector(".more"), one.more);
+  setText(node.querySelector(".value"), one.value);
+  setText(node.querySelector(".more"), one.more);
 }
 
-let guide = null; // sections by anchor; asked for when somebody wants to know why
+let guide = null; // sections by anchor; fetched on the first "why"
 
 async function explain(box, anchor) {
   guide ??= ask("/why.json");
@@ -135,10 +135,10 @@ function advice(rule) {
 
 function fillAdvice(node, rule) {
   node.dataset.level = rule.level;
-  say(node.querySelector(".level"), rule.level);
-  say(node.querySelector(".text"), rule.text);
+  setText(node.querySelector(".level"), rule.level);
+  setText(node.querySelector(".text"), rule.text);
   node.querySelector(".setting").hidden = !rule.setting;
-  say(node.querySelector(".setting"), rule.setting);
+  setText(node.querySelector(".setting"), rule.setting);
 }
 
 const QUIET = "Nothing to change: no rule fires.";
@@ -149,7 +149,7 @@ function showAdvice({ advisories, ready }) {
   if (advisories.length) {
     none?.remove();
     keep(host, advisories, { key: (rule) => rule.rule, make: advice, fill: fillAdvice });
-  } else if (none) say(none, ready ? QUIET : EARLY);
+  } else if (none) setText(none, ready ? QUIET : EARLY);
   else host.replaceChildren(element("li", { class: "none", text: ready ? QUIET : EARLY }));
 }
 

@@ -33,7 +33,7 @@ export class Columns {
 
   /**
    * Return the newest rows that reach back so far: {from, lasted}, their first row and how much of
-   * the axis they stand for; rows far apart stand for more than was asked. No rows: lasted is 0.
+   * the axis they stand for; rows far apart stand for more than requested. No rows: lasted is 0.
    */
   window(reach) {
     const newest = this.x.at(-1);

@@ -1,6 +1,6 @@
 // A lane per process: time from left to right, color is the share of it that the process was busy.
 
-import { element, fillTable, say } from "/static/dom.js";
+import { element, fillTable, setText } from "/static/dom.js";
 import { clock, percent } from "/static/format.js";
 import { meanOf } from "/static/history.js";
 import { onTheme, rgb } from "/static/theme.js";
@@ -59,7 +59,7 @@ export class Lanes {
     const rows = this.lanes.map((lane) => {
       const canvas = element("canvas", { height: "1" });
       canvas.addEventListener("pointermove", (event) => this.hover(lane.name, event));
-      canvas.addEventListener("pointerleave", () => say(this.at, ""));
+      canvas.addEventListener("pointerleave", () => setText(this.at, ""));
       return { canvas, value: element("span", { class: "value" }),
         name: element("span", { class: "name", text: lane.name, title: lane.name }) };
     });
@@ -67,7 +67,7 @@ export class Lanes {
     this.rows.replaceChildren(...rows.map((row) => element("div", { class: "lane" }, row.name, row.canvas, row.value)));
     const many = this.lanes.length > MANY;
     this.box.classList.toggle("many", many);
-    say(this.unit, many ? `${UNIT}; ${this.lanes.length} processes, the box scrolls` : UNIT);
+    setText(this.unit, many ? `${UNIT}; ${this.lanes.length} processes, the box scrolls` : UNIT);
     for (const [name, value] of [["tabindex", "0"], ["role", "region"], ["aria-label", "Busy share of each process"]]) {
       if (many) this.box.setAttribute(name, value);
       else this.box.removeAttribute(name);
@@ -90,7 +90,7 @@ export class Lanes {
     this.lanes.forEach((lane, i) => {
       const pixels = this.parts[i].canvas.getContext("2d");
       pixels.putImageData(this.strip(lane.values, from, to), 0, 0);
-      say(this.parts[i].value, percent(lane.values.at(-1)));
+      setText(this.parts[i].value, percent(lane.values.at(-1)));
     });
     const marks = this.width > 500 ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.5, 1];
     this.ticks.replaceChildren(...marks.map((share) => element("span", { text: clock(from + (to - from) * share) })));
@@ -139,7 +139,7 @@ export class Lanes {
     const at = this.x[0] + (this.x.at(-1) - this.x[0]) * Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
     let index = this.x.findIndex((x) => x >= at);
     if (index < 0) index = this.x.length - 1;
-    say(this.at, `${name} at ${clock(this.x[index])}: ${percent(lane.values[index])}`);
+    setText(this.at, `${name} at ${clock(this.x[index])}: ${percent(lane.values[index])}`);
   }
 
   fill() {

@@ -1,7 +1,7 @@
 // The page: the state of /state.json, kept live by /events, shown by one module per panel.
 
 import { ask, MOVED, REFUSED } from "/static/ask.js";
-import { byId, changes, say } from "/static/dom.js";
+import { byId, changes, setText } from "/static/dom.js";
 import { duration, label } from "/static/format.js";
 import { Columns } from "/static/history.js";
 import { Stream } from "/static/stream.js";
@@ -23,14 +23,14 @@ const MOST_ROUNDS = 500;
 const view = { status: null, toldAt: 0, advisories: [], ready: true, time: null, steps: null, live: true };
 const fresh = new Set(); // what came since the last drawing: status, time, steps
 const differs = changes();
-let drawnAt = -Infinity, timer = null, panels = [], heard = 0, stream = null, late = null;
+let drawnAt = -Infinity, timer = null, panels = [], received = 0, stream = null, late = null;
 
 /** Return both lists as one: of the same key the later counts. */
 function merged(old, later, key, most) {
   return [...new Map([...old, ...later].map((one) => [key(one), one])).values()].slice(-most);
 }
 
-// An event tells the newest publishes and evaluations only: the page keeps the others.
+// An event holds only the newest publishes and evaluations: the page keeps the others.
 function joined(before, status) {
   const rounds = merged(before.eval, status.eval, (one) => one.step, MOST_ROUNDS);
   return { ...status,
@@ -50,8 +50,8 @@ function take(event) {
 
 const isOver = (status) => status.finished || status.outcome !== "running";
 
-function hear(event) {
-  heard += 1;
+function receive(event) {
+  received += 1;
   take(event);
   const { at_s: at, ...values } = event.point ?? {};
   if (Number.isFinite(at) && at !== view.time.x.at(-1)) {
@@ -83,10 +83,10 @@ function drawSilence() {
 // Nothing more will come.
 function end() {
   stream?.close();
-  tell("over");
+  showState("over");
 }
 
-// At most one drawing a second, and none while nobody sees it.
+// At most one drawing a second, and none while the page is hidden.
 function soon() {
   if (timer !== null || document.hidden) return;
   const wait = Math.max(0, DRAW_EVERY_MS - (performance.now() - drawnAt));
@@ -107,15 +107,15 @@ function draw() {
 function about() {
   const s = view.status;
   document.title = `${s.run_name} ${s.steps}/${s.total_steps} - Slipstream`;
-  say(byId("run"), s.run_name);
+  setText(byId("run"), s.run_name);
   const ends = s.stop_reason ? `; ends early: ${s.stop_reason}` : "";
-  say(byId("about"), `${outcome()} ${view.live ? "for" : "after"} ${duration(s.elapsed_s)}${ends}`);
+  setText(byId("about"), `${outcome()} ${view.live ? "for" : "after"} ${duration(s.elapsed_s)}${ends}`);
 }
 
 const outcome = () => (view.status.finished && view.status.outcome === "running" ? "finished" : view.status.outcome);
 
 // The text stays the same while a break lasts, so that it is spoken once.
-function tell(state, since) {
+function showState(state, since) {
   const text = {
     live: "live",
     ended: view.status && isOver(view.status) ? "finished run, from its files" : "from the run's files; its broker does not answer",
@@ -125,15 +125,15 @@ function tell(state, since) {
     refused: MOVED,
   }[state];
   byId("state").dataset.state = state;
-  say(byId("state"), text);
+  setText(byId("state"), text);
 }
 
-// What was heard while the state was on its way is later than it, and stays.
+// Events received while the state was on its way are later than it, and stay.
 async function load() {
-  const before = heard;
+  const before = received;
   const state = await ask("/state.json");
   const past = { time: new Columns("at_s", state.history?.time), steps: new Columns("step", state.history?.steps) };
-  if (heard === before) {
+  if (received === before) {
     view.status = null;
     take(state);
   } else {
@@ -153,22 +153,22 @@ async function start() {
   try {
     state = await load();
   } catch (error) {
-    tell(error.status === REFUSED ? "refused" : "failed");
+    showState(error.status === REFUSED ? "refused" : "failed");
     setTimeout(start, RETRY_MS);
     return;
   }
   if (state.live === false) {
-    tell("ended");
+    showState("ended");
     return;
   }
   if (isOver(state.status)) {
     end();
     return;
   }
-  tell("live");
+  showState("live");
   const address = () => `/events?after=${view.steps.x.at(-1) ?? 0}`;
-  // After a break the points that were missed are read anew.
-  stream = new Stream(address, { hear, tell, back: () => load().catch(() => {}) });
+  // After a break the missed points are read again.
+  stream = new Stream(address, { receive, showState, back: () => load().catch(() => {}) });
   window.addEventListener("pagehide", () => stream.close());
 }
 

@@ -1,4 +1,4 @@
-// Who waits for whom: a lane per process, tokens/s, queue depth and age.
+// Waiting pools: a lane per process, tokens/s, queue depth and age.
 
 import { Chart } from "/static/chart.js";
 import { byId } from "/static/dom.js";

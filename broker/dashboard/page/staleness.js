@@ -1,7 +1,7 @@
 // How old the trained data is, what is on its way, and what is dropped for its age.
 
 import { Chart } from "/static/chart.js";
-import { bars, byId, changes, say } from "/static/dom.js";
+import { bars, byId, changes, setText } from "/static/dom.js";
 import { fixed, percent, plural, sum, words } from "/static/format.js";
 import { lagColor, onTheme } from "/static/theme.js";
 import { showLag } from "/static/trajectory.js";
@@ -34,7 +34,7 @@ function survivors(s) {
     key: i, name: `${fixed(i ? quartiles[i - 1].up_to_tokens + 1 : 1)} to ${fixed(q.up_to_tokens)} tokens`, share: share(q) / whole,
     value: `${percent(share(q), 1)} of ${fixed(q.trajectories)}` })), "No answer is trained or dropped yet.");
   const lengths = `Mean length ${fixed(all, 1)} tokens of all answers, ${fixed(trained, 1)} of the trained ones.`;
-  say(byId("survivors-note"), alarm || (all ? lengths : ""));
+  setText(byId("survivors-note"), alarm || (all ? lengths : ""));
   byId("survivors-note").classList.toggle("bad", alarm !== "");
 }
 

@@ -1,4 +1,4 @@
-// The live stream. A break is told at once and mended: the next one asks for what was missed.
+// The live stream. A break is shown at once and repaired: the next stream requests the missed events.
 
 import { ask, REFUSED, SILENT } from "/static/ask.js";
 
@@ -6,12 +6,12 @@ const QUIET_S = 5;
 const LONGEST_WAIT_S = 10;
 
 /**
- * Keeps a stream open. address: returns the path to open now; `hear(object)` per event;
- * `tell(state, since)` as it goes on (live) or breaks (broken, refused); `back()` after a break.
+ * Keeps a stream open. address: returns the path to open now; `receive(object)` per event;
+ * `showState(state, since)` while it is open (live) or breaks (broken, refused); `back()` after a break.
  */
 export class Stream {
-  constructor(address, { hear, tell, back }) {
-    Object.assign(this, { address, hear, tell, back, wait: 1, heardAt: performance.now(), heard: new Date(), broken: false });
+  constructor(address, { receive, showState, back }) {
+    Object.assign(this, { address, receive, showState, back, wait: 1, receivedAt: performance.now(), received: new Date(), broken: false });
     this.open();
     this.watch = setInterval(() => this.check(), 1000);
   }
@@ -25,13 +25,13 @@ export class Stream {
   }
 
   message(text) {
-    this.heardAt = performance.now();
-    this.heard = new Date();
+    this.receivedAt = performance.now();
+    this.received = new Date();
     this.wait = 1;
     const wasBroken = this.broken;
     this.broken = false;
-    this.tell("live");
-    this.hear(JSON.parse(text));
+    this.showState("live");
+    this.receive(JSON.parse(text));
     if (wasBroken && !this.closed) this.back();
   }
 
@@ -39,14 +39,14 @@ export class Stream {
   lost() {
     this.source.close();
     if (this.closed) return;
-    if (!this.broken) this.tell("broken", this.heard);
+    if (!this.broken) this.showState("broken", this.received);
     this.broken = true;
     clearTimeout(this.retry);
     this.retry = setTimeout(() => this.again(), this.wait * 1000);
     this.wait = Math.min(LONGEST_WAIT_S, this.wait * 2);
   }
 
-  // A stream that is refused does not say why; a question does.
+  // A refused stream gives no reason; a request does.
   async again() {
     const status = await ask("/why.json").then(() => 200, (refusal) => refusal.status);
     if (this.closed) return;
@@ -54,14 +54,14 @@ export class Stream {
       this.open();
       return;
     }
-    this.tell(status === REFUSED ? "refused" : "broken", this.heard);
+    this.showState(status === REFUSED ? "refused" : "broken", this.received);
     this.lost();
   }
 
-  // A connection may stay open and say nothing: a stopped broker, a laptop that slept.
+  // A connection may stay open and silent: a stopped broker, a laptop that slept.
   check() {
     const now = performance.now();
-    if (!this.broken && now - Math.max(this.heardAt, this.openedAt) > QUIET_S * 1000) this.lost();
+    if (!this.broken && now - Math.max(this.receivedAt, this.openedAt) > QUIET_S * 1000) this.lost();
     if (this.broken && this.source.readyState !== EventSource.CLOSED && now - this.openedAt > 2 * QUIET_S * 1000) this.lost();
   }
 

@@ -1,4 +1,4 @@
-// Dark or light: what the system says, or what was chosen here before.
+// Dark or light: the system's choice, or an earlier one made here.
 
 const KEY = "slipstream-theme";
 const system = window.matchMedia("(prefers-color-scheme: dark)");

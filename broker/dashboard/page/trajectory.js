@@ -1,15 +1,15 @@
 // One trajectory: search, list, and the answer token by token.
 
 import { ask } from "/static/ask.js";
-import { byId, element, fillTable, say } from "/static/dom.js";
+import { byId, element, fillTable, setText } from "/static/dom.js";
 import { figure, fixed, plural } from "/static/format.js";
 import { between, onTheme } from "/static/theme.js";
 
 const KINDS = 8; // colors for version runs
 const STRONG = 1; // nats at which a difference has the full color
-let shown = null, asked = 0, wanted = 0; // the newest list and the newest trajectory that were asked for
+let shown = null, requested = 0, wanted = 0; // the newest requested list and trajectory
 
-// What nobody could answer or score; a click shows its life.
+// Groups not answered or scored; a click shows their life.
 async function letters() {
   if (!byId("letters").open) return;
   try {
@@ -26,23 +26,23 @@ async function letters() {
 
 /** List what fits a query and return how much does; null if that is not known, or no longer wanted. */
 async function list(query, what, none = "") {
-  const mine = ++asked;
-  say(byId("found"), "searching");
+  const mine = ++requested;
+  setText(byId("found"), "searching");
   try {
     const { items, more, groups } = await ask(`/items?${query}`);
-    if (mine !== asked) return [];
+    if (mine !== requested) return [];
     const count = `${plural(items.length, "trajectory", "trajectories")}${what}${more ? ", the newest of more" : ""}`;
-    say(byId("found"), (!items.length && none) || count);
+    setText(byId("found"), (!items.length && none) || count);
     byId("items").replaceChildren(...items.map(row));
     mark();
     return items.length ? [] : groups ?? [];
   } catch (error) {
-    if (mine === asked) say(byId("found"), `nothing found: ${error.message}`);
+    if (mine === requested) setText(byId("found"), `nothing found: ${error.message}`);
     return [];
   }
 }
 
-// Of a group that left no recorded answer the ledger may still tell the prompt and the life.
+// Of a group without a recorded answer the ledger may still have the prompt and the life.
 async function search(text) {
   const unrecorded = await list(`q=${encodeURIComponent(text)}`, text ? ` with "${text}"` : "");
   if (unrecorded.length) await open(unrecorded.at(-1), 0);
@@ -64,14 +64,14 @@ export function showLag(lag) {
   return list(`lag=${lag}`, ` with tokens of staleness ${lag}`);
 }
 
-// letter: what is known of a dead letter, in case that the broker tells less of it.
+// letter: the known facts of a dead letter, in case the broker has fewer.
 async function open(group, sibling, letter = null) {
   const mine = ++wanted;
   try {
     const one = await ask(`/trajectory?group=${group}&sibling=${sibling}`);
     if (mine !== wanted) return;
     if (!one.found && !one.life.length && !one.prompt && !letter) {
-      say(byId("found"), `g${group}/${sibling} is not recorded`);
+      setText(byId("found"), `g${group}/${sibling} is not recorded`);
       return;
     }
     shown = { ...one, prompt: one.prompt || letter?.prompt || "", failures: one.failures?.length ? one.failures : letter?.failures ?? [] };
@@ -81,7 +81,7 @@ async function open(group, sibling, letter = null) {
     byId("one").focus({ preventScroll: true });
     byId("one").scrollIntoView({ block: "nearest" });
   } catch (error) {
-    if (mine === wanted) say(byId("found"), `not read: ${error.message}`);
+    if (mine === wanted) setText(byId("found"), `not read: ${error.message}`);
   }
 }
 
@@ -98,7 +98,7 @@ export function runsOf(tokens) {
 
 function fill() {
   const t = shown;
-  say(byId("one-title"), t.found ? `Group g${t.group_id}, sibling ${t.sibling}` : `Group g${t.group_id}: its answers are not recorded`);
+  setText(byId("one-title"), t.found ? `Group g${t.group_id}, sibling ${t.sibling}` : `Group g${t.group_id}: its answers are not recorded`);
   const facts = !t.found ? (t.outcome ? [["outcome", t.outcome]] : []) : [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
     ...Object.entries(t.parts ?? {}).map(([name, value]) => [`reward, ${name}`, figure(value)]),
     ["ended by", t.finish_reason], ["temperature", figure(t.temperature)], ["tokens", fixed(t.tokens.length)]];
@@ -113,7 +113,7 @@ function fill() {
     type: "button", "aria-current": one.sibling === t.sibling ? "true" : null, text: `sibling ${one.sibling}: reward ${figure(one.reward)}`,
     on: { click: () => open(t.group_id, one.sibling) } }))));
   mark();
-  say(byId("token"), "");
+  setText(byId("token"), "");
   paint();
   table();
 }
@@ -192,7 +192,7 @@ export function create() {
   byId("tokens-table").addEventListener("toggle", table);
   byId("answer").addEventListener("pointerover", (event) => {
     const index = event.target.dataset?.index;
-    if (index !== undefined) say(byId("token"), about(shown.tokens[index], Number(index)));
+    if (index !== undefined) setText(byId("token"), about(shown.tokens[index], Number(index)));
   });
   onTheme(paint);
   window.addEventListener("hashchange", fromAddress);

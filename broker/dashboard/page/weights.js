@@ -9,7 +9,7 @@ const MOST_ENGINES = 8; // on the chart, and named in the words about a publish
 const PHASES = ["digest", "offer", "group", "receive", "pause", "transfer", "load", "verify", "commit"];
 const COLORS = ["--c8", "--c7", "--c6", "--c1", "--c2", "--c4", "--c3", "--c5"];
 
-/** Return in words who adopted a publish and who was left out. */
+/** Describe the engines that adopted a publish and those left out. */
 export function outcome(record) {
   const failed = Object.entries(record.failed ?? {}).map(([name, why]) => `${name} left out (${why})`);
   const rest = failed.length > MOST_ENGINES ? [`${failed.length - MOST_ENGINES} more left out`] : [];
@@ -18,7 +18,7 @@ export function outcome(record) {
 }
 
 function adopters(engines) {
-  if (!engines.length) return "adopted by nobody";
+  if (!engines.length) return "adopted by no engine";
   if (engines.length <= MOST_ENGINES) return `adopted by ${engines.map(([name, seconds]) => `${name} in ${duration(seconds)}`).join(", ")}`;
   const seconds = engines.map(([, spent]) => spent);
   return `adopted by ${engines.length} engines in ${duration(Math.min(...seconds))} to ${duration(Math.max(...seconds))}`;
@@ -32,7 +32,7 @@ function series(records) {
   return order.map((name, i) => ({ name, values: records.map((record) => record.phase_seconds?.[name] ?? 0), color: COLORS[i % COLORS.length] }));
 }
 
-// What the learner had trained by then tells its step; the engines are compared with that. Of many
+// The learner's progress at that time gives its step; the engines are compared with that. Of many
 // those are shown that are the furthest behind now, which one without a version is.
 function behind(view) {
   const { time, status } = view;

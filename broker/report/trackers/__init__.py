@@ -1,4 +1,4 @@
-"""Where a run's curves go besides the page: one adapter per tool, chosen by name.
+"""Experiment trackers for a run's curves: one adapter per tool, chosen by name.
 
 A tool's library is imported when its adapter starts.
 Imported by broker.report, broker.service and broker.startup.

@@ -17,7 +17,7 @@ _Point = tuple[int, Mapping[str, float]]
 
 
 class BackgroundTrackers:
-    """Hands every point to all trackers, in order. What cannot be logged is counted."""
+    """Hands every point to all trackers, in order. Points that cannot be logged are counted."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
@@ -34,7 +34,7 @@ class BackgroundTrackers:
             self._lose("all trackers", f"{_MAX_WAITING} points wait")
 
     def close(self) -> None:
-        """Write out what is queued, for at most ten seconds."""
+        """Write out the queue, for at most ten seconds."""
         deadline = time.monotonic() + _CLOSE_S
         with suppress(queue.Full):
             self._points.put(None, timeout=_CLOSE_S)

@@ -1,4 +1,4 @@
-"""What the broker asks of an experiment tracker."""
+"""The broker's interface to experiment trackers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What an adapter's ``start`` is given to start or resume a run with its tool."""
+    """Arguments for an adapter's ``start``, which starts or resumes a run with its tool."""
 
     project: str
     name: str
@@ -28,7 +28,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is buffered; nothing is logged after it."""
+        """Flush; nothing is logged after it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From logging.trackers to adapters. Only those that are named are imported."""
+"""From logging.trackers to adapters. Only the named ones are imported."""
 
 import importlib
 import json

@@ -37,5 +37,5 @@ class SwanlabTracker:
         self._swanlab.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the rest."""
         self._swanlab.finish()

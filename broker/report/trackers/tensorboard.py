@@ -16,8 +16,8 @@ class TensorBoardTracker:
 
         Args:
             folder: of TensorBoard.
-            resumed_at: the step that the run resumes from; what earlier files hold beyond it
-                belongs to a life that was abandoned and is hidden.
+            resumed_at: the step that the run resumes from; points of earlier files beyond it
+                belong to an abandoned life and are hidden.
         """
         folder.mkdir(parents=True, exist_ok=True)
         events = EventFileWriter(str(folder))
@@ -33,5 +33,5 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def close(self) -> None:
-        """Write out what is buffered; nothing is logged after it."""
+        """Flush; nothing is logged after it."""
         self._writer.close()

@@ -41,5 +41,5 @@ class WandbTracker:
         self._run.log({**figures, _STEP: step})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the rest."""
         self._run.finish()

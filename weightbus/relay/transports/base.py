@@ -1,4 +1,4 @@
-"""What a transport does within a transaction, and how members fail in it."""
+"""Interface of a transport within a transaction, and its members' failures."""
 
 import asyncio
 import importlib
@@ -48,7 +48,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Do what can be done while the engines generate; again if a member was left out since.
+        """Do the work possible while the engines generate; again if a member was left out since.
 
         Raises:
             MembersFailedError: it failed for some of them.
@@ -63,7 +63,7 @@ class Transport(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027 most have nothing open
-        """Release what is open, which also frees engines that wait for the relay."""
+        """Release open resources, which also frees engines that wait for the relay."""
 
     def close_soon(self) -> None:  # noqa: B027
         """Do so in the background."""

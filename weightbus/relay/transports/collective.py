@@ -224,7 +224,7 @@ class EngineGroup:
         self._store: TCPStore | None = open_store(host, world_size=world_size, timeout_s=timeout_s)
         self.port: int = self._store.port  # to which engines connect
         self._group: dist.ProcessGroup | None = None
-        self.device = torch.device("cpu")  # of what is sent
+        self.device = torch.device("cpu")  # of the sent bytes
 
     def join(self, backend: Backend) -> None:
         """Become rank 0; blocks until a byte has reached all engines, or the timeout.
@@ -250,7 +250,7 @@ class EngineGroup:
             raise PublishError(f"not all engines joined group {self.name}: {error}") from error
 
     async def start(self, flat: Callable[[], Tensor]) -> dist.Work:
-        """Start to send what ``flat`` returns ([num_bytes] uint8), after what was started before.
+        """Start to send the result of ``flat`` ([num_bytes] uint8), after all earlier sends.
 
         On a GPU in a thread: a copy, or NCCL in a call that only starts something, may wait for it.
         """

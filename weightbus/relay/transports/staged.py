@@ -41,7 +41,7 @@ class _Staged(Transport):
 
     @override
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the engines load what was received."""
+        """Have the engines load the received bytes."""
         limit = self._timeout_s
         await all_of(
             members, lambda m: m.request(lambda n: LoadReceived(command_id=n), timeout_s=limit)

@@ -11,7 +11,13 @@ from msgspec.structs import replace
 
 from slipstream.broker.dashboard import advisories
 from slipstream.broker.dashboard.advisories.advise import RULES, advise
-from slipstream.broker.dashboard.advisories.view import LOOKS, WINDOW_S, Advisory, Column, Trends
+from slipstream.broker.dashboard.advisories.view import (
+    NUM_WINDOWS,
+    WINDOW_S,
+    Advisory,
+    Column,
+    Trends,
+)
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
@@ -421,7 +427,7 @@ def test_a_day_of_history_costs_no_more_than_a_few_milliseconds():
         trends, series={name: Counting(column) for name, column in trends.series.items()}
     )
     advise(HERE, counted)
-    assert sum(num_read) < 20 * LOOKS * rows / 10
+    assert sum(num_read) < 20 * NUM_WINDOWS * rows / 10
 
 
 def test_engine_that_came_back_is_not_reported():

@@ -512,7 +512,7 @@ class Wide:
     def letters(self) -> list[Letter]:
         return []
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         self.num_reads += 1
         await asyncio.sleep(0.01)
 
@@ -750,7 +750,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
             urls = [address.with_path(path, keep_query=True) for path in paths]
             refused = [(await session.get(url)).status for url in urls]
             broken = False
-            await recorder.next_look()
+            await recorder.next_change()
             refused.append((await session.get(urls[0])).status)
         ends = recording.done()
         recording.cancel()
@@ -814,8 +814,8 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
     [
         ("appendfsync always", "always"),
         ("appendfsync everysec: a crash can lose the last second", "everysec"),
-        ("appendfsync no: a crash of the machine can lose what was acknowledged", "no"),
-        ("no append-only file: what was acknowledged is lost when the server ends", "no"),
+        ("appendfsync no: a crash of the machine can lose acknowledged work", "no"),
+        ("no append-only file: acknowledged work is lost when the server ends", "no"),
         ("unknown (CONFIG is not permitted)", ""),
     ],
 )

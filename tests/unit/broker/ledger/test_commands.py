@@ -1138,7 +1138,7 @@ def test_what_waits_for_rewards_is_counted_the_same_by_a_broker_that_takes_over(
     reward(ledger, first.group_id, [1.0])
     assert ledger.book.index.eval_unscored == 1
     assert make_ledger(ledger.book.rules, state_of(ledger)).book.index.eval_unscored == 1
-    ledger.book.begin_anew(ledger.book.groups[second.group_id])
+    ledger.book.restart(ledger.book.groups[second.group_id])
     assert ledger.book.index.eval_unscored == 0
 
 

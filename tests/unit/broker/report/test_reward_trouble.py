@@ -12,18 +12,18 @@ def test_a_function_that_fails_often_is_named_with_numbers_and_the_reason():
         else:
             trouble.scored("f.py:bad")
     text = "10 of the last 40 tries of f.py:bad gave no reward: took longer than 36"
-    assert trouble.said() == text
+    assert trouble.summary() == text
 
 
 def test_a_few_failures_are_no_trouble_and_what_is_mended_is_forgotten():
     trouble = RewardTrouble()
     for _ in range(4):
         assert trouble.failed("f", "judge is down") == ""
-    assert trouble.said() == ""
+    assert trouble.summary() == ""
     assert trouble.failed("f", "judge is down") != ""
     for _ in range(50):
         trouble.scored("f")
-    assert trouble.said() == ""
+    assert trouble.summary() == ""
 
 
 def test_warnings_double_and_functions_are_bounded():

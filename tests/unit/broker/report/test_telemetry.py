@@ -108,7 +108,7 @@ def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: 
     telemetry.hello(Hello(role="generator", name="generator-0", packages={"sglang": "0.5"}))
     time.passes(10.0)
     report(telemetry, "generator-0", 40.0, wait=2.0, generate=6.0)
-    telemetry.heard("generator-0")
+    telemetry.received_from("generator-0")
     time.passes(10.0)
     status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     _, role = status.roles
@@ -120,7 +120,7 @@ def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: 
 
 def test_an_observer_is_no_role(telemetry: Telemetry, ledger: Ledger):
     telemetry.hello(Hello(role="observer", name="observer"))
-    telemetry.heard("observer")
+    telemetry.received_from("observer")
     report(telemetry, "observer", 1.0)
     roles = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).roles
     assert [role.name for role in roles] == ["broker"]

@@ -345,17 +345,17 @@ def test_processes_of_an_answer_are_checked_like_the_answer():
         os.kill(int(child), signal.SIGSTOP)
         until_stopped(int(child))
         until(lambda: not is_computing(answer), "the stopped child is seen to compute")
-        before_s = answer._look()[1]
+        before_s = answer._usage()[1]
         os.kill(int(child), signal.SIGKILL)
         until(lambda: is_computing(answer), "the parent is not seen to compute")
-        assert answer._look()[1] >= before_s >= 0.2
+        assert answer._usage()[1] >= before_s >= 0.2
     finally:
         process.kill()
         process.wait()
 
 
 def is_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
-    _, used_s, states = answer._look()
+    _, used_s, states = answer._usage()
     return b"R" in states and used_s >= cpu_s
 
 

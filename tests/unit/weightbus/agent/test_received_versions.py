@@ -118,9 +118,9 @@ def test_a_version_on_disk_is_whole_and_checked(tmp_path: Path):
     ("damage", "why"),
     [
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "t4 arrived with digest"),
-        (lambda data: data[:-1], "does not hold what was offered"),
-        (lambda data: data + b"0", "does not hold what was offered"),
-        (lambda data: data[:9] + b"!" + data[10:], "does not hold what was offered"),
+        (lambda data: data[:-1], "does not hold the offered version"),
+        (lambda data: data + b"0", "does not hold the offered version"),
+        (lambda data: data[:9] + b"!" + data[10:], "does not hold the offered version"),
         (None, "cannot read .* same folder on every host"),
     ],
     ids=["flipped", "short", "long", "header", "gone"],

@@ -19,7 +19,7 @@ def join(
     adopted: PolicyVersion | None = None,
 ) -> None:
     shares = transport == "collective"
-    it.join(Seat(name, transport, device, adopted, heard_s=0.0, shares_group=shares))
+    it.join(Seat(name, transport, device, adopted, last_message_s=0.0, shares_group=shares))
 
 
 def due(it: Fleet, newest: PolicyVersion | None = V1, now_s: float = 0.0) -> list[list[str]]:

@@ -21,7 +21,7 @@ class World:
             "it",
             limit_s,
             (lambda: self.signs) if sees else None,
-            say=self.lines.append,
+            log=self.lines.append,
             now=lambda: self.now_s,
         )
 
@@ -72,7 +72,7 @@ def test_busy_process_without_progress_is_given_up_after_twenty_limits():
     patience = world.patience()
     assert not world.let_pass(patience, 599, cpu_s=1.0)
     assert world.let_pass(patience, 1, cpu_s=1.0)
-    assert patience.why == "was busy for 600 s and got nowhere"
+    assert patience.why == "was busy for 600 s without finishing"
 
 
 def test_time_in_which_the_waiter_did_not_run_does_not_count():
