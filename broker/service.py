@@ -183,7 +183,6 @@ async def _make_server(
         generation=beginning.generation,
         on_epoch=_remembered(run, beginning.identity),
     )
-    ledger.restarted(time.monotonic())
     for group in ledger.book.groups.values():
         if group.item == "eval" and group.headers:  # their part of eval/ is kept in memory
             keys = group.trajectory_keys()

@@ -6,7 +6,7 @@ Every change that concerns both is one call here, so that no caller can forget t
 from collections.abc import Callable, Collection, Iterable
 
 from slipstream.broker.ledger.commands import Ledger
-from slipstream.broker.ledger.events import LeaseEnd
+from slipstream.broker.ledger.events import LeaseEnd, LedgerEvent
 from slipstream.broker.ledger.groups import Group
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
@@ -37,8 +37,9 @@ class LeaseBook:
         self._scoring = scoring
         self._on_return = on_return
 
-    def enqueue_unscored(self) -> None:
-        """Queue every trajectory without a reward; after a restart."""
+    def restarted(self, now_s: float) -> None:
+        """Start after a replay: every lease has a full term, unscored trajectories are queued."""
+        self._ledger.restarted(now_s)
         for group in self._book.groups.values():
             for sibling in group.unscored:
                 self._scoring.add((group.group_id, sibling))
@@ -95,12 +96,13 @@ class LeaseBook:
                 self._attempt_ended(keys, other, "the reward worker died")
         self._on_return()
 
-    def hand_back(self, holder: str, lease_id: int) -> bool:
-        """Take back a trajectory whose scoring was not started; False if this is no such lease."""
-        is_untried = self._scoring.give_back(holder, lease_id)
-        if is_untried:
+    def release(self, holder: str, lease_id: int) -> bool:
+        """Take back a lease before its end; True if it is one of generation, which failed."""
+        if self._scoring.give_back(holder, lease_id):
             self._on_return()
-        return is_untried
+            return False
+        self._ledger.release(holder, lease_id, "failed")
+        return True
 
     def undelivered(self, answer: Answer) -> None:
         """Take back leases whose answer could not be sent."""
@@ -160,10 +162,12 @@ class LeaseBook:
             self._on_return()
         return group
 
-    def discard(self, keys: Iterable[TrajectoryKey]) -> None:
-        """Forget trajectories whose group ended."""
-        for key in keys:
+    def drain(self) -> tuple[list[LedgerEvent], list[TrajectoryKey]]:
+        """As ``Ledger.drain``; trajectories whose group ended need no reward."""
+        events, released = self._ledger.drain()
+        for key in released:
             self._scoring.discard(key)
+        return events, released
 
     def _attempt_ended(self, keys: Iterable[TrajectoryKey], holder: str, reason: str) -> None:
         """Count an attempt to score that ended without an answer."""

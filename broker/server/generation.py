@@ -60,10 +60,9 @@ class Generation:
                 _log.warning("%s cannot answer a prompt: %s", session.name, log_text(detail))
                 self._ledger.reject(session.holder, lease_id, reason)
             case ReleaseLease(lease_id=lease_id, reason=reason):
-                if not self._leases.hand_back(session.holder, lease_id):
+                if self._leases.release(session.holder, lease_id):
                     text = log_text(reason)
                     _log.warning("%s handed back lease %d: %s", session.name, lease_id, text)
-                    self._ledger.release(session.holder, lease_id, "failed")
             case _:
                 assert_never(request)
         return Reply(Done())

@@ -182,7 +182,7 @@ class BrokerServer:
         Raises:
             ConfigError: an address cannot be listened at.
         """
-        self._leases.enqueue_unscored()
+        self._leases.restarted(self._now())
         try:
             async with asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
@@ -440,9 +440,8 @@ class BrokerServer:
         then: Callable[[], None] | None = None,
     ) -> None:
         """Hand the ledger's events to the store; ``then`` follows when they are durable."""
-        events, released = self._ledger.drain()
+        events, released = self._leases.drain()
         self._writer.write(events, put or {}, released, then)
-        self._leases.discard(released)
         self.frames.discard(released)
         if events:
             self._settle_soon()

@@ -66,7 +66,7 @@ def test_what_is_submitted_waits_for_a_reward(parts: Parts):
 def test_after_a_restart_everything_without_a_reward_is_queued(parts: Parts):
     parts.submit(0)
     queue = ScoringQueue(lease_s=LEASE_S)
-    LeaseBook(parts.ledger, queue).enqueue_unscored()
+    LeaseBook(parts.ledger, queue).restarted(0.0)
     assert queue.num_waiting == 1
 
 
@@ -150,8 +150,8 @@ def test_a_reward_ends_the_wait_and_a_failure_prolongs_it(parts: Parts):
 def test_handed_back_trajectory_costs_no_attempt(parts: Parts):
     parts.submit(0)
     (lease_id,) = parts.lease_scoring().values()
-    assert parts.book.hand_back(WORKER, lease_id)
-    assert not parts.book.hand_back(WORKER, lease_id)
+    assert not parts.book.release(WORKER, lease_id)
+    assert parts.book.release(WORKER, lease_id), "no lease of scoring any more"
     assert parts.scoring.num_waiting == 1
     assert parts.failures == []
 
