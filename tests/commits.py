@@ -1,4 +1,4 @@
-"""Whether commit messages can be searched: ``python -m tests.commits [RANGE]``.
+"""Whether commit messages can be searched: ``python -m tests.commits [RANGE | --message FILE]``.
 
 A subject is ``package: imperative``; anything but a small change has a body that gives the reason.
 Without a range it checks every commit after the one that brought this file.
@@ -64,8 +64,19 @@ def commits_in(span: str) -> list[Commit]:
     return [_parsed(record) for record in log.split("\x01")[1:]]
 
 
+def being_made(message: str, changes: str) -> Commit:
+    """Return the commit of a message as git hands it to a hook; its comments are left out."""
+    lines = [line for line in message.splitlines() if not line.startswith("#")]
+    subject, _, body = "\n".join(lines).strip().partition("\n")
+    return _commit("this commit", subject, body, changes)
+
+
 def _parsed(record: str) -> Commit:
     name, subject, body, changes = record.split("\x02")
+    return _commit(name, subject, body, changes)
+
+
+def _commit(name: str, subject: str, body: str, changes: str) -> Commit:
     counts = [line.split("\t")[:2] for line in changes.splitlines() if "\t" in line]
     num_lines = sum(int(count) for pair in counts for count in pair if count.isdecimal())
     return Commit(name, subject, body, num_lines)
@@ -87,7 +98,16 @@ def main() -> int:
     if not (ROOT / ".git").exists():
         return 0  # an archive has no history
     faulty = 0
-    for commit in commits_in(sys.argv[1] if len(sys.argv) > 1 else _since_this_file()):
+    match sys.argv[1:]:
+        case ["--message", file]:  # of the commit that is being made
+            commits = [
+                being_made(Path(file).read_text("utf-8"), _git("diff", "--cached", "--numstat"))
+            ]
+        case [span]:
+            commits = commits_in(span)
+        case _:
+            commits = commits_in(_since_this_file())
+    for commit in commits:
         for fault in faults_of(commit):
             faulty += 1
             sys.stderr.write(f"{commit.name} {commit.subject!r}: {fault}\n")

@@ -1,7 +1,6 @@
 """The history of a run as columns: for the page, the rules, and the run folder."""
 
 import logging
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing_extensions import override
 from slipstream.broker.dashboard.advisories.view import Column, Trends
 from slipstream.broker.dashboard.table import Numbers, shown
 from slipstream.broker.dashboard.trajectories import Letter
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)
@@ -108,12 +108,7 @@ def write_state(path: Path, state: StoredState) -> None:
     """Write a state, at once or not at all."""
     data = msgspec.msgpack.encode(state, enc_hook=lambda one: shown(_column_of(one)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_file(path, data, durable=False)
 
 
 def read_state(path: Path) -> StoredState | None:
@@ -129,9 +124,6 @@ def claim_state(path: Path) -> StoredState | None:
 
     Another one is put aside: it is about to be written over.
     """
-    with suppress(OSError):  # of brokers that were killed while they wrote
-        for left in path.parent.glob(f".{path.name}.*.unfinished"):
-            left.unlink()
     try:
         return _decode(path)
     except FileNotFoundError:

@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Callable
 
+from slipstream.wire.process.token_bucket import TokenBucket
+
 _log = logging.getLogger(__name__)
 _BURST_BYTES = 16 * 1024
 _BYTES_PER_S = 4 * 1024
@@ -19,8 +21,7 @@ class OutputLog:
     def __init__(self, name: str, *, now: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._now = now
-        self._allowed = float(_BURST_BYTES)
-        self._filled_s = now()
+        self._allowed = TokenBucket(_BYTES_PER_S, _BURST_BYTES, now())
         self._dropped_since = 0
         self.dropped_bytes = 0
 
@@ -37,15 +38,12 @@ class OutputLog:
 
     def add(self, data: bytes) -> None:
         """Log as much as is allowed."""
-        now_s = self._now()
-        self._allowed += (now_s - self._filled_s) * _BYTES_PER_S
-        self._allowed = min(self._allowed, float(_BURST_BYTES))
-        self._filled_s = now_s
-        if self._dropped_since and self._allowed < _RESUMES_BYTES:
+        allowed = self._allowed.refill(self._now())
+        if self._dropped_since and allowed < _RESUMES_BYTES:
             self._drop(len(data))
             return
-        kept = data[: int(self._allowed)]
-        self._allowed -= len(kept)
+        kept = data[: int(allowed)]
+        self._allowed.tokens -= len(kept)
         if kept and self._dropped_since:
             self.report_dropped()
         for line in kept.decode(errors="replace").splitlines():

@@ -1,10 +1,10 @@
 """Limits of one connection: requests at a time, and their size. Pure."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slipstream.wire.messages.broker import Role
+from slipstream.wire.process.token_bucket import TokenBucket
 
 P = TypeVar("P")
 MAX_FRAMES = 8  # of one message, the request id, the session and the body among them
@@ -14,19 +14,12 @@ _TINY_BYTES = 64 * 1024
 _BODY_BYTES = 1024 * 1024
 
 
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    since_s: float
-
-
 class RateLimit(Generic[P]):
     """A token bucket per client: ``per_s`` requests in the long run, twice that at once."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
-        self._most = 2 * per_s
-        self._buckets: OrderedDict[P, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[P, TokenBucket] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -37,13 +30,10 @@ class RateLimit(Generic[P]):
         if bucket is None:
             if len(self._buckets) >= _MAX_STRANGERS:
                 self._buckets.popitem(last=False)
-            bucket = self._buckets[peer] = _Bucket(self._most, now_s)
+            bucket = self._buckets[peer] = TokenBucket(self._per_s, 2 * self._per_s, now_s)
         else:
             self._buckets.move_to_end(peer)
-        gained = (now_s - bucket.since_s) * self._per_s
-        bucket.tokens = min(self._most, bucket.tokens + gained)
-        bucket.since_s = now_s
-        if bucket.tokens < 1:
+        if bucket.refill(now_s) < 1:
             return False
         bucket.tokens -= 1
         return True

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import zmq
 
+from slipstream.broker.curve import ping, require_keys
 from slipstream.broker.server.gate import ConnectionCount, Gate, TcpGate, UnixGate, listening_socket
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.pieces import PIECE_BYTES
@@ -87,11 +88,8 @@ class Router:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         if secret_key:
-            self._socket.curve_secretkey = secret_key
-            self._socket.curve_server = True
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a host may just vanish
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _GONE_AFTER_MS)
-            self._socket.zap_domain = b"slipstream"
+            require_keys(self._socket, secret=secret_key, domain="slipstream")
+            ping(self._socket, every_ms=_HEARTBEAT_MS, dead_after_ms=_GONE_AFTER_MS)
         self.connections: ConnectionCount | None = None  # none are counted within a process
         self._cleanup = ExitStack()
         self._cleanup.callback(self._socket.close)

@@ -473,6 +473,18 @@ def test_nothing_outside_is_touched_and_no_right_is_gained(run: Runner):
     assert outcome.text.splitlines() == ["['1', '2']", str(["0" * 16] * 5)], outcome.stderr
 
 
+def test_programs_run_from_tmp_too(run: Runner):
+    """As docs/adr/0034 states: Python runs any machine code without a file."""
+    source = """
+import os, subprocess
+with open("/tmp/program", "w") as file:
+    file.write("#!/bin/sh\\necho it runs\\n")
+os.chmod("/tmp/program", 0o700)
+print(subprocess.run(["/tmp/program"], capture_output=True, text=True).stdout, end="")
+"""
+    assert run(source).text == "it runs\n"
+
+
 def test_code_that_ends_process_1_has_failed_and_the_sandbox_is_not_missing(run: Runner):
     source = """
 import resource

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.commits import Commit, commits_in, faults_of
+from tests.commits import Commit, being_made, commits_in, faults_of
 
 
 def commit(subject: str, body: str = "", num_lines: int = 1) -> Commit:
@@ -48,3 +48,13 @@ def test_commits_are_read_with_their_size():
     (newest,) = commits_in("-1")
     assert newest.subject
     assert newest.num_lines >= 0
+
+
+def test_a_commit_that_is_being_made_is_judged_without_its_comments():
+    message = "broker: keep leases\n\n# Please enter the commit message\n#\tmodified: x.py\n"
+    small = being_made(message, "1\t2\tx.py\n-\t-\tpicture.png\n")
+    assert small == Commit("this commit", "broker: keep leases", "", 3)
+    assert faults_of(small) == []
+    large = being_made(message, "100\t2\tx.py\n")
+    assert faults_of(large) == ["102 changed lines and no body with the reason"]
+    assert faults_of(being_made("wip\n", "1\t0\tx.py\n"))

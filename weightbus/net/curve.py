@@ -7,6 +7,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from slipstream.broker.curve import ping, prove_key, require_keys
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.weightbus import RelayAddress
@@ -84,13 +85,10 @@ class RemoteListener:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        socket.setsockopt(
-            zmq.ROUTER_MANDATORY, int(not has_buckets)
-        )  # a send to a peer that is gone fails
+        # A send of a command to a peer that is gone fails.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))
         detect_dead_peers(socket, has_buckets=has_buckets)
-        socket.curve_secretkey = self._secret
-        socket.curve_server = True
-        socket.zap_domain = _DOMAIN.encode()
+        require_keys(socket, secret=self._secret, domain=_DOMAIN)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -114,8 +112,7 @@ def detect_dead_peers(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
     else:
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
+        ping(socket, every_ms=_HEARTBEAT_MS, dead_after_ms=_DEAD_AFTER_MS)
 
 
 def connect(
@@ -137,7 +134,5 @@ def connect(
         if key is None:
             raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
         detect_dead_peers(socket, has_buckets=has_buckets)
-        socket.curve_serverkey = server_key.encode()
-        socket.curve_publickey = key.public.encode()
-        socket.curve_secretkey = key.secret.encode()
+        prove_key(socket, key, server_key=server_key)
     socket.connect(endpoint)

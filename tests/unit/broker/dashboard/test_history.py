@@ -185,12 +185,12 @@ def test_what_a_write_that_was_killed_left_is_removed_and_one_that_fails_leaves_
     tmp_path: Path,
 ):
     path = tmp_path / "state.msgpack"
-    left = tmp_path / ".state.msgpack.0123.unfinished"
-    left.touch()
-    claim_state(path)
-    assert not left.exists()
-    path.mkdir()
+    (tmp_path / ".state.msgpack.unfinished").touch()
     state = StoredState(at_s=1.0, status=STATUS, history=History(began_s=0.0).snapshot())
+    write_state(path, state)
+    assert [one.name for one in tmp_path.iterdir()] == ["state.msgpack"]
+    path.unlink()
+    path.mkdir()
     with pytest.raises(OSError, match="directory"):
         write_state(path, state)
     assert [one.name for one in tmp_path.iterdir()] == ["state.msgpack"]
