@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 
 from slipstream.algos.section import AlgoSection
+from slipstream.broker.config import BrokerSection
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
@@ -116,7 +117,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
-    drops_equal_rewards: bool = True  # as in the broker's section
+    broker: BrokerSection = BrokerSection()  # whose groups of equal rewards are dropped, or not
 
     @property
     def model(self) -> Path:
@@ -157,7 +158,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         checkpoint=section(table, "checkpoint", CheckpointSection),
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),
-        drops_equal_rewards=bool(table.get("broker", {}).get("drop_zero_variance", True)),
+        broker=section(table, "broker", BrokerSection),
     )
     model_folder(settings.run)
     if settings.resume_from is not None and not may_resume:

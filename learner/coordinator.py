@@ -73,6 +73,10 @@ class Coordinator:
         """True on every rank if the flag is set on at least one; no rank passes before all came."""
         return any_rank(flag, world_size=self._topology.world_size)
 
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.on_any(False)
+
     # ---- batches ---------------------------------------------------------------
 
     def take_over(

@@ -59,11 +59,10 @@ def run_learner(
         ChildDiedError: a rank ended before its time.
     """
     algorithm = algorithm_of(settings)
-    if algorithm.choice.learns_from_equal_rewards and settings.drops_equal_rewards:
+    if algorithm.choice.learns_from_equal_rewards and settings.broker.drop_zero_variance:
         _log.warning(
             "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
-            "algo.likelihood), and "
-            "broker.drop_zero_variance = true has them replaced: set it to false"
+            "algo.likelihood), and broker.drop_zero_variance = true replaces them: set it to false"
         )
     ranks = settings.learner.ranks
     if ranks == 1:

@@ -157,7 +157,7 @@ class LearnerLoop:
             self._reject(version, outcome)
             return version
         self._rejected_in_a_row = 0
-        self._coordinator.on_any(False)  # all ranks have trained it
+        self._coordinator.barrier()  # all ranks have trained it
         figures = outcome.figures
         figures["policy/lr"] = self._policy.lr
         self._policy.end_step(trained_policy=self._algorithm.trains_policy(version.step))
