@@ -34,7 +34,7 @@ class TransportEntry(NamedTuple):
 TRANSPORTS: Mapping[str, TransportEntry] = {
     "collective": TransportEntry(f"{_CLASSES}.collective:Collective", dials_host=True),
     "tcp": TransportEntry(f"{_CLASSES}.staged:OverTcp"),
-    "disk": TransportEntry(f"{_CLASSES}.staged:OverDisk", is_staged=False),
+    "disk": TransportEntry(f"{_CLASSES}.disk:OverDisk", is_staged=False),
 }
 AUTO = "auto"  # a setting that ``chosen`` replaces by a transport
 _BY_DEVICE = {"cpu": "collective", "cuda": "tcp"}  # NCCL never ran between two GPUs here

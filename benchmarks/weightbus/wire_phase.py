@@ -33,6 +33,7 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.transports.base import RelayState
 from slipstream.weightbus.relay.transports.collective import Collective
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.messages.codec import decode_agent_message
@@ -196,13 +197,11 @@ async def _measure(
     memory = SharedSlots.open(made.path, slot_bytes=layout.num_bytes, num_slots=1)
     figures = WireFigures(layout.num_bytes, receivers)
     async with _relay(folder, sizes, receivers) as relay:
-        publication = Publication(
-            snapshot_of(sizes, memory, bucket_bytes=BUCKET_BYTES, step=0), folder=folder
-        )
+        publication = Publication(snapshot_of(sizes, memory, bucket_bytes=BUCKET_BYTES, step=0))
         each = await _Groups.of([[member] for member in relay.members], relay, publication)
         shared = await _Groups.of([relay.members], relay, publication) if receivers > 1 else None
         for number in range(-1, rounds):  # the first round warms up
-            turn = _Round(folder, sizes, memory, relay, number)
+            turn = _Round(sizes, memory, relay, number)
             for size in raw_buckets:
                 seconds, cpu_s = await turn.raw(each.raw, size)
                 if number >= 0:
@@ -243,17 +242,18 @@ class _Groups:
         cls, parties: Sequence[Sequence[Member]], relay: _Relay, publication: Publication
     ) -> Self:
         raw = [await relay.join_raw([member.name for member in party]) for party in parties]
-        ours = [(Collective(WeightBusSection(timeout_s=TIMEOUT_S)), party) for party in parties]
+        ours = [
+            (Collective(WeightBusSection(timeout_s=TIMEOUT_S), RelayState()), party)
+            for party in parties
+        ]
         for collective, party in ours:
             await collective.prepare(publication, party)
         return cls(raw, ours)
 
 
 class _Round:
-    def __init__(
-        self, folder: Path, sizes: Sizes, memory: SharedSlots, relay: _Relay, number: int
-    ) -> None:
-        self._folder, self._sizes, self._memory = folder, sizes, memory
+    def __init__(self, sizes: Sizes, memory: SharedSlots, relay: _Relay, number: int) -> None:
+        self._sizes, self._memory = sizes, memory
         self._relay, self._number = relay, number
 
     async def raw(self, groups: Sequence[_RawGroup], bucket_bytes: int) -> tuple[float, float]:
@@ -282,7 +282,7 @@ class _Round:
         snapshot = snapshot_of(
             self._sizes, self._memory, bucket_bytes=bucket_bytes, step=self._number + 1
         )
-        publication = Publication(snapshot, folder=self._folder)
+        publication = Publication(snapshot)
         await self._relay.ask(do="layout", bucket_bytes=bucket_bytes)
         before = sum(one["cpu_s"] for one in await self._relay.ask(do="cpu"))
         began_cpu_s, began_s = time.process_time(), time.monotonic()

@@ -23,10 +23,10 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.relay import publication
 from slipstream.weightbus.relay.engine_checksums import differing, expected_checksums
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.relay.transports import disk
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
@@ -229,7 +229,7 @@ def test_bytes_that_change_on_the_way_are_never_served(
 def _damage(patch: pytest.MonkeyPatch, transport: str) -> None:
     """Have a bit change behind the digests."""
     if transport == "disk":
-        write: Callable[..., Path] = publication.write_version
+        write: Callable[..., Path] = disk.write_version
 
         def written(*arguments: object, **named: object) -> Path:
             folder = write(*arguments, **named)
@@ -240,7 +240,7 @@ def _damage(patch: pytest.MonkeyPatch, transport: str) -> None:
                 file.write(bytes([last[0] ^ 1]))
             return folder
 
-        patch.setattr(publication, "write_version", written)
+        patch.setattr(disk, "write_version", written)
         return
     bucket = WeightSnapshot.bucket
 

@@ -6,7 +6,6 @@ weightbus.linger_s.
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -27,7 +26,6 @@ from slipstream.weightbus.relay.lock import only_relay
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.disk import copies_in, number_after, remove_copies
 from slipstream.wire.errors import ConfigError, ProtocolError, PublishError, SupersededError
 from slipstream.wire.messages.codec import decode_relay_request, encode
 from slipstream.wire.messages.relay import (
@@ -99,32 +97,13 @@ class Relay:
     async def run(self) -> None:
         """Serve until ``stop`` is set."""
         run = self._settings.run
-        left = await asyncio.to_thread(copies_in, self._settings.folder)
-        self._versions.first_copy = number_after(left)
         jobs = [
-            self._remove_when_unread(left),
             self._serve_learner(run.endpoint("relay")),
             self._publisher.run(relay_address(run), self._remote),
             self._watch_learner(),
             self._reports.run(self._publisher.states, self._remote),
         ]
-        try:
-            await run_until(self._stop.wait(), *jobs)
-        finally:
-            await self._versions.clean_disk(all_of_it=True)
-            await asyncio.to_thread(remove_copies, left)
-
-    async def _remove_when_unread(self, left: list[Path]) -> None:
-        """Remove the copies on disk of earlier relays, once no engine can be reading them.
-
-        A load that the last relay ordered takes weightbus.timeout_s at most.
-        """
-        await asyncio.to_thread(remove_copies, left, unfinished_only=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.weightbus.timeout_s):
-                await self._stop.wait()
-        await asyncio.to_thread(remove_copies, left)
-        await self._stop.wait()
+        await run_until(self._stop.wait(), *jobs)
 
     # ---- the learner ---------------------------------------------------------
 

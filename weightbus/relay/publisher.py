@@ -72,6 +72,10 @@ class Publisher:
         self._libraries = libraries
         self._transports = transports
         self._classes = {name: transport_class(entry) for name, entry in transports.items()}
+        self._states = {
+            name: chosen.relay_state(settings, versions.folder)
+            for name, chosen in self._classes.items()
+        }
         self._now = now
         self._incarnation = secrets.token_hex(8)
         self._members: dict[str, Member] = {}
@@ -107,6 +111,8 @@ class Publisher:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(remote))
                 group.create_task(self._serve_due(group))
+                for state in self._states.values():
+                    group.create_task(state.run())
                 for socket, bulk, checks in pairs:
                     group.create_task(serve_buckets(bulk, self._versions, checks))
                     group.create_task(self._listen(socket, checks))
@@ -120,6 +126,8 @@ class Publisher:
             for one in sockets:
                 one.close(linger=0)
             context.term()
+            for state in self._states.values():
+                await state.close()
 
     def states(self) -> list[MemberState]:
         """Return the state of each member, sorted by name."""
@@ -269,12 +277,11 @@ class Publisher:
         """Bring members to a version; the record and the fleet get the results."""
         group = serving.group
         try:
-            chosen = self._classes[serving.seats[0].transport]
+            name = serving.seats[0].transport
             if group is None:
-                chosen = self._classes[FALLBACK] if chosen.shares_group else chosen
-                transport = chosen(self._settings)
+                transport = self._open(FALLBACK if self._classes[name].shares_group else name)
             else:
-                transport = self._shared.get(group) or chosen(self._settings)
+                transport = self._shared.get(group) or self._open(name)
                 self._shared[group] = transport
             check_every = self._settings.engine_check_every
             record = await Transaction(reading.publication, members, transport, check_every).run()
@@ -285,7 +292,11 @@ class Publisher:
         for name, why in record.failed.items():
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
-        await self._versions.clean_disk()
+        for state in self._states.values():
+            await state.keep(self._versions.wanted())
+
+    def _open(self, name: str) -> Transport:
+        return self._classes[name](self._settings, self._states[name])
 
     def _dissolve(self, group: CollectiveGroup | None) -> None:
         if group is not None and (transport := self._shared.pop(group, None)) is not None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.version.disk import remove_copies
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -46,13 +45,11 @@ class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
     def __init__(self, folder: Path) -> None:
-        """Start without a version; those of the disk transport go to ``folder``."""
-        self._folder = folder
+        """Start without a version; files of transports go to ``folder``."""
+        self.folder = folder
         self._run_id = ""  # of the first learner
         self._sources: list[_LearnerMemory] = []  # the newest learner's last; an old one till idle
         self._reading: Counter[Publication] = Counter()
-        self._on_disk: list[Publication] = []  # that may have copies there
-        self.first_copy = 1  # number of a version's first copy on disk
         self._changed = asyncio.Event()
 
     @property
@@ -119,11 +116,8 @@ class Versions:
         except ValueError as error:
             raise PublishError(str(error)) from error
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
-        publication = Publication(
-            snapshot, folder=self._folder, first_copy=self.first_copy, pin=source.memory.pin
-        )
+        publication = Publication(snapshot, pin=source.memory.pin)
         source.publications[slot] = publication
-        self._on_disk.append(publication)
         for old in self._sources[:-1]:
             old.memory.close()
         self._sources = self._sources[-1:]  # transactions of an old one keep their source
@@ -158,16 +152,9 @@ class Versions:
                     return publication
         return None
 
-    async def clean_disk(self, *, all_of_it: bool = False) -> None:
-        """Remove the copies on disk that no engine can need, or all that were made here."""
-        wanted = set(self._reading)
-        for source in self._sources:
-            wanted.update(source.publications.values())
-        unwanted = [p for p in self._on_disk if all_of_it or p not in wanted]
-        for publication in unwanted:
-            self._on_disk.remove(publication)
-        if copies := [copy for one in unwanted for copy in one.copies()]:
-            await asyncio.to_thread(remove_copies, copies)
+    def wanted(self) -> set[Publication]:
+        """Return the versions that an engine may need: those being read, and those in a slot."""
+        return set(self._reading).union(*(one.publications.values() for one in self._sources))
 
     def _serving(self) -> _LearnerMemory | None:
         return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)

@@ -3,7 +3,8 @@
 import asyncio
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from slipstream.weightbus.config import WeightBusSection
@@ -25,6 +26,19 @@ class MembersFailedError(PublishError):
         self.reasons = dict(reasons)
 
 
+class RelayState:
+    """State of a transport in a relay, beyond transactions: none, for most. Made once per relay."""
+
+    async def run(self) -> None:
+        """Do what is due beside transactions; cancelled when the relay ends."""
+
+    async def keep(self, wanted: Collection[Publication]) -> None:
+        """Let go of what belongs to other versions: no engine can need it."""
+
+    async def close(self) -> None:
+        """Let go of everything: the relay ends."""
+
+
 class Transport(ABC):
     """One way in which the bytes of a version reach engines.
 
@@ -38,8 +52,15 @@ class Transport(ABC):
     prepare_phase: ClassVar[str] = "receive"  # names in the record, of PUBLISH_PHASES
     load_phase: ClassVar[str] = "load"
 
-    def __init__(self, settings: WeightBusSection) -> None:
+    def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
+        """Serve with the ``state`` that ``relay_state`` returned to this relay."""
         self._settings = settings
+        del state  # of subclasses that have one
+
+    @classmethod
+    def relay_state(cls, settings: WeightBusSection, folder: Path) -> RelayState:  # noqa: ARG003
+        """Return this transport's state in a relay; its files go to ``folder``."""
+        return RelayState()
 
     @classmethod
     def why_not(cls, join: Join, ours: Libraries) -> str:  # noqa: ARG003 for subclasses

@@ -20,7 +20,13 @@ from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.weightbus.relay.member import PROBE_S, Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of, each
+from slipstream.weightbus.relay.transports.base import (
+    MembersFailedError,
+    RelayState,
+    Transport,
+    all_of,
+    each,
+)
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.messages.weightbus import Join, LoadBucket, OpenGroup, Outcome
 
@@ -40,8 +46,8 @@ class Collective(Transport):
     prepare_phase: ClassVar[str] = "group"
     load_phase: ClassVar[str] = "transfer"
 
-    def __init__(self, settings: WeightBusSection) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
+        super().__init__(settings, state)
         self._group: EngineGroup | None = None
         self._members: list[Member] = []
 

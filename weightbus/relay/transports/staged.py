@@ -8,18 +8,26 @@ from typing_extensions import override
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
+from slipstream.weightbus.relay.transports.base import (
+    MembersFailedError,
+    RelayState,
+    Transport,
+    all_of,
+)
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import LoadReceived, Receive
 
 
-class _Staged(Transport):
-    def __init__(self, settings: WeightBusSection) -> None:
-        super().__init__(settings)
+class Staged(Transport):
+    """Receives, then loads. For one transaction."""
+
+    def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
+        super().__init__(settings, state)
         self._timeout_s = settings.receive_timeout_s
         self._received: set[Member] = set()
 
     async def _path(self, publication: Publication) -> str:
+        """Return where the agents find it; empty for the relay's bulk socket."""
         raise NotImplementedError
 
     @override
@@ -48,7 +56,7 @@ class _Staged(Transport):
         )
 
 
-class OverTcp(_Staged):
+class OverTcp(Staged):
     """Agents fetch the buckets from the relay's bulk socket. For one transaction."""
 
     name: ClassVar[str] = "tcp"
@@ -56,22 +64,3 @@ class OverTcp(_Staged):
     @override
     async def _path(self, publication: Publication) -> str:
         return ""
-
-
-class OverDisk(_Staged):
-    """Agents read a folder that the relay wrote. For one transaction."""
-
-    name: ClassVar[str] = "disk"
-
-    @override
-    async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents check the version on disk; a refused copy is written again."""
-        try:
-            await super().prepare(publication, members)
-        except MembersFailedError:
-            await publication.check_disk()
-            raise
-
-    @override
-    async def _path(self, publication: Publication) -> str:
-        return str(await publication.on_disk())
