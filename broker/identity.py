@@ -16,6 +16,7 @@ from slipstream.broker.ledger.state import BookState
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import IDENTITY
+from slipstream.wire.unreadable import UNREADABLE
 
 IDS_PER_LIFE = 1_000_000_000  # so that g2000000017 is read as group 17 of life 2
 
@@ -43,7 +44,7 @@ def read_identity(run_folder: Path) -> RunIdentity | None:
         return msgspec.json.decode(path.read_bytes(), type=RunIdentity)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; put it back, or start a new run (another run.name)"
         ) from error

@@ -4,8 +4,6 @@ import logging
 import math
 from pathlib import Path
 
-import msgspec
-
 from slipstream.broker.config import BrokerSettings
 from slipstream.broker.data.mixture import fingerprint_of
 from slipstream.broker.data.prompts import Prompts
@@ -19,6 +17,7 @@ from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_ledger, readable_checkpoints
 from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def ledger_of(checkpoint: Path) -> BookState:
         )
     try:
         return decode_state(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{checkpoint}: its ledger cannot be read: {error}") from error
 
 

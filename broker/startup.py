@@ -39,6 +39,7 @@ from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.files.trajectory_file import cut_from_step
 from slipstream.wire.process.patience import log_wait
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _TRACKERS_START_S = 300.0
@@ -129,7 +130,7 @@ async def _check_before(
     data = await store.snapshot()
     try:
         stored = decode_state(data) if data is not None else None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _unreadable(settings, error) from error
     has_begun = stored is not None and stored.num_events > 0
     if stored is not None and not has_begun:
@@ -172,7 +173,7 @@ async def _stored_ledger(
         async for event in store.replay():
             apply(ledger.book, decode_event(event))
             events.append(event)
-    except (msgspec.DecodeError, UnicodeDecodeError, LookupError) as error:
+    except (LookupError, *UNREADABLE) as error:
         raise _unreadable(settings, error) from error
     ledger.drain()
     return ledger, events

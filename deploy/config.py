@@ -11,6 +11,7 @@ from slipstream.broker.config import BrokerSettings, broker_settings
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.load import Section, Table, section, to_table
 from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
 
@@ -142,4 +143,4 @@ def write_resolved(config: RunConfig, path: Path) -> None:
         "logging": to_table(config.broker.logging),
         "deploy": to_table(config.deploy),
     }
-    path.write_text(tomli_w.dumps(resolved))
+    replace_file(path, tomli_w.dumps(resolved).encode())

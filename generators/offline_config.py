@@ -9,6 +9,7 @@ from slipstream.broker.config import RewardSection
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table, section
+from slipstream.wire.unreadable import UNREADABLE
 
 
 class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +64,7 @@ def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettin
     another = "name another file or remove it"
     try:
         there: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(
             f"--out {out} exists, and {path.name}, which holds its settings, cannot "
             f"be read: {error}; {another}"

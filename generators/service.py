@@ -80,6 +80,7 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
             skips_bad_prompts=settings.skips_bad_prompts,
             rewards=rewards,
             max_credits=settings.reward.credits,
+            engine_patience_s=settings.weightbus.timeout_s,
         )
         subscriber = _subscriber(settings, name, engine, tensors, staging, worker)
         jobs = (

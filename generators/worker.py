@@ -7,6 +7,7 @@ for weights; while the engine is paused for an adopt, answers in flight wait ins
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Literal
 
@@ -38,6 +39,7 @@ from slipstream.wire.process.phases import WAIT, PhaseClock
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
+_RETRY_S = 0.5
 _COUNTED = (
     *("tokens", "trajectories", "retracted"),
     *("refused", "failed", "rejected", "unavailable"),
@@ -57,13 +59,16 @@ class GeneratorWorker:
         skips_bad_prompts: bool,
         rewards: Rewards | None = None,
         max_credits: int = 64,
+        engine_patience_s: float = 120.0,
     ) -> None:
         """Start without weights.
 
+        An engine that failed has ``engine_patience_s`` to answer again.
         ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
         another generator could not score; None leaves both to reward workers.
         """
         self._max_credits = max_credits
+        self._engine_patience_s = engine_patience_s
         self._rewards = rewards
         self._client = client
         self._sampler = sampler
@@ -161,6 +166,8 @@ class GeneratorWorker:
                 await self._generate(work, prompt_ids, booking)
         except* (EngineError, ValueError) as failed:
             error = failed.exceptions[0]
+            if isinstance(error, EngineError):
+                await self._await_engine()
             self._counters["failed"] += 1
             _log.warning("group %d handed back: %s", work.group_id, error)
             with suppress(RefusedError):
@@ -171,6 +178,19 @@ class GeneratorWorker:
             self._generating.discard(work.lease_id)
             booking.close()
             self._enter_phase()
+
+    async def _await_engine(self) -> None:
+        """Wait until the engine answers again: handed back at once, a group would come right back.
+
+        If the engine's process has ended, this generator ends meanwhile, and its leases come back
+        as one attempt. One that neither ends nor answers is given up after a while.
+        """
+        until_s = time.monotonic() + self._engine_patience_s
+        while time.monotonic() < until_s:
+            with suppress(EngineError):
+                await self._sampler.engine.load()
+                return
+            await asyncio.sleep(_RETRY_S)
 
     async def _reject(
         self, work: LeasedGroup, reason: Literal["overlong_prompt", "bad_prompt"], error: Exception

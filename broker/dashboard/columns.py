@@ -15,6 +15,7 @@ from slipstream.broker.dashboard.table import Numbers, shown
 from slipstream.broker.dashboard.trajectories import Letter
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def read_state(path: Path) -> StoredState | None:
     """Return the state in a file; None if there is none that can be read."""
     try:
         return _decode(path)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 
@@ -128,7 +129,7 @@ def claim_state(path: Path) -> StoredState | None:
         return _decode(path)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         aside = path.with_name(f"{path.name}.unreadable")
         _log.warning(
             "the page starts without the history of the run: %s cannot be read (%s) and is kept "

@@ -18,6 +18,7 @@ from slipstream.broker.dashboard.trajectories import (
 from slipstream.broker.store.item_history import groups_at, trace_group
 from slipstream.wire.files.run_folder import TRAIL, TRAINED
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
+from slipstream.wire.unreadable import UNREADABLE
 
 MAX_INDEXED = 50_000  # the newest rows
 MAX_FOUND = 50
@@ -114,7 +115,7 @@ class RecordedItems:
             with self._path.open("rb") as file:
                 file.seek(offset)
                 return _decoder.decode(file.readline())
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             return None
 
     def _refresh(self) -> None:
@@ -138,7 +139,7 @@ class RecordedItems:
     def _add(self, line: bytes) -> None:
         try:
             row = _decoder.decode(line)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return
         lags = frozenset(row.step - run.step for run in row.version_runs)
         item = Item(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.unreadable import UNREADABLE
 
 _BATCH_ROWS = 1024
 
@@ -56,7 +57,7 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[RawRow]:
                     continue
                 try:
                     values = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                except UNREADABLE as error:
                     yield RawRow(number, None, str(error))
                     continue
                 if isinstance(values, dict):

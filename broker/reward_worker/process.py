@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 from typing_extensions import override
 
 from slipstream.broker.reward_worker.messages import (
@@ -37,6 +36,7 @@ from slipstream.broker.sandbox.process_table import (
 )
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.process.processes import bound_to_me
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _END_S = 60.0
@@ -132,7 +132,7 @@ class ChildProcess(asyncio.Protocol):
         try:
             for body in self._frames.feed(data):
                 self._received(from_child.decode(body))
-        except (ProtocolError, msgspec.DecodeError):
+        except (ProtocolError, *UNREADABLE):
             if self._transport is not None:
                 self._transport.close()
             self._ended(None)

@@ -10,19 +10,23 @@ from slipstream.wire.errors import ConfigError
 # Calls that leave traces or memory outside of the limits, or reach for more rights:
 # memfd_create, memfd_secret, shmget, shmat, msgget, semget, mq_open; ptrace, process_vm_readv,
 # process_vm_writev, bpf, perf_event_open, userfaultfd; mount, umount2, pivot_root, chroot, unshare,
-# setns, open_by_handle_at; add_key, request_key, keyctl, io_uring_setup.
+# setns, open_by_handle_at; add_key, request_key, keyctl, io_uring_setup; vmsplice (a pipe keeps a
+# whole large page for a part of it), inotify_init, inotify_init1, inotify_add_watch, fanotify_init
+# (events wait in kernel memory).
 _REFUSED = {
     "x86_64": (
         *(319, 447, 29, 30, 68, 64, 240),  # memfd_create to mq_open
         *(101, 310, 311, 321, 298, 323),  # ptrace to userfaultfd
         *(165, 166, 155, 161, 272, 308, 304),  # mount to open_by_handle_at
         *(248, 249, 250, 425),  # add_key to io_uring_setup
+        *(278, 253, 294, 254, 300),  # vmsplice to fanotify_init
     ),
     "aarch64": (
         *(279, 447, 194, 196, 186, 190, 180),
         *(117, 270, 271, 280, 241, 282),
         *(40, 39, 41, 51, 97, 268, 265),
         *(217, 218, 219, 425),
+        *(75, 26, 27, 262),
     ),
 }
 # open_tree to fspick, mount_setattr, open_tree_attr, on both.

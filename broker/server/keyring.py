@@ -21,6 +21,7 @@ from typing_extensions import override
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey, read_private, write_client_key, write_private
 from slipstream.wire.messages.broker import Role
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
@@ -174,6 +175,6 @@ def holders(folder: Path, place: str = "authorized") -> list[Holder]:
             found.append(msgspec.toml.decode(path.read_bytes(), type=Holder))
         except FileNotFoundError:
             continue  # revoked at this moment
-        except (msgspec.DecodeError, ValueError) as error:
+        except (ValueError, *UNREADABLE) as error:
             _log.warning("%s is no key and admits no connection: %s", path, error)
     return found

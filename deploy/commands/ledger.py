@@ -18,6 +18,7 @@ from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import ACCOUNT, TRAIL
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.process.command_line import print_json
+from slipstream.wire.unreadable import UNREADABLE
 
 _PROMPT_CHARS = 200  # of a title
 EXAMPLES = """examples:
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
             ) from error
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{path} is not an account of this version: {error}") from error
         age = f"as of step {view.version.step}: no broker answers for {folder}"
         if view.finished:

@@ -27,6 +27,7 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.unreadable import UNREADABLE
 
 EXIT_UNAVAILABLE = 1
 _ANSWER_COLUMNS = ("response", "solution")
@@ -183,7 +184,7 @@ def _answers_by_row(path: Path) -> dict[int, list[str]]:
     for number, line in enumerate(lines):
         try:
             value: Json = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ConfigError(f"--answers {path}: line {number + 1}: {error}") from error
         row, answer = number, value
         if isinstance(value, dict):

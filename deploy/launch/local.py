@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from rich.console import Console
@@ -54,18 +53,81 @@ _WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
 _REFUSED = "refused: "
 _SCRATCH = "slipstream-"
 _SOCKETS = "sockets"
+_OWNER = "owner"  # in a temporary folder: the run folder that it belongs to
 
 
 class _StopRequestedError(BaseException):
     """SIGINT or SIGTERM arrived; code that only shows a run does not catch it."""
 
 
+class _Signals:
+    """SIGINT and SIGTERM from the start of a run to the end of its clean-up.
+
+    Each is handled once, where it may be: not while a child is forked, and not in the clean-up.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[str] = []
+        self._raises = False
+        self._is_held: Callable[[], bool] = lambda: False
+
+    def held_while(self, is_held: Callable[[], bool]) -> None:
+        """Raise later what arrives while this is true."""
+        self._is_held = is_held
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle both in this block."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._take) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise what arrives in this block, or arrived between two of them.
+
+        Raises:
+            _StopRequestedError: a signal arrived.
+        """
+        self._raises = True
+        try:
+            self.raise_received()
+            yield
+        finally:
+            self._raises = False
+
+    def forget(self) -> None:
+        """Forget what has arrived so far: one Ctrl-C may reach this process twice."""
+        self._received.clear()
+
+    def raise_received(self) -> None:
+        """Raise if a signal has arrived and may be raised now."""
+        if self._raises and self._received and not self._is_held():
+            self._raises = False  # once: the next one belongs to the next block
+            raise _StopRequestedError(self._received.pop(0))
+
+    def _take(self, signum: int, _frame: object) -> None:
+        self._received.append(signal.Signals(signum).name)
+        self.raise_received()
+
+
 def run_locally(config: RunConfig, console: Console) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
+    signals = _Signals()
+    with signals.handled():
+        return _run_locally(config, console, signals)
+
+
+def _run_locally(config: RunConfig, console: Console, signals: _Signals) -> int:
     run = config.run
     lock = _lock(run)
     _remove_scratch_of_killed_run(run)
     scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+    (scratch / _OWNER).write_text(str(run.folder.resolve()))
     if not run.socket_dir:  # not scratch itself: reward functions use it, this one is hidden
         sockets = {"socket_dir": str(scratch / _SOCKETS)}
         config = run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
@@ -77,10 +139,12 @@ def run_locally(config: RunConfig, console: Console) -> int:
         backoff_s=config.deploy.restart_backoff_s,
         stop_timeout_s=config.deploy.stop_timeout_s,
     )
+    signals.held_while(lambda: supervisor.is_forking)
+    supervisor.on_forked = signals.raise_received
     reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then, too
     watcher = StatusWatcher(config.run)
     try:
-        with _signals(_raise_stop):
+        with signals.raising():
             resolved = run.folder / SETTINGS
             write_resolved(config, resolved)
             _run(config, supervisor, watcher, console, resolved)
@@ -100,23 +164,30 @@ def run_locally(config: RunConfig, console: Console) -> int:
         reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
     finally:
         if code:
-            _let_learner_save(config, supervisor, watcher, console)
-        with _signals(signal.SIG_IGN):  # the clean-up is bounded by deploy.stop_timeout_s
-            watcher.close()
-            roles = [name for name in supervisor.children if name != "broker"]
-            if supervisor.runs("broker"):
-                supervisor.stop(roles)
-            else:  # they would only wait for it
-                if code and supervisor.children:
-                    console.print(reason, style="bold red", highlight=False, soft_wrap=True)
-                supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
-            supervisor.stop(["broker"])
-            supervisor.let_go()
-            _await_relay(config.run)
-            shutil.rmtree(scratch, ignore_errors=True)
-            lock.close()
+            _let_learner_save(config, supervisor, watcher, console, signals)
+        # Signals that arrive now change nothing: deploy.stop_timeout_s bounds the clean-up.
+        _end_roles(supervisor, watcher, console, reason if code else "")
+        _await_relay(config.run)
+        shutil.rmtree(scratch, ignore_errors=True)
+        lock.close()
     _finish(run, watcher.newest, reason, console)
     return code
+
+
+def _end_roles(
+    supervisor: Supervisor, watcher: StatusWatcher, console: Console, reason: str
+) -> None:
+    """End all processes, the broker last; ``reason`` is empty if the run is complete."""
+    watcher.close()
+    roles = [name for name in supervisor.children if name != "broker"]
+    if supervisor.runs("broker"):
+        supervisor.stop(roles)
+    else:  # they would only wait for it
+        if reason and supervisor.children:
+            console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+        supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
+    supervisor.stop(["broker"])
+    supervisor.let_go()
 
 
 def _await_relay(run: RunSection) -> None:
@@ -142,7 +213,11 @@ def _relays(run: RunSection) -> list[int]:
 
 
 def _let_learner_save(
-    config: RunConfig, supervisor: Supervisor, watcher: StatusWatcher, console: Console
+    config: RunConfig,
+    supervisor: Supervisor,
+    watcher: StatusWatcher,
+    console: Console,
+    signals: _Signals,
 ) -> None:
     """End the learner in order while the broker still answers; another signal ends it at once."""
     if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
@@ -150,8 +225,9 @@ def _let_learner_save(
     status = watcher.newest
     if not supervisor.runs("broker") or status is None or status.steps == 0:
         return
+    signals.forget()
     console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
-    with suppress(_StopRequestedError), _signals(_raise_stop):
+    with suppress(_StopRequestedError), signals.raising():
         supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
     newest = newest_checkpoint(config.run.folder)
     step = read_checkpoint_info(newest).step if newest is not None else 0
@@ -260,13 +336,21 @@ def _lock(run: RunSection) -> TextIO:
 def _remove_scratch_of_killed_run(run: RunSection) -> None:
     """Remove the temporary folder of a run that was killed in this run folder.
 
-    No other process uses it: we hold the lock of the run folder.
+    No other process uses it: we hold the lock of the run folder, of which it has the name. In a
+    copy of a run folder the settings name the temporary folder of the original.
     """
     resolved = run.folder / SETTINGS
     if not resolved.is_file():
         return
-    sockets = Path(run_section(load_table(resolved)).socket_dir)
+    try:
+        sockets = Path(run_section(load_table(resolved)).socket_dir)
+        owner = (sockets.parent / _OWNER).read_text()
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        _log.info("no temporary folder of an earlier run is known: %s", error)
+        return
     folder = sockets.parent
+    if owner != str(run.folder.resolve()):
+        return
     if sockets.name != _SOCKETS:  # the user's own
         return
     if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
@@ -308,18 +392,3 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
     if reason != "finished":
         console.print(reason, style="bold red", highlight=False, soft_wrap=True)
     console.print(f"figures in {path}")
-
-
-def _raise_stop(signum: int, _frame: object) -> None:
-    raise _StopRequestedError(signal.Signals(signum).name)
-
-
-@contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM in this way meanwhile."""
-    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, old in before.items():
-            signal.signal(signum, old)

@@ -49,6 +49,10 @@ class Supervisor:
     stop_timeout_s: float
     now: Callable[[], float] = time.monotonic
     children: dict[str, Child] = field(default_factory=dict)
+    is_forking: bool = False
+    """True while no signal handler may raise: logging would stay locked, and a child be lost."""
+    on_forked: Callable[[], None] = lambda: None
+    """Called after a child was started: a handler may have waited."""
     _lifeline: tuple[int, int] = field(default_factory=os.pipe)
 
     def start(self, plan: RolePlan) -> None:
@@ -160,18 +164,27 @@ class Supervisor:
         environment[LAST_WORDS_VARIABLE] = str(child.last_words.descriptor)
         again = child.plan.restart_arguments if child.num_starts else ()
         child.num_starts += 1
+        self.is_forking = True
+        try:
+            self._fork(child, [*child.plan.command, *again], environment)
+        finally:
+            self.is_forking = False
+        _log.info("%s is process %d", child.plan.name, child.process.pid if child.process else 0)
+        self.on_forked()
+
+    def _fork(self, child: Child, command: list[str], environment: dict[str, str]) -> None:
+        words, lifeline = child.last_words, self._lifeline[0]
         with child.log_file.open("ab") as log:
             child.process = subprocess.Popen(  # noqa: S603 our own programs
-                [*child.plan.command, *again],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment,
                 preexec_fn=bound_to_me(child.plan.cores),
                 process_group=0,
-                pass_fds=[lifeline, child.last_words.descriptor],
+                pass_fds=[lifeline] if words is None else [lifeline, words.descriptor],
             )
-        _log.info("%s is process %d", child.plan.name, child.process.pid)
 
     def _failed(self, child: Child, code: int) -> None:
         self._sweep(child)

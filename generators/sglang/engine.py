@@ -23,6 +23,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.files.model_families import checksum_name
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _LOADS = "/v1/loads?include=core,queues"
@@ -281,7 +282,7 @@ class SglangEngine:
                 )
         except TimeoutError as error:
             raise EngineError(f"SGLang {path}: no answer in {limit.total:.0f} s") from error
-        except (aiohttp.ClientError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, *UNREADABLE) as error:
             raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
         return answer
 

@@ -18,6 +18,7 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
     read_ledger,
 )
+from slipstream.wire.unreadable import UNREADABLE
 
 DIGESTS_FILE = "digests.json"
 _LATER = {INFO_FILE, LEDGER_FILE, DIGESTS_FILE}
@@ -46,7 +47,7 @@ def damage_of(folder: Path) -> str:
         digests = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return f"no {DIGESTS_FILE}" if read_checkpoint_info(folder).has_digests else ""
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         return f"{DIGESTS_FILE} cannot be read: {error}"
     if unlisted := sorted({path.name for path in folder.iterdir()} - {*digests, *_LATER}):
         return f"{unlisted[0]} is not in {DIGESTS_FILE}"

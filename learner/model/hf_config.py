@@ -9,6 +9,7 @@ import msgspec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_families import FAMILIES, Family, Sizes
 from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
+from slipstream.wire.unreadable import UNREADABLE
 
 DEFAULT_ROPE_THETA = 10_000.0
 ROPE_RULES = ("default", "llama3", "yarn")
@@ -150,7 +151,7 @@ def load_hf_config(
                 f"({setting})"
             )
         config = msgspec.json.decode(data, type=HfConfig)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
     # Settings that would otherwise load and silently compute something else.
     for key, expected in families[model_type].config.items():

@@ -30,6 +30,7 @@ from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
 from slipstream.wire.files.keys import read_private
 from slipstream.wire.process.visible import visible
+from slipstream.wire.unreadable import UNREADABLE
 
 if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
@@ -212,7 +213,7 @@ class EndpointTeacher:
         """
         try:
             found = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise EngineError(
                 f"the teacher's reply ({self._url}) cannot be read: {error}: {self._shown(body)}"
             ) from error

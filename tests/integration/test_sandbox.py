@@ -473,6 +473,20 @@ def test_nothing_outside_is_touched_and_no_right_is_gained(run: Runner):
     assert outcome.text.splitlines() == ["['1', '2']", str(["0" * 16] * 5)], outcome.stderr
 
 
+def test_memory_that_no_limit_counts_is_refused(run: Runner):
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+class Part(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_char_p), ("length", ctypes.c_size_t)]
+_, end = os.pipe()
+print(libc.vmsplice(end, ctypes.byref(Part(b"held", 4)), 1, 0), ctypes.get_errno())
+print(libc.inotify_init(), libc.inotify_init1(0), libc.inotify_add_watch(0, b"/box", 1))
+print(libc.fanotify_init(0, 0), ctypes.get_errno())
+"""
+    assert run(source).text == "-1 1\n-1 -1 -1\n-1 1\n"
+
+
 def test_programs_run_from_tmp_too(run: Runner):
     """As docs/adr/0034 states: Python runs any machine code without a file."""
     source = """

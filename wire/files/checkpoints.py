@@ -15,6 +15,7 @@ import msgspec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 FORMAT_REVISION = 2
@@ -110,14 +111,18 @@ def best_checkpoint(run_folder: Path) -> Path | None:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """Return the content of RUN/checkpoints/best.json, None without the file."""
+    """Return the content of RUN/checkpoints/best.json, None if there is none that can be read.
+
+    The next save writes it again: evaluations stand in the checkpoints.
+    """
     path = folder / BEST_FILE
     if not path.is_file():
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=BestCheckpoint)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    except (OSError, *UNREADABLE) as error:
+        _log.warning("cannot read %s: %s", path, error)
+        return None
 
 
 def read_checkpoint_info(folder: Path) -> CheckpointInfo:
@@ -131,7 +136,7 @@ def read_checkpoint_info(folder: Path) -> CheckpointInfo:
         info = msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
     except OSError as error:
         raise ConfigError(f"{folder} is no checkpoint: {INFO_FILE}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{folder} is no checkpoint: {INFO_FILE}: {error}") from error
     if info.format_revision != FORMAT_REVISION:
         raise ConfigError(

@@ -8,6 +8,7 @@ import msgspec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.broker import Role
+from slipstream.wire.unreadable import UNREADABLE
 
 _NOBODY_ELSE = stat.S_IRWXG | stat.S_IRWXO
 _HEAD = (
@@ -50,7 +51,7 @@ def read_client_key(path: Path) -> ClientKey:
     text = read_private(path, "run.key_file")
     try:
         key = msgspec.toml.decode(text, type=ClientKey)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} (run.key_file) is no key file: {error}") from error
     for field in ("public", "secret", "broker"):
         if len(getattr(key, field)) != _Z85_KEY:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.unreadable import UNREADABLE
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -31,7 +32,7 @@ def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
         raise ConfigError(f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX} ({setting})")
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{index}: {error} ({setting})") from error
     for name in sorted(names):
         if PurePath(name).name != name or name in {"", ".."} or "\0" in name:

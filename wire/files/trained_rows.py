@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.files.replace import replacing_file
+from slipstream.wire.unreadable import UNREADABLE
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -45,5 +46,5 @@ def _step_of(row: bytes) -> int:
     """Return the step of a row, a very late one if the row is not whole."""
     try:
         return _decoder.decode(row).step if row.endswith(b"\n") else sys.maxsize
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return sys.maxsize

@@ -17,6 +17,7 @@ import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import DeliveredGroup
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 HEADER = b"SLIPSTREAM-TRAJECTORIES 1\n"
@@ -154,7 +155,7 @@ def _read(path: Path, decoder: msgspec.msgpack.Decoder[T]) -> Iterator[T]:
             file.seek(start)
             try:
                 group = decoder.decode(file.read(length))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNREADABLE as error:
                 raise ConfigError(f"record {number} of {path} is damaged: {error}") from error
             yield group
 

@@ -16,8 +16,8 @@ from slipstream.wire.messages.weightbus import (
     Command,
     FetchBucket,
 )
+from slipstream.wire.unreadable import UNREADABLE
 
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 Frame = bytes | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
@@ -35,7 +35,7 @@ def _decoder(kind: object, what: str) -> Callable[[Frame], Any]:
     def decode(frame: Frame) -> Any:  # noqa: ANN401 typed where it is assigned
         try:
             return decoder.decode(frame)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"not a valid {what}: {error}") from error
 
     return decode

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
-from slipstream.wire.process.last_words import leave_last_words
+from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
 from slipstream.wire.settings.load import Table, load_table
 
 EXIT_FAILED = 1
@@ -69,6 +69,7 @@ def settings_arguments(arguments: argparse.Namespace) -> list[str]:
 
 def run_role(body: Callable[[], int]) -> int:
     """Run a role's body; a known error becomes one clear line and a failing exit code."""
+    keep_last_words_from_children()
     try:
         return body()
     except BaseExceptionGroup as group:

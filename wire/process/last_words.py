@@ -12,6 +12,7 @@ LAST_WORDS_VARIABLE = (
 )
 _NAME = "slipstream-last-words"
 _MOST_BYTES = 16 << 10
+_mine: list[int] = []  # the descriptor from this process's parent, if there is one
 
 
 class LastWords:
@@ -29,10 +30,27 @@ class LastWords:
         os.close(self.descriptor)
 
 
+def keep_last_words_from_children() -> None:
+    """Call at a role's start: what it starts is given neither the descriptor nor its number."""
+    descriptor = _inherited(os.environ.pop(LAST_WORDS_VARIABLE, ""))  # noqa: TID251 from our parent
+    if descriptor is not None:
+        os.set_inheritable(descriptor, False)
+        _mine[:] = [descriptor]
+
+
 def leave_last_words(text: str) -> None:
-    """Report the reason for this process's end to its parent, if it listens."""
-    with suppress(OSError, ValueError):  # no parent reads it, or the descriptor is another's by now
-        descriptor = int(os.environ.get(LAST_WORDS_VARIABLE, ""))  # noqa: TID251 from our parent
-        memory = Path(f"/proc/self/fd/{descriptor}").readlink()
+    """Tell the parent why this process ends, if it asked to know."""
+    keep_last_words_from_children()
+    for descriptor in _mine:
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(errors="replace")[:_MOST_BYTES], 0)
+
+
+def _inherited(number: str) -> int | None:
+    """Return the descriptor of that number, None if it is another's by now, or there is none."""
+    with suppress(OSError, ValueError):
+        memory = Path(f"/proc/self/fd/{int(number)}").readlink()
         if str(memory).startswith(f"/memfd:{_NAME}"):
-            os.pwrite(descriptor, text.encode()[:_MOST_BYTES], 0)
+            return int(number)
+    return None

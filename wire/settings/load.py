@@ -53,7 +53,7 @@ def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
                 table = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the run's settings {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)

@@ -1,6 +1,7 @@
 """The agent's loop against the broker's, over a real socket; the engine is scripted."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import pytest
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.reward_worker.scorer import Rewards
 from slipstream.generators.concurrency import Range
-from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.lanes import Lanes
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.worker import GeneratorWorker
-from slipstream.wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import ChatMessage, Prompt, Score, Transcript
 from slipstream.wire.messages.versions import PolicyVersion
@@ -110,6 +111,51 @@ def test_a_prompt_that_is_too_long_is_dropped_and_another_answered(tmp_path: Pat
             ((prompt_ids, _, count, seeds),) = engine.asked
             assert (len(prompt_ids), count) == (4, 2)
             assert seeds == [sibling_seed(9, "train", 1, sibling) for sibling in (0, 1)]
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_costs_no_further_attempts(tmp_path: Path):
+    """Handed back at once, a group would be leased again at once, until no attempt is left."""
+
+    class Dead(Counting):
+        is_dead = True
+        num_loads = 0
+
+        async def sample(
+            self,
+            prompt_ids: list[int],
+            params: SamplingParams,
+            *,
+            count: int,
+            seeds: Sequence[int] = (),
+        ) -> list[Completion]:
+            answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
+            if self.is_dead:
+                raise EngineError("connection refused")
+            return answers
+
+        async def load(self) -> EngineLoad:
+            self.num_loads += 1
+            if self.is_dead:
+                raise EngineError("connection refused")
+            return await super().load()
+
+    async def scenario() -> None:
+        async with running(tmp_path, ledger()) as it:
+            client = await it.client("generator", "generator-0")
+            worker, _ = worker_of(it, client, tmp_path, "drop")
+            engine = Dead()
+            worker._sampler = dataclasses.replace(worker._sampler, engine=engine)
+            job = asyncio.create_task(worker.run(heartbeat_s=5.0))
+            await until_async(lambda: engine.num_loads >= 4)
+            assert len(engine.asked) == 1
+            assert it.status.dropped == {"overlong_prompt": 1}
+            engine.is_dead = False
+            await until_async(lambda: len(engine.asked) == 2)
+            assert it.status.dropped == {"overlong_prompt": 1}
             job.cancel()
             await asyncio.gather(job, return_exceptions=True)
 

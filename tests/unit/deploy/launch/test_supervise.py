@@ -249,6 +249,39 @@ def test_no_descriptor_is_left_of_roles_that_ran(tmp_path: Path, time: Time):
     assert psutil.Process().num_fds() == before
 
 
+LEAVES_TWICE = """
+import os, subprocess, sys
+from slipstream.wire.process.last_words import (
+    keep_last_words_from_children, leave_last_words, LAST_WORDS_VARIABLE
+)
+keep_last_words_from_children()
+leave_last_words("a long reason, of an earlier error")
+leave_last_words("short \\ud800")
+child = "import os, sys; print(sys.argv[1] in os.environ, len(os.listdir('/proc/self/fd')))"
+subprocess.run([sys.executable, "-c", child, LAST_WORDS_VARIABLE], close_fds=False)
+raise SystemExit(2)
+"""
+
+
+def test_the_last_of_a_role_s_reasons_counts_and_its_children_have_no_part(
+    supervisor: Supervisor, tmp_path: Path
+):
+    supervisor.start(RolePlan("worker", (sys.executable, "-c", LEAVES_TWICE), ()))
+    wait(supervisor)
+    with pytest.raises(ConfigError, match=r"^worker: short \?$"):
+        supervisor.check()
+    found = (tmp_path / "worker.log").read_text()
+    assert found == "False 5\n"  # its streams, the lifeline, and the folder that it lists
+
+
+def test_no_handler_may_raise_while_a_child_is_forked(supervisor: Supervisor):
+    seen: list[bool] = []
+    supervisor.on_forked = lambda: seen.append(supervisor.is_forking)
+    supervisor.start(plan("pass"))
+    assert seen == [False]
+    wait(supervisor)
+
+
 def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supervisor):
     mine, others = supervisor.scratch / "worker-abc", supervisor.scratch / "other-abc"
     for folder in (mine, others):
