@@ -162,6 +162,7 @@ def test_a_rank_that_dies_takes_its_engine_along_and_no_other(
         deploy__restart_backoff_s=0.2,
     )
     run.wait_until(lambda: run.steps() >= 2, "second learner step")
+    run.wait_until(lambda: starts(run) == [1, 1], "second engine")  # one suffices for steps
     engines = ranks_of_engines(run)
     assert [len(found) for found in engines.values()] == [2, 2]
     dying, _ = engines.values()
