@@ -60,17 +60,16 @@ class Collective(Transport):
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
         """Make the engines join a group, unless there is one of exactly these."""
-        if self._group is not None and self._members == list(members):
-            return
-        await self.close()
-        try:
-            self._group = await self._open(members)
-        except (PublishError, ConfigError, RuntimeError, OSError) as error:
-            if isinstance(error, MembersFailedError):
-                raise
-            raise MembersFailedError(dict.fromkeys(members, str(error))) from error
-        self._members = list(members)
-        if self._group.device.type == "cuda":  # now, while engines generate
+        if self._group is None or self._members != list(members):
+            await self.close()
+            try:
+                self._group = await self._open(members)
+            except (PublishError, ConfigError, RuntimeError, OSError) as error:
+                if isinstance(error, MembersFailedError):
+                    raise
+                raise MembersFailedError(dict.fromkeys(members, str(error))) from error
+            self._members = list(members)
+        if self._group.device.type == "cuda":  # now, while engines generate; once per memory
             try:
                 await threads.in_own_thread(publication.pin)
             except PublishError as error:
