@@ -160,31 +160,27 @@ class Supervisor:
         environment |= child.plan.environment
         if child.last_words is not None:
             child.last_words.close()
-        child.last_words = LastWords()
-        environment[LAST_WORDS_VARIABLE] = str(child.last_words.descriptor)
+        words = child.last_words = LastWords()
+        environment[LAST_WORDS_VARIABLE] = str(words.descriptor)
         again = child.plan.restart_arguments if child.num_starts else ()
         child.num_starts += 1
         self.is_forking = True
         try:
-            self._fork(child, [*child.plan.command, *again], environment)
+            with child.log_file.open("ab") as log:
+                child.process = subprocess.Popen(  # noqa: S603 our own programs
+                    [*child.plan.command, *again],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    preexec_fn=bound_to_me(child.plan.cores),
+                    process_group=0,
+                    pass_fds=[lifeline, words.descriptor],
+                )
         finally:
             self.is_forking = False
-        _log.info("%s is process %d", child.plan.name, child.process.pid if child.process else 0)
+        _log.info("%s is process %d", child.plan.name, child.process.pid)
         self.on_forked()
-
-    def _fork(self, child: Child, command: list[str], environment: dict[str, str]) -> None:
-        words, lifeline = child.last_words, self._lifeline[0]
-        with child.log_file.open("ab") as log:
-            child.process = subprocess.Popen(  # noqa: S603 our own programs
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                preexec_fn=bound_to_me(child.plan.cores),
-                process_group=0,
-                pass_fds=[lifeline] if words is None else [lifeline, words.descriptor],
-            )
 
     def _failed(self, child: Child, code: int) -> None:
         self._sweep(child)

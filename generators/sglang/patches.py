@@ -204,8 +204,11 @@ def answer_for_all_ranks(module: ModuleType) -> None:
         def update_on_all_ranks(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
             output = update(self, recv_req)
             group = self.tp_cpu_group
+            num_ranks = torch.distributed.get_world_size(group)
+            if num_ranks == 1:
+                return output
             mine = torch.tensor([int(output.success)])
-            ranks = [torch.zeros_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+            ranks = [torch.zeros_like(mine) for _ in range(num_ranks)]
             try:
                 torch.distributed.all_gather(ranks, mine, group=group)
             except RuntimeError as error:  # one is gone, or waits for something else

@@ -146,11 +146,10 @@ def _mark_right_answers(
     if algorithm.choice.likelihood.coefficient == 0:
         return
     is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
-    tokens = (outcomes.lengths * shaped.copies * is_right)[list(members)]
+    num_tokens = float((outcomes.lengths * shaped.copies * is_right)[list(members)].sum())
     for one in share:
         one.right = RightAnswers(
-            is_right=is_right[one.indices].to(one.batch.loss_mask.device),
-            num_tokens=float(tokens.sum()),
+            is_right=is_right[one.indices].to(one.batch.loss_mask.device), num_tokens=num_tokens
         )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 
-NUM_KEPT = 4  # what groups ask for at one time is close together
+_KEPT = 4  # what groups ask for at one time is close together
 
 
 class BucketsOnGpu:
@@ -30,7 +30,7 @@ class BucketsOnGpu:
             return flat
         with self._lock:
             if index not in self._buckets:
-                while len(self._buckets) >= NUM_KEPT:
+                while len(self._buckets) >= _KEPT:
                     del self._buckets[next(iter(self._buckets))]
                 self._buckets[index] = flat.to(device, non_blocking=True)
             return self._buckets[index]

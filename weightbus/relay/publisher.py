@@ -292,8 +292,9 @@ class Publisher:
         for name, why in record.failed.items():
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
+        wanted = self._versions.wanted()
         for state in self._states.values():
-            await state.keep(self._versions.wanted())
+            await state.keep(wanted)
 
     def _open(self, name: str) -> Transport:
         return self._classes[name](self._settings, self._states[name])

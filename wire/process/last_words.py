@@ -7,9 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-LAST_WORDS_VARIABLE = (
-    "SLIPSTREAM_LAST_WORDS"  # descriptor of the memory; a role's children have none
-)
+LAST_WORDS_VARIABLE = "SLIPSTREAM_LAST_WORDS"  # descriptor of the memory, for the role alone
 _NAME = "slipstream-last-words"
 _MOST_BYTES = 16 << 10
 _mine: list[int] = []  # the descriptor from this process's parent, if there is one
