@@ -7,11 +7,13 @@ lineage names, and it writes down every batch that breaks a promise.
 
 import argparse
 import asyncio
+import errno
 import hashlib
 import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +80,19 @@ class Weights:
         return cls(plain["digest"], lineage)
 
 
+async def when_there_is_room(write: Callable[[], object]) -> None:
+    """Write, again and again while the disk is full; a test that fills it makes room later."""
+    while True:
+        try:
+            write()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            await asyncio.sleep(0.05)
+        else:
+            return
+
+
 def chained(digest: str, groups: list[int], data: str) -> str:
     return hashlib.sha256(f"{digest} {groups} {data}".encode()).hexdigest()
 
@@ -117,7 +132,8 @@ class Trainer:
             ahead.cancel()
             await asyncio.gather(ahead, return_exceptions=True)
         await self.save()
-        (self.run.folder / "final.json").write_text(json.dumps(self.weights.dump()))
+        final = self.run.folder / "final.json"
+        await when_there_is_room(lambda: final.write_text(json.dumps(self.weights.dump())))
         await self.client.ask(Goodbye(), Done)
 
     async def begin(self) -> None:
@@ -188,7 +204,7 @@ class Trainer:
         commit = StepCommit(version=self.version, metrics={"reward/mean": 0.0})
         await self.client.ask(commit, StepCommitted)
         self.reach("commit")
-        publish(self.run.folder, self.version)
+        await when_there_is_room(lambda: publish(self.run.folder, self.version))
         self.reach("publish")
         if self.version.step % self.save_every == 0:
             await self.save()
@@ -200,11 +216,15 @@ class Trainer:
         snapshot, _ = await self.client.ask(question, LedgerSnapshotAnswer)
         folder = self.run.checkpoints / checkpoint_name(step)
         temporary = self.run.checkpoints / f".{folder.name}"
-        temporary.mkdir(parents=True, exist_ok=True)
         info = checkpoint_info(self.version, run_name=self.run.name, model=self.run.model)
-        (temporary / INFO_FILE).write_bytes(msgspec.json.encode(info))
-        (temporary / LEDGER_FILE).write_bytes(ledger_file(snapshot.data))
-        (temporary / STATE_FILE).write_text(json.dumps(self.weights.dump()))
+
+        def write() -> None:
+            temporary.mkdir(parents=True, exist_ok=True)
+            (temporary / INFO_FILE).write_bytes(msgspec.json.encode(info))
+            (temporary / LEDGER_FILE).write_bytes(ledger_file(snapshot.data))
+            (temporary / STATE_FILE).write_text(json.dumps(self.weights.dump()))
+
+        await when_there_is_room(write)
         self.reach("save")
         if folder.exists():
             for path in folder.iterdir():
