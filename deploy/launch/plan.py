@@ -25,6 +25,7 @@ class RolePlan:
     cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
     serves_others: bool = False  # if it ends while others run it is restarted
     is_one_of_many: bool = False  # the run continues without it if another process took its name
+    part_of: str = ""  # role whose processes end, and are started again, together; empty is its own
 
 
 def plan_roles(config: RunConfig, resolved: Path, *, gpus: Sequence[str]) -> list[RolePlan]:

@@ -1,25 +1,22 @@
 """Starts, watches, restarts and ends the processes of a run; kills nothing but its own."""
 
 import logging
-import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.generators.sglang.process import remove_leftovers
+from slipstream.deploy.launch.starters import RoleProcess, Starter
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
-from slipstream.wire.process.last_words import LAST_WORDS_VARIABLE, LastWords
-from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
-from slipstream.wire.process.processes import LIFELINE_VARIABLE, bound_to_me, last_lines
+from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs
+from slipstream.wire.process.processes import last_lines
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
+_NO_SIGNS = Signs(0.0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -28,13 +25,22 @@ class Child:
 
     plan: RolePlan
     log_file: Path
-    process: "subprocess.Popen[bytes] | None" = None
-    last_words: LastWords | None = None  # of the process
+    process: RoleProcess | None = None
     failed_at_s: list[float] = field(default_factory=list)  # within the window
     num_starts: int = 0
     restart_at_s: float | None = None
     finished: bool = False
     is_left_out: bool = False  # another process has its name, and its place
+    leaving: Patience | None = None  # it was asked to leave, and is not started again
+
+    @property
+    def is_running(self) -> bool:
+        """True if it was started and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def signs(self) -> Signs:
+        """Return the signs of life of its process; none between two processes."""
+        return self.process.signs() if self.process is not None else _NO_SIGNS
 
 
 @dataclass(slots=True)
@@ -42,7 +48,7 @@ class Supervisor:
     """Owns the children of one run. Call it from the main thread."""
 
     logs: Path
-    scratch: Path  # TMPDIR of all children
+    starter: Starter
     max_restarts: int  # of one role within the window
     window_s: float
     backoff_s: float
@@ -53,7 +59,6 @@ class Supervisor:
     """True while no signal handler may raise: logging would stay locked, and a child be lost."""
     on_forked: Callable[[], None] = lambda: None
     """Called after a child was started: a handler may have waited."""
-    _lifeline: tuple[int, int] = field(default_factory=os.pipe)
 
     def start(self, plan: RolePlan) -> None:
         """Start a role."""
@@ -67,33 +72,41 @@ class Supervisor:
         Raises:
             ChildDiedError: a role failed too often.
         """
-        for child in self.children.values():
+        for child in list(self.children.values()):
             if child.restart_at_s is not None:
-                if self.now() >= child.restart_at_s:
+                if self.now() >= child.restart_at_s and not self._parts_run(child):
                     child.restart_at_s = None
                     self._spawn(child)
             elif child.process is not None and not child.finished:
-                code = child.process.poll()
-                if code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
-                    child.is_left_out = child.finished = True
-                    _log.warning(
-                        "%s ends: another process connected under its name and replaced it "
-                        "(start-generator and start-reward-worker take --name)",
-                        child.plan.name,
-                    )
-                elif code == 0 and not child.plan.serves_others:
-                    child.finished = True
-                elif code is not None:
-                    self._failed(child, code)
+                self._look_at(child, child.process.poll())
+
+    def _look_at(self, child: Child, code: int | None) -> None:
+        if child.leaving is not None:
+            self._see_off(child, child.leaving, code)
+        elif code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
+            child.is_left_out = child.finished = True
+            _log.warning(
+                "%s ends: another process connected under its name and replaced it "
+                "(start-generator and start-reward-worker take --name)",
+                child.plan.name,
+            )
+        elif code == 0 and not child.plan.serves_others:
+            child.finished = True
+        elif code is not None:
+            self._failed(child, code)
+
+    def _see_off(self, child: Child, leaving: Patience, code: int | None) -> None:
+        if code is not None:
+            child.finished = True
+            self.starter.sweep(child.plan.name)
+        elif leaving.is_over() and child.process is not None:
+            _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
+            child.process.send_signal(signal.SIGKILL)
 
     def runs(self, name: str) -> bool:
         """True if a role was started and has not ended."""
         child = self.children.get(name)
-        return child is not None and child.process is not None and child.process.poll() is None
-
-    def pids(self, name: str) -> list[int]:
-        """Return the process id of a role, or nothing between two processes."""
-        return _pids(self.children[name])
+        return child is not None and child.is_running
 
     def finished(self, names: Iterable[str]) -> bool:
         """True if all these roles ended in order, or were left out."""
@@ -102,6 +115,18 @@ class Supervisor:
     def left_out(self, name: str) -> bool:
         """True if another process has the name of a role."""
         return self.children[name].is_left_out
+
+    def leave(self, name: str) -> None:
+        """Ask a role to hand its work back and end; the run goes on without it."""
+        child = self.children[name]
+        child.restart_at_s = None
+        child.leaving = Patience(
+            f"{name} to end", self.stop_timeout_s, child.signs, at_most=END_AT_MOST, now=self.now
+        )
+        if child.process is None or not child.is_running:
+            child.finished = True
+            return
+        child.process.send_signal(signal.SIGTERM)
 
     def stop(
         self,
@@ -119,7 +144,7 @@ class Supervisor:
         """
         chosen = list(self.children) if names is None else names
         children = [self.children[name] for name in chosen if name in self.children]
-        running = [c for c in children if c.process is not None and c.process.poll() is None]
+        running = [child for child in children if child.is_running]
         for child in children:
             child.restart_at_s = None
         for child in running:
@@ -128,12 +153,16 @@ class Supervisor:
         patience: dict[str, Patience] = {}
         for child in running:
             name = child.plan.name
-            signs = signs_of(partial(_pids, child), child.log_file)
             patience[name] = Patience(
-                f"{name} to end", limit_s, signs, at_most=at_most, log=_log.warning, now=self.now
+                f"{name} to end",
+                limit_s,
+                child.signs,
+                at_most=at_most,
+                log=_log.warning,
+                now=self.now,
             )
         while running:
-            running = [c for c in running if c.process is not None and c.process.poll() is None]
+            running = [child for child in running if child.is_running]
             for child in running:
                 name = child.plan.name
                 if name in patience and patience[name].is_over():
@@ -142,73 +171,64 @@ class Supervisor:
                     del patience[name]
             time.sleep(_POLL_S)
         for child in children:
-            self._sweep(child)
+            self.starter.sweep(child.plan.name)
 
     def let_go(self) -> None:
-        """Cut the lifeline of processes that outlive a role; so does the end of this process."""
-        for descriptor in self._lifeline:
-            os.close(descriptor)
+        """End what outlives a role, and give up what is kept of all roles."""
+        self.starter.let_go()
         for child in self.children.values():
-            if child.last_words is not None:
-                child.last_words.close()
-                child.last_words = None
+            if child.process is not None:
+                child.process.release()
 
     def _spawn(self, child: Child) -> None:
-        environment = dict(os.environ)  # noqa: TID251 handed on to children
-        lifeline, _ = self._lifeline
-        environment |= {"TMPDIR": str(self.scratch), LIFELINE_VARIABLE: str(lifeline)}
-        environment |= child.plan.environment
-        if child.last_words is not None:
-            child.last_words.close()
-        words = child.last_words = LastWords()
-        environment[LAST_WORDS_VARIABLE] = str(words.descriptor)
         again = child.plan.restart_arguments if child.num_starts else ()
         child.num_starts += 1
+        if child.process is not None:
+            child.process.release()
         self.is_forking = True
         try:
-            with child.log_file.open("ab") as log:
-                child.process = subprocess.Popen(  # noqa: S603 our own programs
-                    [*child.plan.command, *again],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    preexec_fn=bound_to_me(child.plan.cores),
-                    process_group=0,
-                    pass_fds=[lifeline, words.descriptor],
-                )
+            child.process = self.starter.start(child.plan, again, child.log_file)
         finally:
             self.is_forking = False
-        _log.info("%s is process %d", child.plan.name, child.process.pid)
         self.on_forked()
 
+    def _parts(self, child: Child) -> Iterator[Child]:
+        """Yield the other processes of its role, which are started and restarted with it."""
+        whole = child.plan.part_of
+        for other in self.children.values():
+            if whole and other.plan.part_of == whole and other is not child:
+                yield other
+
+    def _parts_run(self, child: Child) -> bool:
+        """True if another process of its role has not ended yet."""
+        return any(
+            other.is_running and other.restart_at_s is not None for other in self._parts(child)
+        )
+
     def _failed(self, child: Child, code: int) -> None:
-        self._sweep(child)
+        name = child.plan.name
+        self.starter.sweep(name)
+        words = child.process.last_words() if child.process is not None else ""
+        because = child.process.ended_because if child.process is not None else ""
         if code == EXIT_BAD_SETTINGS:
-            words = child.last_words.read() if child.last_words is not None else ""
-            reason = words or last_lines(child.log_file, 1).strip()
-            raise ConfigError(f"{child.plan.name}: {reason}")
+            reason = words or because or last_lines(child.log_file, 1).strip()
+            raise ConfigError(f"{name}: {reason}")
         now = self.now()
         child.failed_at_s = [at for at in child.failed_at_s if at > now - self.window_s] + [now]
         failures = len(child.failed_at_s)
+        how = f"{_how(code)}{f': {because}' if because else ''}"
         if failures > self.max_restarts or code == EXIT_SUPERSEDED:
             often = "" if failures == 1 else f" (failure {failures})"
             raise ChildDiedError(
-                f"{child.plan.name} {_how(code)}{often}; {child.log_file} ends with:\n"
-                f"{last_lines(child.log_file)}"
+                f"{name} {how}{often}; {child.log_file} ends with:\n{last_lines(child.log_file)}"
             )
         delay = self.backoff_s * 2 ** (failures - 1)
-        _log.warning("%s %s; restarting it in %.1f s", child.plan.name, _how(code), delay)
+        _log.warning("%s %s; restarting it in %.1f s", name, how, delay)
         child.restart_at_s = now + delay
-
-    def _sweep(self, child: Child) -> None:
-        """Remove the files that a killed role could not remove itself."""
-        for path in self.scratch.glob(f"{child.plan.name}-*"):
-            remove_leftovers(path)
-
-
-def _pids(child: Child) -> list[int]:
-    return [] if child.process is None else [child.process.pid]
+        for other in self._parts(child):
+            other.finished = False
+            other.restart_at_s = child.restart_at_s
+            _signal(other, signal.SIGKILL)
 
 
 def _how(code: int) -> str:
@@ -218,8 +238,5 @@ def _how(code: int) -> str:
 
 
 def _signal(child: Child, signum: signal.Signals) -> None:
-    if child.process is not None:
-        try:
-            child.process.send_signal(signum)
-        except ProcessLookupError:
-            return
+    if child.process is not None and child.process.poll() is None:
+        child.process.send_signal(signum)

@@ -26,6 +26,7 @@ import tomli_w
 
 from slipstream.broker.store.private_server import RedisServer
 from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.deploy.terminal.observe import fetch_account
 from slipstream.wire.errors import PeerLostError
@@ -277,7 +278,7 @@ def chaos_run(
     ]
     supervisor = Supervisor(
         logs=folder / "runs" / "chaos" / "logs",
-        scratch=folder / "scratch",
+        starter=LocalStarter(folder / "scratch"),
         max_restarts=1_000,
         window_s=0.5,
         backoff_s=0.05,

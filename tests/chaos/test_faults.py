@@ -33,7 +33,7 @@ def test_a_broker_that_is_asked_to_end_alone_is_started_again(folder: Path):
     with chaos_run(folder, prompts=80) as it:
         it.start()
         it.wait_until(lambda: it.steps() >= 2, "a step")
-        (broker,) = it.supervisor.pids("broker")
+        broker = it.pid_of("broker")
         os.kill(broker, signal.SIGTERM)
         it.finish()
         assert it.assert_nothing_was_lost(80).broker_generation == 2

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.launch.local import (
-    _OWNER,
-    _remove_scratch_of_killed_run,
-    _Signals,
-    _StopRequestedError,
-)
+from slipstream.deploy.launch.local import _OWNER, remove_scratch_of_killed_run
+from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.wire.settings.sections import RunSection
 
 
@@ -21,7 +17,7 @@ def send(signum: signal.Signals) -> None:
 
 
 def test_a_signal_is_raised_where_it_may_be_and_kept_elsewhere():
-    signals, is_forking = _Signals(), True
+    signals, is_forking = Signals(), True
     signals.held_while(lambda: is_forking)
 
     def fork() -> None:
@@ -31,10 +27,10 @@ def test_a_signal_is_raised_where_it_may_be_and_kept_elsewhere():
         signals.raise_received()
 
     with signals.handled():
-        with pytest.raises(_StopRequestedError, match="SIGTERM"), signals.raising():
+        with pytest.raises(StopRequestedError, match="SIGTERM"), signals.raising():
             fork()
         send(signal.SIGINT)  # the clean-up goes on
-        with pytest.raises(_StopRequestedError, match="SIGINT"), signals.raising():
+        with pytest.raises(StopRequestedError, match="SIGINT"), signals.raising():
             raise AssertionError("it arrived before the block")
         send(signal.SIGINT)
         signals.forget()
@@ -50,8 +46,8 @@ def test_one_that_comes_twice_is_raised_once():
         finally:
             send(signal.SIGINT)
 
-    signals = _Signals()
-    with signals.handled(), pytest.raises(_StopRequestedError), signals.raising():
+    signals = Signals()
+    with signals.handled(), pytest.raises(StopRequestedError), signals.raising():
         twice()
 
 
@@ -65,7 +61,7 @@ def test_a_copy_of_a_run_folder_removes_nothing_of_the_original(tmp_path: Path, 
         (scratch / _OWNER).write_text(str(named))
     (run.folder / "resolved.toml").write_text(f'[run]\nsocket_dir = "{scratch}/sockets"\n')
     try:
-        _remove_scratch_of_killed_run(run)
+        remove_scratch_of_killed_run(run)
         assert scratch.exists() == (owner != "this")
     finally:
         if scratch.exists():
@@ -78,4 +74,4 @@ def test_settings_that_were_cut_off_do_not_keep_a_run_from_resuming(tmp_path: Pa
     run = RunSection(name="cut", dir=str(tmp_path))
     run.folder.mkdir()
     (run.folder / "resolved.toml").write_bytes(content)
-    _remove_scratch_of_killed_run(run)
+    remove_scratch_of_killed_run(run)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED
@@ -48,7 +49,7 @@ def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervis
     scratch.mkdir()
     return Supervisor(
         logs=folder,
-        scratch=scratch,
+        starter=LocalStarter(scratch),
         max_restarts=max_restarts,
         window_s=60.0,
         backoff_s=5.0,
@@ -283,7 +284,10 @@ def test_no_handler_may_raise_while_a_child_is_forked(supervisor: Supervisor):
 
 
 def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supervisor):
-    mine, others = supervisor.scratch / "worker-abc", supervisor.scratch / "other-abc"
+    mine, others = (
+        supervisor.starter.scratch / "worker-abc",
+        supervisor.starter.scratch / "other-abc",
+    )
     for folder in (mine, others):
         folder.mkdir()
     supervisor.start(plan("raise SystemExit(1)"))
@@ -300,7 +304,7 @@ def test_children_get_the_scratch_folder_their_environment_and_their_cores(super
     supervisor.start(role)
     wait(supervisor)
     log = supervisor.children["worker"].log_file
-    assert log.read_text().split() == [str(supervisor.scratch), "1", f"{{{core}}}"]
+    assert log.read_text().split() == [str(supervisor.starter.scratch), "1", f"{{{core}}}"]
 
 
 def test_stop_asks_first_and_kills_processes_that_ignore_it(

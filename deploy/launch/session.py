@@ -1,0 +1,290 @@
+"""The life of a run under one supervisor: start, watch, scale, end in order, show the outcome.
+
+Where the processes are is the business of a `Site`: this host (`local.py`) or a Ray cluster.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from slipstream.broker.report.summary import replace_figures, summary_of
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.signals import Signals, StopRequestedError
+from slipstream.deploy.launch.starters import Starter
+from slipstream.deploy.launch.supervise import Supervisor
+from slipstream.deploy.terminal.figures import final_table
+from slipstream.deploy.terminal.live import Show
+from slipstream.deploy.terminal.observe import StatusWatcher
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
+from slipstream.wire.files.checkpoints import (
+    best_checkpoint,
+    newest_checkpoint,
+    read_checkpoint_info,
+)
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.process.command_line import (
+    EXIT_BAD_SETTINGS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    disk_trouble,
+)
+from slipstream.wire.process.patience import Patience
+from slipstream.wire.process.processes import last_lines
+from slipstream.wire.settings.sections import RunSection
+
+_POLL_S = 0.2
+_BROKER_START_S = 120.0  # without a sign of life
+_WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
+_REFUSED = "refused: "
+
+
+class Site(Protocol):
+    """Where the processes of a run are."""
+
+    @property
+    def starter(self) -> Starter:
+        """What starts processes there."""
+
+    @property
+    def run(self) -> RunSection:
+        """[run], as this process reads it to watch the run."""
+
+    def plans(self) -> list[RolePlan]:
+        """Return the processes in the order of their start; the broker comes first."""
+
+    def broker_listens(self) -> bool:
+        """True once the broker can be connected to."""
+
+    def where_to_connect(self) -> str:
+        """Return a line on how roles started by hand join; empty if they cannot."""
+
+    def close(self) -> None:
+        """End and remove all that is left there. The roles have ended."""
+
+
+class Session:
+    """One run, from its first process to its outcome."""
+
+    def __init__(self, config: RunConfig, site: Site, console: Console, signals: Signals) -> None:
+        self._config = config
+        self._site = site
+        self._console = console
+        self._signals = signals
+        deploy = config.deploy
+        self._supervisor = Supervisor(
+            logs=config.run.logs,
+            starter=site.starter,
+            max_restarts=deploy.max_restarts,
+            window_s=deploy.restart_window_s,
+            backoff_s=deploy.restart_backoff_s,
+            stop_timeout_s=deploy.stop_timeout_s,
+        )
+        signals.held_while(lambda: self._supervisor.is_forking)
+        self._supervisor.on_forked = signals.raise_received
+        self._watcher = StatusWatcher(site.run)
+
+    def run(self) -> tuple[str, int]:
+        """Run to the end; return the outcome and the exit code."""
+        run = self._config.run
+        reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then
+        try:
+            with self._signals.raising():
+                self._run()
+                reason, code = "finished", 0
+        except StopRequestedError as error:
+            reason, code = f"stopped: {error}", EXIT_INTERRUPTED
+        except ConfigError as error:
+            reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
+        except SlipstreamError as error:
+            reason, code = f"failed: {error}", EXIT_FAILED
+            if shutil.disk_usage(run.folder).free == 0:
+                full = os.strerror(errno.ENOSPC)
+                reason, code = f"{_REFUSED}{full}: {run.folder} (run.dir)", EXIT_BAD_SETTINGS
+        except OSError as error:
+            if (trouble := disk_trouble(error)) is None:
+                raise
+            reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
+        finally:
+            if code:
+                self._let_learner_save()
+            # Signals that arrive now change nothing: deploy.stop_timeout_s bounds the clean-up.
+            self._end_roles(reason if code else "")
+            self._site.close()
+        finish(run, self._watcher.newest, reason, self._console)
+        return reason, code
+
+    def _end_roles(self, reason: str) -> None:
+        """End all processes, the broker last; ``reason`` is empty if the run is complete."""
+        supervisor = self._supervisor
+        self._watcher.close()
+        roles = [name for name in supervisor.children if name != "broker"]
+        if supervisor.runs("broker"):
+            supervisor.stop(roles)
+        else:  # they would only wait for it
+            if reason and supervisor.children:
+                self._console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+            supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
+        supervisor.stop(["broker"])
+        supervisor.let_go()
+
+    def _let_learner_save(self) -> None:
+        """End the learner in order while the broker still answers; a second signal cuts it off."""
+        config, supervisor = self._config, self._supervisor
+        if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
+            return
+        status = self._watcher.newest
+        if not supervisor.runs("broker") or status is None or status.steps == 0:
+            return
+        self._signals.forget()
+        self._console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
+        with suppress(StopRequestedError), self._signals.raising():
+            supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
+        newest = newest_checkpoint(config.run.folder)
+        step = read_checkpoint_info(newest).step if newest is not None else 0
+        if step < status.steps:
+            self._console.print(
+                f"no checkpoint of step {status.steps} was saved: steps after {step} are lost: see "
+                f"{config.run.logs / 'learner.log'}",
+                style="bold red",
+                soft_wrap=True,
+            )
+
+    def _run(self) -> None:
+        run, supervisor = self._config.run, self._supervisor
+        self._console.print(f"run {run.name}: settings, logs and results in {run.folder}")
+        broker, *others = self._site.plans()
+        supervisor.start(broker)
+        self._await_broker()
+        for plan in others:
+            supervisor.start(plan)
+        if line := self._site.where_to_connect():
+            self._console.print(line, soft_wrap=True)
+        self._watcher.start()
+        self._watch()
+
+    def _await_broker(self) -> None:
+        patience = self._patience_with_broker()
+        while not self._site.broker_listens():
+            self._supervisor.check()
+            child = self._supervisor.children["broker"]
+            if child.finished or patience.is_over():
+                why = "ended" if child.finished else patience.why
+                last = last_lines(child.log_file)
+                raise ChildDiedError(
+                    f"the broker did not start: it {why}; {child.log_file}:\n{last}"
+                )
+            time.sleep(_POLL_S)
+
+    def _watch(self) -> None:
+        """Watch until every role but the broker has ended in order."""
+        supervisor, console = self._supervisor, self._console
+        limit = self._config.deploy.time_limit_s
+        started = time.monotonic()
+        ended: set[str] = set()
+        live = Live(console=console, auto_refresh=False, transient=True)
+        show = Show(console, self._site.run, live if console.is_terminal else None)
+        with live if console.is_terminal else nullcontext():
+            while len(ended) < len(names := self._names()):
+                supervisor.check()
+                for name in names:
+                    if name not in ended and supervisor.finished([name]):
+                        ended.add(name)
+                        left = [n for n in names if kind_of(n) == kind_of(name) and n not in ended]
+                        if not left and not supervisor.left_out(name):
+                            self._require_complete(name)
+                if limit and time.monotonic() - started > limit:
+                    raise ChildDiedError(
+                        f"the run took longer than deploy.time_limit_s = {limit:.0f}"
+                    )
+                if self._watcher.newest is not None:
+                    show(self._watcher.newest, self._watcher.trouble)
+                time.sleep(_POLL_S)
+
+    def _names(self) -> Sequence[str]:
+        return [name for name in self._supervisor.children if name != "broker"]
+
+    def _require_complete(self, name: str) -> None:
+        """The last process of a role may end only when the run is over; others may leave."""
+        patience = self._patience_with_broker()
+        ended_s = time.monotonic()
+        while self._watcher.asked_s < ended_s:
+            if patience.is_over():
+                raise PeerLostError(
+                    self._watcher.error or f"the broker did not answer: it {patience.why}"
+                )
+            self._supervisor.check()  # the broker may be on its way back
+            time.sleep(_POLL_S)
+        status = self._watcher.newest
+        if status is None or not status.finished:
+            steps = f"{status.steps} of {status.total_steps} steps" if status else "an unknown step"
+            raise ChildDiedError(f"{name} ended before the run was complete, at {steps}")
+
+    def _patience_with_broker(self) -> Patience:
+        def report(words: str) -> None:
+            self._console.print(words, soft_wrap=True, highlight=False)
+
+        broker = self._supervisor.children["broker"]
+        return Patience("the broker to answer", _BROKER_START_S, broker.signs, log=report)
+
+
+def kind_of(name: str) -> str:
+    """Return the role of a process of this name."""
+    return name.rstrip("-0123456789")
+
+
+def lock_run(run: RunSection) -> TextIO:
+    """Make the run's folder ours; the kernel lets go of it when this process ends.
+
+    Raises:
+        ConfigError: another process runs in it, or it cannot be written.
+    """
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+        lock = (run.folder / "run.lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"another process runs {run.folder}") from error
+    return lock
+
+
+def finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
+    """Write the run's outcome into its summary, and show it."""
+    path = run.summary_file
+    outcome = reason.splitlines()[0]
+    try:
+        figures = json.loads(path.read_text()) if path.exists() else {}
+        if not figures and newest is not None:
+            figures = summary_of(newest)
+        replace_figures(path, figures | {"outcome": outcome})
+    except OSError as error:
+        console.print(f"no summary was written: {error}", style="red")
+    if outcome.startswith(_REFUSED):
+        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+        return
+    if newest is not None:
+        console.print(final_table(newest, outcome=outcome))
+    checkpoint = newest_checkpoint(run.folder)
+    if checkpoint is not None:
+        best = best_checkpoint(run.folder)
+        also = f", best {best}" if best not in {None, checkpoint} else ""
+        hint = "" if reason == "finished" else "; resume from it with --resume auto"
+        console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
+    if reason != "finished":
+        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+    console.print(f"figures in {path}")
