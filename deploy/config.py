@@ -12,8 +12,36 @@ from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
+from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.settings.load import Section, Table, section, to_table
-from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
+from slipstream.wire.settings.sections import AtLeast0, NotNegative, Positive, RunSection
+
+
+class RayTable(Section, frozen=True, kw_only=True):
+    """[deploy.ray]: `slipstream run --on ray`. Roles: broker, learner, generator, reward-worker.
+
+    See [clusters.md](clusters.md).
+    """
+
+    address: str = "auto"
+    """The cluster: `auto` is the one that this host is a node of, or ADDRESS:PORT of its head."""
+    require_token: bool = True
+    """Refuse a cluster that was started without RAY_AUTH_MODE=token."""
+    start_timeout_s: Positive = 600.0
+    """Wait this long for the cluster to have room, at the start and when a node is gone."""
+    cpus: dict[str, NotNegative] = msgspec.field(default_factory=dict)
+    """CPUs by role, such as { learner = 8 }; 1 where it is not named."""
+    resources: dict[str, dict[str, Positive]] = msgspec.field(default_factory=dict)
+    """Custom resources by role, such as { generator = { fast_disk = 1 } }."""
+    labels: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    """Labels by role that its node must have, such as { broker = { pool = "cpu" } }."""
+    environment: tuple[str, ...] = ()
+    """Variables of this process that roles are given, such as ["WANDB_API_KEY"]."""
+    working_dir: str = ""
+    """Folder or archive that Ray copies to every node, and in which roles run; empty runs them
+    in the folder of the same name as this one, which every node must have."""
+    runtime_env: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Ray's runtime environment, such as { py_modules = ["/srv/slipstream"] }."""
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
@@ -48,6 +76,8 @@ class DeploySection(Section, frozen=True, kw_only=True):
     after six times this."""
     time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """End a run that takes longer, as failed; 0 is no limit."""
+    ray: RayTable = msgspec.field(default_factory=RayTable)
+    """A run on a Ray cluster."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +157,11 @@ def free_name(run: RunSection) -> str:
 
 def write_resolved(config: RunConfig, path: Path) -> None:
     """Write every setting of the run with its value; secrets are not settings."""
+    replace_file(path, resolved_text(config).encode())
+
+
+def resolved_text(config: RunConfig) -> str:
+    """Return every setting of the run with its value, as TOML."""
     resolved = {
         "run": to_table(config.run),
         "data": to_table(config.broker.data),
@@ -143,4 +178,4 @@ def write_resolved(config: RunConfig, path: Path) -> None:
         "logging": to_table(config.broker.logging),
         "deploy": to_table(config.deploy),
     }
-    replace_file(path, tomli_w.dumps(resolved).encode())
+    return tomli_w.dumps(resolved)

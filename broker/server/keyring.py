@@ -120,6 +120,21 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
     Raises:
         ConfigError: there is a key of that name, or the name is none for a file.
     """
+    if _authorized(folder, name).exists():
+        raise ConfigError(f"there is a key {name} already; revoke it first, or take another name")
+    key = authorize(folder, name, role)
+    (folder / "clients").mkdir(exist_ok=True, mode=0o700)
+    carried = folder / "clients" / f"{name}.key"
+    write_client_key(carried, key)
+    return carried
+
+
+def authorize(folder: Path, name: str, role: Role) -> ClientKey:
+    """Make a key and authorize it in place of one of that name; its secret is in no file.
+
+    Raises:
+        ConfigError: the name is none for a file, or there is no such role.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot be the name of a key: take the name of its host, of letters, digits, "
@@ -127,20 +142,12 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
         )
     if role not in get_args(Role):
         raise ConfigError(f"role {role!r} is none of {', '.join(get_args(Role))}")
-    known = folder / "authorized" / f"{name}.toml"
-    if known.exists():
-        raise ConfigError(f"there is a key {name} already; revoke it first, or take another name")
     public, secret = (half.decode() for half in zmq.curve_keypair())
     own = broker_key(folder)
-    for place in ("authorized", "clients"):
-        (folder / place).mkdir(exist_ok=True, mode=0o700)
-    carried = folder / "clients" / f"{name}.key"
-    broker = own.public.decode()
-    write_client_key(
-        carried, ClientKey(name=name, role=role, public=public, secret=secret, broker=broker)
-    )
+    known = _authorized(folder, name)
+    known.parent.mkdir(exist_ok=True, mode=0o700)
     write_private(known, f'name = "{name}"\nrole = "{role}"\npublic = "{public}"\n')
-    return carried
+    return ClientKey(name=name, role=role, public=public, secret=secret, broker=own.public.decode())
 
 
 def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
@@ -151,7 +158,7 @@ def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
     Raises:
         ConfigError: there is no such key, or it is for another role than generator and ``discard``.
     """
-    known = folder / "authorized" / f"{name}.toml"
+    known = _authorized(folder, name)
     if not known.exists():
         raise ConfigError(f"there is no key {name} in {folder}")
     found = {holder.name: holder.role for holder in holders(folder)}
@@ -178,3 +185,7 @@ def holders(folder: Path, place: str = "authorized") -> list[Holder]:
         except (ValueError, *UNREADABLE) as error:
             _log.warning("%s is no key and admits no connection: %s", path, error)
     return found
+
+
+def _authorized(folder: Path, name: str) -> Path:
+    return folder / "authorized" / f"{name}.toml"

@@ -1,4 +1,4 @@
-"""`slipstream run`: every role of a run on this host."""
+"""`slipstream run`: every role of a run, on this host or on a Ray cluster."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   slipstream run --config run.toml generators.count=4    a run with every role on this host
   slipstream run --config run.toml --dry-run             check the settings, print the processes
   slipstream run --config run.toml --resume auto         resume from the newest checkpoint
+  slipstream run --config run.toml --on ray              the same on the nodes of a Ray cluster
 """
 
 
@@ -29,16 +30,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
     parser.add_argument("--dry-run", action="store_true", help="check, print the processes, exit")
     add_resume(parser)
+    parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="where its processes are: this host (the default), or a Ray cluster",
+    )
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
+    )
     add_overrides(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    return run(arguments.config, arguments.overrides, arguments.dry_run, arguments.resume)
+    overrides = list(arguments.overrides)
+    if arguments.address is not None:
+        if arguments.on != "ray":
+            raise ConfigError("--address is that of a Ray cluster: it goes with --on ray")
+        overrides.append(f"deploy.ray.address={arguments.address}")
+    return run(arguments.config, overrides, arguments.dry_run, arguments.resume, place=arguments.on)
 
 
-def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None = None) -> int:
-    """Run every role of a run on this host."""
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    dry_run: bool,
+    resume: str | None = None,
+    *,
+    place: str = "local",
+) -> int:
+    """Run every role of a run.
+
+    Args:
+        path: of its settings.
+        overrides: of settings.
+        dry_run: check, print the processes, and return.
+        resume: auto, or the folder to resume from; None begins a new run.
+        place: local, or ray.
+    """
     console = make_console()
     table = load_table(path, overrides)
     section = run_section(table)
@@ -54,9 +84,18 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
         config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
     if dry_run:
         resolved = config.run.folder / SETTINGS
-        plans = plan_roles(config, resolved, gpus=usable_gpus())
+        gpus = None if place == "ray" else usable_gpus()
+        plans = plan_roles(config, resolved, gpus=gpus)
         print_dry_run(config, plans, console)
         return 0
+    if place == "ray":
+        try:
+            from slipstream.deploy.launch.ray import run_on_ray  # an extra
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise ConfigError("--on ray needs ray: pip install 'slipstream[cluster]'") from error
+        return run_on_ray(config, console)
     if len(config.deploy.hosts) > 1:
         raise ConfigError(
             f"deploy.hosts names {len(config.deploy.hosts)} hosts; this command starts "

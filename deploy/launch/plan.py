@@ -28,7 +28,9 @@ class RolePlan:
     part_of: str = ""  # role whose processes end, and are started again, together; empty is its own
 
 
-def plan_roles(config: RunConfig, resolved: Path, *, gpus: Sequence[str]) -> list[RolePlan]:
+def plan_roles(
+    config: RunConfig, resolved: Path, *, gpus: Sequence[str] | None, python: str = sys.executable
+) -> list[RolePlan]:
     """Return the processes in the order of their start; the broker comes first.
 
     The learner's ranks get the first GPUs of the first host and each generator the next one.
@@ -37,25 +39,29 @@ def plan_roles(config: RunConfig, resolved: Path, *, gpus: Sequence[str]) -> lis
         config: the run.
         resolved: the settings file that every process reads.
         gpus: the usable ones here, as CUDA_VISIBLE_DEVICES names them. Other hosts have as
-            many, where deploy.gpus_per_host is not set.
+            many, where deploy.gpus_per_host is not set. None if a cluster gives them out.
+        python: the interpreter of every process.
 
     Raises:
         ConfigError: there are not enough GPUs.
     """
     deploy = config.deploy
-    is_here = len(deploy.hosts) == 1 and len(gpus) > 0
-    if is_here and deploy.gpus_per_host > len(gpus):
-        raise ConfigError(
-            f"deploy.gpus_per_host = {deploy.gpus_per_host}, but {len(gpus)} may be used here "
-            "(CUDA_VISIBLE_DEVICES, where it is set, chooses from those of the host)"
-        )
-    num_gpus = deploy.gpus_per_host or len(gpus)
-    places = _places(config, num_gpus)
-    names = gpus if is_here else [str(number) for number in range(num_gpus)]
+    places: dict[str, Place] = {}
+    names: Sequence[str] = ()
+    if gpus is not None:
+        is_here = len(deploy.hosts) == 1 and len(gpus) > 0
+        if is_here and deploy.gpus_per_host > len(gpus):
+            raise ConfigError(
+                f"deploy.gpus_per_host = {deploy.gpus_per_host}, but {len(gpus)} may be used here "
+                "(CUDA_VISIBLE_DEVICES, where it is set, chooses from those of the host)"
+            )
+        num_gpus = deploy.gpus_per_host or len(gpus)
+        places = _places(config, num_gpus)
+        names = gpus if is_here else [str(number) for number in range(num_gpus)]
     first = deploy.hosts[0]
 
     def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
-        command = (sys.executable, "-m", module, "--config", str(resolved), *arguments)
+        command = (python, "-m", module, "--config", str(resolved), *arguments)
         host, numbers = places.get(name, (first, None))
         environment = {"OMP_NUM_THREADS": "1"}
         if numbers is not None:

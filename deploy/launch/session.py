@@ -91,7 +91,7 @@ class Session:
         )
         signals.held_while(lambda: self._supervisor.is_forking)
         self._supervisor.on_forked = signals.raise_received
-        self._watcher = StatusWatcher(site.run)
+        self._watcher: StatusWatcher | None = None  # once it is known how to reach the broker
 
     def run(self) -> tuple[str, int]:
         """Run to the end; return the outcome and the exit code."""
@@ -120,13 +120,18 @@ class Session:
             # Signals that arrive now change nothing: deploy.stop_timeout_s bounds the clean-up.
             self._end_roles(reason if code else "")
             self._site.close()
-        finish(run, self._watcher.newest, reason, self._console)
+        finish(run, self._newest, reason, self._console)
         return reason, code
+
+    @property
+    def _newest(self) -> RunStatus | None:
+        return self._watcher.newest if self._watcher is not None else None
 
     def _end_roles(self, reason: str) -> None:
         """End all processes, the broker last; ``reason`` is empty if the run is complete."""
         supervisor = self._supervisor
-        self._watcher.close()
+        if self._watcher is not None:
+            self._watcher.close()
         roles = [name for name in supervisor.children if name != "broker"]
         if supervisor.runs("broker"):
             supervisor.stop(roles)
@@ -142,7 +147,7 @@ class Session:
         config, supervisor = self._config, self._supervisor
         if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
             return
-        status = self._watcher.newest
+        status = self._newest
         if not supervisor.runs("broker") or status is None or status.steps == 0:
             return
         self._signals.forget()
@@ -169,8 +174,9 @@ class Session:
             supervisor.start(plan)
         if line := self._site.where_to_connect():
             self._console.print(line, soft_wrap=True)
+        self._watcher = StatusWatcher(self._site.run)
         self._watcher.start()
-        self._watch()
+        self._watch(self._watcher)
 
     def _await_broker(self) -> None:
         patience = self._patience_with_broker()
@@ -185,7 +191,7 @@ class Session:
                 )
             time.sleep(_POLL_S)
 
-    def _watch(self) -> None:
+    def _watch(self, watcher: StatusWatcher) -> None:
         """Watch until every role but the broker has ended in order."""
         supervisor, console = self._supervisor, self._console
         limit = self._config.deploy.time_limit_s
@@ -201,30 +207,30 @@ class Session:
                         ended.add(name)
                         left = [n for n in names if kind_of(n) == kind_of(name) and n not in ended]
                         if not left and not supervisor.left_out(name):
-                            self._require_complete(name)
+                            self._require_complete(name, watcher)
                 if limit and time.monotonic() - started > limit:
                     raise ChildDiedError(
                         f"the run took longer than deploy.time_limit_s = {limit:.0f}"
                     )
-                if self._watcher.newest is not None:
-                    show(self._watcher.newest, self._watcher.trouble)
+                if watcher.newest is not None:
+                    show(watcher.newest, watcher.trouble)
                 time.sleep(_POLL_S)
 
     def _names(self) -> Sequence[str]:
         return [name for name in self._supervisor.children if name != "broker"]
 
-    def _require_complete(self, name: str) -> None:
+    def _require_complete(self, name: str, watcher: StatusWatcher) -> None:
         """The last process of a role may end only when the run is over; others may leave."""
         patience = self._patience_with_broker()
         ended_s = time.monotonic()
-        while self._watcher.asked_s < ended_s:
+        while watcher.asked_s < ended_s:
             if patience.is_over():
                 raise PeerLostError(
-                    self._watcher.error or f"the broker did not answer: it {patience.why}"
+                    watcher.error or f"the broker did not answer: it {patience.why}"
                 )
             self._supervisor.check()  # the broker may be on its way back
             time.sleep(_POLL_S)
-        status = self._watcher.newest
+        status = watcher.newest
         if status is None or not status.finished:
             steps = f"{status.steps} of {status.total_steps} steps" if status else "an unknown step"
             raise ChildDiedError(f"{name} ended before the run was complete, at {steps}")

@@ -125,8 +125,10 @@ class LocalStarter:
     scratch: Path  # TMPDIR of all processes
     _lifeline: tuple[int, int] = field(default_factory=os.pipe)
 
-    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> LocalProcess:
-        """Start a role."""
+    def start(
+        self, plan: RolePlan, arguments: Sequence[str], log_file: Path, folder: Path | None = None
+    ) -> LocalProcess:
+        """Start a role, in another folder than this process's if ``folder`` is given."""
         lifeline, _ = self._lifeline
         words = LastWords()
         environment = dict(os.environ)  # noqa: TID251 handed on to children
@@ -143,6 +145,7 @@ class LocalStarter:
             environment=environment,
             prepare=bound_to_me(plan.cores),
             descriptors=[lifeline],
+            folder=folder,
         )
         _log.info("%s is process %d", plan.name, process.pid)
         return process

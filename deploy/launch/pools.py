@@ -1,0 +1,83 @@
+"""Pure: the pools of a run on a cluster, and what each of their members needs of its node."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.deploy.config import RunConfig
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Processes that are placed together: one bundle of resources for each."""
+
+    name: str
+    strategy: Strategy
+    members: tuple[str, ...]
+    bundles: tuple[Mapping[str, float], ...]
+    labels: tuple[Mapping[str, str], ...]  # that their nodes must have
+
+    @property
+    def needs(self) -> str:
+        """Return what its members need, as text."""
+        counted: dict[str, int] = {}
+        for bundle, labels in zip(self.bundles, self.labels, strict=True):
+            what = " + ".join(f"{name} {count:g}" for name, count in bundle.items())
+            if labels:
+                what += " on " + ", ".join(f"{key}={value}" for key, value in labels.items())
+            counted[what] = counted.get(what, 0) + 1
+        parts = ", ".join(f"{count} x ({what})" for what, count in counted.items())
+        return f"the {self.name} need{'' if len(self.members) > 1 else 's'} {parts}"
+
+
+def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
+    """Return the pools: services with the broker, the learner's nodes, the generators.
+
+    Args:
+        config: the run.
+        uses_gpus: the cluster has GPUs, and the run is to use them.
+    """
+    generators = config.generators.generators
+    per_node = ranks_per_node(config)
+    workers = [f"reward-worker-{i}" for i in range(config.broker.reward.workers)]
+    nodes = learner_names(config)
+    engines = [f"generator-{i}" for i in range(generators.count)]
+    gpus = {"learner": per_node, "generator": generators.num_ranks} if uses_gpus else {}
+    several = len(nodes) > 1
+    pools = [
+        _pool(config, "services", "PACK", ["broker", *workers], gpus),
+        _pool(config, "learner", "STRICT_SPREAD" if several else "PACK", nodes, gpus),
+    ]
+    if engines:
+        pools.append(_pool(config, "generators", "SPREAD", engines, gpus))
+    return tuple(pools)
+
+
+def ranks_per_node(config: RunConfig) -> int:
+    """Return the number of the learner's ranks on each of its nodes."""
+    learner = config.learner.learner
+    return getattr(learner, "ranks_per_node", 0) or learner.ranks
+
+
+def learner_names(config: RunConfig) -> list[str]:
+    """Return the names of the learner's processes, one per node."""
+    learner = config.learner.learner
+    count = learner.ranks // ranks_per_node(config)
+    return ["learner", *(f"learner-{node}" for node in range(1, count))]
+
+
+def _pool(
+    config: RunConfig, name: str, strategy: Strategy, members: list[str], gpus: Mapping[str, int]
+) -> Pool:
+    ours = config.deploy.ray
+    kinds = [member.rstrip("-0123456789") for member in members]
+    bundles = []
+    for kind in kinds:
+        bundle: dict[str, float] = {"CPU": ours.cpus.get(kind, 1.0)}
+        if gpus.get(kind):
+            bundle["GPU"] = gpus[kind]
+        bundles.append({**bundle, **ours.resources.get(kind, {})})
+    labels = tuple(ours.labels.get(kind, {}) for kind in kinds)
+    return Pool(name, strategy, tuple(members), tuple(bundles), labels)

@@ -1,0 +1,538 @@
+"""`slipstream run --on ray`: Ray places, starts and watches the roles of a run on a cluster.
+
+The supervisor's rules hold: Ray restarts nothing by itself. Data go over ZeroMQ, NCCL and Redis.
+This is the only module that imports ray.
+"""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.console import Console
+
+from slipstream.broker.config import keys_folder
+from slipstream.deploy.config import RunConfig, resolved_text, run_config
+from slipstream.deploy.launch.plan import RolePlan, plan_roles
+from slipstream.deploy.launch.pools import Pool, pools_of
+from slipstream.deploy.launch.role_host import (
+    PYTHON,
+    SETTINGS,
+    HostFacts,
+    Observation,
+    RoleHost,
+    StartRole,
+)
+from slipstream.deploy.launch.session import Session, kind_of, lock_run
+from slipstream.deploy.launch.signals import Signals
+from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
+from slipstream.wire.files.keys import ClientKey, write_client_key
+from slipstream.wire.files.replace import replace_file
+from slipstream.wire.files.run_folder import SETTINGS as SETTINGS_FILE
+from slipstream.wire.messages.broker import Role
+from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED
+from slipstream.wire.process.patience import Signs
+
+_Actor = Any  # a role host; Ray makes its methods as it runs
+_Answer = Any  # that it is to give
+
+_log = logging.getLogger(__name__)
+_AUTHENTICATION = "RAY_AUTH_MODE"  # Ray's variable, "token" where it is on
+_OBSERVE_S = 0.5
+_ANSWER_S = 60.0  # of a host that is there; the cluster decides whether it still is
+_LOG_EVERY_S = 10.0
+_OBSERVER = "run-observer"
+_ROLE_OF_KIND: dict[str, Role] = {
+    "generator": "generator",
+    "learner": "learner",
+    "reward-worker": "reward_worker",
+}
+
+
+class _RayRoleHost(RoleHost):
+    """A role host that knows its node."""
+
+    def node(self) -> str:
+        """Return the id of the node that it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass(slots=True)
+class _Host:
+    """A role host, and the node that it is on."""
+
+    actor: _Actor
+    node: str
+    address: str
+    facts: HostFacts
+    log_offset: int = 0
+
+
+def run_on_ray(config: RunConfig, console: Console) -> int:
+    """Run to the end on a Ray cluster; returns the exit code.
+
+    Raises:
+        ConfigError: there is no such cluster, or it cannot run this.
+    """
+    site = RaySite(config, console)  # it sets signal handlers, which ours replace
+    signals = Signals()
+    with signals.handled():
+        lock = lock_run(config.run)
+        try:
+            _, code = Session(config, site, console, signals).run()
+        finally:
+            lock.close()
+    return code
+
+
+class RaySite:
+    """The nodes of a Ray cluster: one placement group per pool, one actor per role."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        """Connect to the cluster.
+
+        Raises:
+            ConfigError: it cannot be reached.
+        """
+        self._config = config
+        self._console = console
+        if not config.broker.broker.keys:  # those of one run: it makes its own each time
+            keys = str(config.run.folder.absolute() / "keys")
+            table = {**config.table, "broker": {**config.table.get("broker", {}), "keys": keys}}
+            self._config = config = run_config(table)
+        _connect(config)
+        uses_gpus = _num_gpus() > 0 and config.generators.generators.device != "cpu"
+        self._pools = pools_of(config, uses_gpus=uses_gpus)
+        self._groups: dict[str, PlacementGroup] = {}  # by pool
+        self._hosts: dict[str, _Host] = {}  # by process
+        self._keys: dict[str, ClientKey] = {}  # by name
+        self._learner_address = ""
+        self._rendezvous = ""
+        self._broker_endpoint = ""
+        self._bus_endpoint = ""
+        self._lock = threading.RLock()
+        self.starter = RayStarter(self)
+        self.run = config.run
+
+    def plans(self) -> list[RolePlan]:
+        """Place every role, check the hosts, make the keys; return the processes.
+
+        Raises:
+            ConfigError: the cluster has no room, or its nodes cannot run this.
+        """
+        config = self._config
+        plans = plan_roles(config, Path(SETTINGS), gpus=None, python=PYTHON)
+        self._place_pools()
+        self._place([plan.name for plan in plans])
+        broker, learner = self._hosts["broker"], self._hosts["learner"]
+        self._learner_address = learner.address
+        listen = config.broker.broker.listen
+        port = int(listen.rpartition(":")[2]) if listen else self._free_port(broker, 1)
+        self._broker_endpoint = f"tcp://{_bracketed(broker.address)}:{port}"
+        self._bus_endpoint = (
+            config.learner.weightbus.listen
+            or f"tcp://{_bracketed(learner.address)}:{self._free_port(learner, 2)}"
+        )
+        self._make_keys([(_OBSERVER, "observer"), *map(self._key_of, plans[1:])])
+        key_file = config.run.folder / f"{_OBSERVER}.key"
+        write_client_key(key_file, self._keys[_OBSERVER])
+        seen = {"broker": self._broker_endpoint, "key_file": str(key_file)}
+        watched = run_config({**config.table, "run": {**config.table.get("run", {}), **seen}})
+        replace_file(config.run.folder / SETTINGS_FILE, resolved_text(watched).encode())
+        self.run = watched.run
+        for name, host in self._hosts.items():
+            self._console.print(f"{name} is on {host.facts.hostname} ({host.address})")
+        return plans
+
+    def broker_listens(self) -> bool:
+        """True once the broker's socket is there."""
+        process = self.starter.processes.get("broker")
+        return process is not None and "broker.sock" in process.sockets
+
+    def where_to_connect(self) -> str:
+        """Return a line on how others reach the run."""
+        keys = keys_folder(self._config.run, self._config.broker.broker)
+        return f"the broker listens on {self._broker_endpoint}, with keys in {keys}"
+
+    def close(self) -> None:
+        """End every role host and give the nodes back."""
+        closing = [host.actor.close.remote() for host in self._hosts.values()]
+        with suppress(RayError):
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=_ANSWER_S)
+        for host in self._hosts.values():
+            with suppress(RayError):
+                ray.kill(host.actor)
+        for group in self._groups.values():
+            with suppress(RayError):
+                remove_placement_group(group)
+        ray.shutdown()
+
+    # ---- for the processes -------------------------------------------------------
+
+    def host_of(self, plan: RolePlan) -> _Host:
+        """Return the host of a role, on another node if the node of the last one is gone.
+
+        Raises:
+            ChildDiedError: the cluster has no place for it within deploy.ray.start_timeout_s.
+        """
+        with self._lock:
+            if plan.name not in self._hosts:
+                self._place([plan.name])
+            return self._hosts[plan.name]
+
+    def forget(self, name: str) -> str:
+        """Give up a host that does not answer any more; return why it does not."""
+        with self._lock:
+            host = self._hosts.pop(name)
+        alive = {node["NodeID"] for node in _nodes() if node["Alive"]}
+        with suppress(RayError):
+            ray.kill(host.actor)
+        where = f"{host.facts.hostname} ({host.address})"
+        if host.node not in alive:
+            return f"its node {where} left the cluster"
+        return f"the process that watched it on {where} ended"
+
+    def request(self, plan: RolePlan, arguments: Sequence[str], host: _Host) -> StartRole:
+        """Return what a host is to start."""
+        key = None
+        words = [*plan.command, *arguments]
+        if plan.name == "broker":
+            words.append(f"broker.listen={self._broker_endpoint}")
+        else:
+            with self._lock:
+                name, role = self._key_of(plan)
+                if name not in self._keys:
+                    self._make_keys([(name, role)])
+                key = self._keys[name]
+            words += [f"run.broker={self._broker_endpoint}"]
+        if plan.part_of == "learner":
+            words += self._rendezvous_of(plan, host)
+        if kind_of(plan.name) in {"learner", "generator"}:
+            words += [f"weightbus.host={self._learner_address}"]
+        if kind_of(plan.name) == "learner":
+            words += [f"weightbus.listen={self._bus_endpoint}"]
+        ours = self._config.deploy.ray
+        handed_on = {
+            name: os.environ[name]  # noqa: TID251 handed on to roles
+            for name in ours.environment
+            if name in os.environ  # noqa: TID251
+        }
+        return StartRole(
+            name=plan.name,
+            command=tuple(words),
+            settings=resolved_text(self._config),
+            environment={**handed_on, **plan.environment},
+            folder="" if ours.working_dir else str(Path.cwd()),
+            cores=plan.cores,
+            key=key,
+        )
+
+    def _rendezvous_of(self, plan: RolePlan, host: _Host) -> list[str]:
+        raise NotImplementedError(plan, host)
+
+    # ---- placing -----------------------------------------------------------------
+
+    def _place_pools(self) -> None:
+        for pool in self._pools:
+            self._groups[pool.name] = placement_group(
+                [dict(bundle) for bundle in pool.bundles],
+                strategy=pool.strategy,
+                name=f"{self._config.run.name}-{pool.name}",
+                bundle_label_selector=[dict(labels) for labels in pool.labels] or None,
+            )
+        deadline = time.monotonic() + self._config.deploy.ray.start_timeout_s
+        for pool in self._pools:
+            while not self._groups[pool.name].wait(_LOG_EVERY_S):
+                if time.monotonic() > deadline:
+                    raise ConfigError(self._no_room(pool))
+                self._console.print(f"waiting for the cluster: {pool.needs}; free: {_free()}")
+
+    def _no_room(self, pool: Pool) -> str:
+        limit = self._config.deploy.ray.start_timeout_s
+        return (
+            f"the cluster has no room for the {pool.name} within {limit:g} s "
+            f"(deploy.ray.start_timeout_s): {pool.needs}, free are {_free()}"
+        )
+
+    def _place(self, names: Sequence[str]) -> None:
+        """Make a role host for each process, where its pool has a place for it."""
+        actors = {name: self._actor(name) for name in names}
+        waiting = {name: actor.node.remote() for name, actor in actors.items()}
+        deadline = time.monotonic() + self._config.deploy.ray.start_timeout_s
+        marker = self._config.run.folder / f".seen-{secrets.token_hex(8)}"
+        marker.write_text("")
+        try:
+            for name, answer in waiting.items():
+                node = self._await_place(name, answer, deadline)
+                self._hosts[name] = self._described(name, actors[name], node, marker)
+        except BaseException:
+            for name in waiting:
+                if name not in self._hosts:
+                    ray.kill(actors[name])
+            raise
+        finally:
+            marker.unlink(missing_ok=True)
+
+    def _actor(self, name: str) -> _Actor:
+        pool, index = next(
+            (pool, pool.members.index(name)) for pool in self._pools if name in pool.members
+        )
+        bundle = dict(pool.bundles[index])
+        options: dict[str, Any] = {
+            "num_cpus": bundle.pop("CPU", 0),
+            "num_gpus": bundle.pop("GPU", 0),
+            "resources": bundle,
+            "max_restarts": 0,
+            "max_concurrency": 8,
+            "name": f"{self._config.run.name}-{name}-{secrets.token_hex(4)}",
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._groups[pool.name], placement_group_bundle_index=index
+            ),
+        }
+        actor: _Actor = ray.remote(**options)(_RayRoleHost).remote()
+        return actor
+
+    def _await_place(self, name: str, answer: _Answer, deadline: float) -> str:
+        while True:
+            try:
+                return str(ray.get(answer, timeout=_LOG_EVERY_S))
+            except GetTimeoutError as error:
+                if time.monotonic() > deadline:
+                    raise ChildDiedError(
+                        f"the cluster has no place for {name} within "
+                        f"{self._config.deploy.ray.start_timeout_s:g} s "
+                        f"(deploy.ray.start_timeout_s); free are {_free()}"
+                    ) from error
+                _log.info("waiting for the cluster to have a place for %s; free: %s", name, _free())
+            except RayError as error:
+                raise ConfigError(f"{name} cannot be placed: {_first_line(error)}") from error
+
+    def _described(self, name: str, actor: _Actor, node: str, marker: Path) -> _Host:
+        address = next(one["NodeManagerAddress"] for one in _nodes() if one["NodeID"] == node)
+        answer = actor.facts.remote(str(marker.absolute()), _AUTHENTICATION)
+        facts = msgspec.json.decode(_got(answer), type=HostFacts)
+        ours = self._config.deploy.ray
+        if not facts.sees and kind_of(name) in {"broker", "learner"}:
+            raise ConfigError(
+                f"{facts.hostname} ({address}), the node of the {name}, does not see "
+                f"{self._config.run.folder.absolute()} (run.dir): it must be on a file system that "
+                "this host, the broker's and the learner's share"
+            )
+        if ours.require_token and facts.authentication != "token":
+            raise ConfigError(
+                f"Ray on {facts.hostname} ({address}) runs without authentication "
+                f"({_AUTHENTICATION} is {facts.authentication or 'not set'}): whoever reaches its "
+                f"ports runs code. Start it with {_AUTHENTICATION}=token, or set "
+                "deploy.ray.require_token = false where its network is closed"
+            )
+        return _Host(actor, node, address, facts)
+
+    def _free_port(self, host: _Host, count: int) -> int:
+        return int(_got(host.actor.free_port.remote(host.address, count)))
+
+    def _key_of(self, plan: RolePlan) -> tuple[str, Role]:
+        """Return name and role of the key of a process: one per host and role."""
+        kind = kind_of(plan.name)
+        return f"{self._hosts[plan.name].address}.{kind}".replace(":", "-"), _ROLE_OF_KIND[kind]
+
+    def _make_keys(self, names: Sequence[tuple[str, Role]]) -> None:
+        folder = keys_folder(self._config.run, self._config.broker.broker).absolute()
+        wanted = list(dict.fromkeys(names))
+        answer = self._hosts["broker"].actor.make_keys.remote(str(folder), wanted)
+        keys = msgspec.json.decode(_got(answer), type=list[ClientKey])
+        self._keys |= {key.name: key for key in keys}
+
+
+class RayStarter:
+    """Starts roles on the nodes of a cluster."""
+
+    def __init__(self, site: RaySite) -> None:
+        self._site = site
+        self.processes: dict[str, RayProcess] = {}  # the newest of each name
+
+    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> "RayProcess":
+        """Start a role; its process is placed in the background.
+
+        Raises:
+            ChildDiedError: it cannot be started again, because its node is gone.
+        """
+        before = self.processes.get(plan.name)
+        if plan.serves_others and before is not None and before.lost:
+            raise ChildDiedError(
+                f"{plan.name} cannot be started again: {before.ended_because}. Its store is there: "
+                "bring the node back, then --resume auto"
+            )
+        process = self.processes[plan.name] = RayProcess(self._site, plan, arguments, log_file)
+        return process
+
+    def sweep(self, name: str) -> None:
+        """Leave it to the role host, which removes a dead role's files before the next start."""
+
+    def let_go(self) -> None:
+        """Leave it to the role hosts, which end what outlives a role as they are closed."""
+
+
+class RayProcess:
+    """One process of a role on a node of the cluster, followed by a thread."""
+
+    def __init__(
+        self, site: RaySite, plan: RolePlan, arguments: Sequence[str], log_file: Path
+    ) -> None:
+        self.ended_because = ""
+        self.lost = False  # with its node, or with the process that watched it
+        self.sockets: tuple[str, ...] = ()
+        self._site = site
+        self._plan = plan
+        self._arguments = arguments
+        self._log_file = log_file
+        self._words = ""
+        self._signs = Signs(0.0, 0, 0)
+        self._code: int | None = None
+        self._lock = threading.Lock()
+        self._host: _Host | None = None  # once it runs
+        self._cancelled = 0  # the signal that came before it ran
+        threading.Thread(target=self._follow, name=plan.name, daemon=True).start()
+
+    def poll(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        return self._code
+
+    def send_signal(self, signum: int, /) -> None:
+        """Send it a signal; one that is not placed yet is not started."""
+        with self._lock:
+            if self._code is not None:
+                return
+            if self._host is None:
+                self._cancelled = signum
+            else:
+                self._host.actor.signal.remote(int(signum))
+
+    def signs(self) -> Signs:
+        """Return its signs of life as its host saw them last."""
+        return self._signs
+
+    def last_words(self) -> str:
+        """Return the line that it ended with, or nothing."""
+        return self._words
+
+    def release(self) -> None:
+        """Nothing is kept of it here."""
+
+    def _follow(self) -> None:
+        name = self._plan.name
+        code = EXIT_FAILED
+        try:
+            code = self._run()
+        except ConfigError as error:
+            self._words, code = str(error), EXIT_BAD_SETTINGS
+        except SlipstreamError as error:
+            self.ended_because = str(error)
+        except RayActorError:
+            self.lost = True
+            self.ended_because = self._site.forget(name)
+        except RayError as error:
+            self.ended_because = _first_line(error)
+        except Exception:  # noqa: BLE001 the supervisor would wait for it for ever
+            _log.exception("%s is not followed any more", name)
+            self.ended_because = "by a fault of this program"
+        finally:
+            with self._lock:
+                self._code = code
+
+    def _run(self) -> int:
+        host = self._site.host_of(self._plan)
+        request = self._site.request(self._plan, self._arguments, host)
+        if cancelled := self._signal_before_start():
+            return -cancelled
+        pid = _got(host.actor.start.remote(msgspec.json.encode(request)))
+        with self._lock:
+            self._host = host
+        if cancelled := self._signal_before_start():
+            self.send_signal(cancelled)
+        _log.info("%s is process %d on %s", self._plan.name, pid, host.address)
+        with self._log_file.open("ab") as log:
+            while True:
+                answer, text = _got(host.actor.observe.remote(host.log_offset, _OBSERVE_S))
+                with suppress(OSError):  # its disk is full; the role's own log is on its host
+                    log.write(text)
+                    log.flush()
+                host.log_offset += len(text)
+                seen = msgspec.json.decode(answer, type=Observation)
+                self._signs = Signs(seen.cpu_s, seen.page_ins, seen.log_bytes)
+                self._words, self.sockets = seen.words, seen.sockets
+                if seen.code is not None and not text:
+                    return seen.code
+
+    def _signal_before_start(self) -> int:
+        """Return the signal that it was sent before it ran; 0 if there was none."""
+        with self._lock:
+            return self._cancelled
+
+
+def _connect(config: RunConfig) -> None:
+    ours = config.deploy.ray
+    environment: dict[str, Any] = dict(ours.runtime_env)
+    if ours.working_dir:
+        environment["working_dir"] = ours.working_dir
+    try:
+        ray.init(
+            address=ours.address,
+            namespace=f"slipstream-{config.run.name}",
+            runtime_env=environment or None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {ours.address} (deploy.ray.address): {_first_line(error)}"
+        ) from error
+
+
+def _got(answer: _Answer) -> Any:  # noqa: ANN401 whatever the method returns
+    """Return the answer of a role host, for as long as the cluster says that its node is there."""
+    while True:
+        try:
+            return ray.get(answer, timeout=_ANSWER_S)
+        except (GetTimeoutError, ActorUnavailableError) as error:
+            _log.warning("a node of the cluster does not answer: %s", _first_line(error))
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return list(ray.nodes())  # type: ignore[no-untyped-call]
+
+
+def _num_gpus() -> float:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
+
+
+def _free() -> str:
+    kinds = {
+        name: count
+        for name, count in ray.available_resources().items()  # type: ignore[no-untyped-call]
+        if not name.startswith(("node:", "bundle_group", "memory", "object_store"))
+        and "_group_" not in name
+    }
+    return ", ".join(f"{name} {count:g}" for name, count in sorted(kinds.items())) or "nothing"
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

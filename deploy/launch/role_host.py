@@ -1,0 +1,249 @@
+"""Starts and watches one role on a host of a cluster, for a supervisor on another host.
+
+Nothing here knows which cluster it is: `ray.py` makes an actor of it. What goes in and out are
+bytes of the structs below, in JSON, so that no object of ours is unpickled anywhere.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from slipstream.broker.server.keyring import authorize
+from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.starters import LocalProcess, LocalStarter
+from slipstream.generators.sglang.process import remove_leftovers
+from slipstream.wire.files.keys import ClientKey, write_client_key, write_private
+from slipstream.wire.messages.broker import Role
+from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs_of
+
+PYTHON, SETTINGS = "{python}", "{settings}"  # in a command: what they are is known on the host
+_PREFIX = "slipstream-"
+_OWNER = "owner"  # in a folder of ours: process id and start time of the one that made it
+_MEMORY = Path("/dev/shm")  # noqa: S108 files there are never on a disk
+_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+_END_S = 10.0  # without a sign of life, for what outlives a role
+_MOST_LOG_BYTES = 256 << 10  # of one answer
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host says of itself."""
+
+    hostname: str
+    folder: str  # in which roles run
+    sees: bool  # the file that it was asked about
+    authentication: str  # of the cluster, by the environment of its processes
+
+
+class StartRole(msgspec.Struct, frozen=True, kw_only=True):
+    """A role to be started."""
+
+    name: str
+    command: tuple[str, ...]  # with PYTHON and SETTINGS in it
+    settings: str  # what the settings file is to hold
+    environment: dict[str, str]
+    folder: str  # to run in; empty is that of the host's process
+    cores: tuple[int, ...]
+    key: ClientKey | None  # that the role is to prove to the broker
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """A role as it is now."""
+
+    code: int | None  # exit code, None while it runs
+    words: str  # the line that it ended with
+    cpu_s: float
+    page_ins: int
+    log_bytes: int  # that it has written so far
+    sockets: tuple[str, ...]  # that are in its folder of sockets
+
+
+class RoleHost:
+    """A folder for temporary files, one of memory for a key, and at most one process of a role."""
+
+    def __init__(self) -> None:
+        _remove_those_of_the_dead()
+        self.scratch = _own_folder(None)
+        self._memory = _own_folder(_MEMORY if _MEMORY.is_dir() else self.scratch)
+        self._starter = LocalStarter(self.scratch)
+        self._process: LocalProcess | None = None
+        self._log = self.scratch / "role.log"
+        # The kernel ends a role with the thread that forked it: this one stays.
+        self._forks = ThreadPoolExecutor(1, thread_name_prefix="forks")
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)  # what outlives a role comes to us
+
+    def facts(self, path: str, variable: str) -> bytes:
+        """Return HostFacts; ``variable`` names the authentication of the cluster."""
+        facts = HostFacts(
+            hostname=socket.gethostname(),
+            folder=str(Path.cwd()),
+            sees=Path(path).is_file(),
+            authentication=os.environ.get(variable, ""),  # noqa: TID251 it has no setting
+        )
+        return msgspec.json.encode(facts)
+
+    def free_port(self, address: str, count: int) -> int:
+        """Return the first of ``count`` neighboring ports that are free on an address now."""
+        while True:
+            with socket.socket(_family(address)) as first:
+                first.bind((address, 0))
+                port: int = first.getsockname()[1]
+                if all(_is_free(address, port + i) for i in range(1, count)):
+                    return port
+
+    def make_keys(self, folder: str, names: Sequence[tuple[str, Role]]) -> bytes:
+        """Authorize keys with the broker's folder of keys; return them as a list of ClientKey.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        keys = [authorize(Path(folder), name, role) for name, role in names]
+        return msgspec.json.encode(keys)
+
+    def start(self, request: bytes) -> int:
+        """Start a role and return its process id. The one before has ended."""
+        role = msgspec.json.decode(request, type=StartRole)
+        settings = self.scratch / "settings.toml"
+        write_private(settings, role.settings)
+        names = {PYTHON: sys.executable, SETTINGS: str(settings)}
+        command = [names.get(word, word) for word in role.command]
+        command.append(f"run.socket_dir={self._sockets}")
+        if role.key is not None:
+            key_file = self._memory / f"{role.name}.key"
+            write_client_key(key_file, role.key)
+            command.append(f"run.key_file={key_file}")
+        plan = RolePlan(role.name, tuple(command), environment=role.environment, cores=role.cores)
+        folder = Path(role.folder) if role.folder else None
+        if self._process is not None:
+            self._starter.sweep(role.name)
+            self._process.release()
+        self._process = self._forks.submit(
+            self._starter.start, plan, (), self._log, folder
+        ).result()
+        return self._process.pid
+
+    def observe(self, offset: int, wait_s: float) -> tuple[bytes, bytes]:
+        """Return an Observation, and what the role has logged from byte ``offset`` on.
+
+        Args:
+            offset: of its log, over all processes that were started here.
+            wait_s: for anything new at most.
+        """
+        process = self._process
+        if process is None:
+            raise RuntimeError("no role was started here")
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until and process.poll() is None:
+            if self._log.stat().st_size > offset:
+                break
+            time.sleep(_POLL_S)
+        code = process.poll()  # before the log is read: nothing comes after it
+        with self._log.open("rb") as file:
+            file.seek(offset)
+            log = file.read(_MOST_LOG_BYTES)
+        signs: Signs = process.signs()
+        seen = Observation(
+            code=code,
+            words=process.last_words(),
+            cpu_s=signs.cpu_s,
+            page_ins=signs.page_ins,
+            log_bytes=signs.log_bytes,
+            sockets=tuple(path.name for path in self._sockets.glob("*.sock")),
+        )
+        return msgspec.json.encode(seen), log
+
+    def signal(self, signum: int) -> None:
+        """Send the role a signal, unless it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signum)
+
+    def sweep(self, name: str) -> None:
+        """Remove the files that a killed role could not remove itself."""
+        self._starter.sweep(name)
+
+    def close(self) -> None:
+        """End the role and all that it left, and remove the folders."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._starter.let_go()
+        _end_children()
+        for folder in (self.scratch, self._memory):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _sockets(self) -> Path:
+        return self.scratch / "sockets"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket(_family(address)) as one:
+        try:
+            one.bind((address, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+def _end_children() -> None:
+    """Wait for what outlived a role, such as the weight relay; kill what does not end."""
+    me = psutil.Process()
+    patience = Patience(
+        "what a role left to end",
+        _END_S,
+        signs_of(lambda: [child.pid for child in me.children()]),
+        at_most=END_AT_MOST,
+    )
+    while children := me.children(recursive=True):
+        if patience.is_over():
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.send_signal(signal.SIGKILL)
+        psutil.wait_procs(children, timeout=_POLL_S)
+
+
+def _own_folder(parent: Path | None) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    (folder / _OWNER).write_text(_self())
+    return folder
+
+
+def _self() -> str:
+    me = psutil.Process()
+    return f"role host {me.pid} {me.create_time()}"
+
+
+def _remove_those_of_the_dead() -> None:
+    """Remove the folders of role hosts that were killed on this host."""
+    for parent in {Path(tempfile.gettempdir()), _MEMORY}:
+        for folder in parent.glob(f"{_PREFIX}*"):
+            with suppress(OSError, ValueError, psutil.Error):
+                if folder.stat().st_uid != os.geteuid():
+                    continue
+                words = (folder / _OWNER).read_text().split()
+                if words[:2] != ["role", "host"] or _lives(int(words[2]), float(words[3])):
+                    continue
+                for left in folder.glob("*-*"):
+                    remove_leftovers(left)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int, started_s: float) -> bool:
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).create_time() == started_s)
