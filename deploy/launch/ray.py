@@ -136,14 +136,10 @@ class RaySite:
         self._place_pools()
         self._place([plan.name for plan in plans])
         broker, learner = self._hosts["broker"], self._hosts["learner"]
-        self._learner_address = learner.address
         listen = config.broker.broker.listen
-        port = int(listen.rpartition(":")[2]) if listen else self._free_port(broker, 1)
+        port = _port_of(listen) or self._free_port(broker, 1)
         self._broker_endpoint = f"tcp://{_bracketed(broker.address)}:{port}"
-        self._bus_endpoint = (
-            config.learner.weightbus.listen
-            or f"tcp://{_bracketed(learner.address)}:{self._free_port(learner, 2)}"
-        )
+        self._publish_from(learner)
         self._make_keys([(_OBSERVER, "observer"), *map(self._key_of, plans[1:])])
         key_file = config.run.folder / f"{_OBSERVER}.key"
         write_client_key(key_file, self._keys[_OBSERVER])
@@ -217,6 +213,9 @@ class RaySite:
                     self._make_keys([(name, role)])
                 key = self._keys[name]
             words += [f"run.broker={self._broker_endpoint}"]
+        if plan.name == "learner":
+            with self._lock:
+                self._publish_from(host)
         if plan.part_of == "learner":
             words += self._rendezvous_of(plan, host)
         if kind_of(plan.name) in {"learner", "generator"}:
@@ -238,6 +237,14 @@ class RaySite:
             cores=plan.cores,
             key=key,
         )
+
+    def _publish_from(self, host: _Host) -> None:
+        """Have the weights come from this host, on which the first of the learner's ranks is."""
+        if host.address == self._learner_address:
+            return
+        port = _port_of(self._config.learner.weightbus.listen) or self._free_port(host, 2)
+        self._learner_address = host.address
+        self._bus_endpoint = f"tcp://{_bracketed(host.address)}:{port}"
 
     def _rendezvous_of(self, plan: RolePlan, host: _Host) -> list[str]:
         raise NotImplementedError(plan, host)
@@ -464,7 +471,7 @@ class RayProcess:
         _log.info("%s is process %d on %s", self._plan.name, pid, host.address)
         with self._log_file.open("ab") as log:
             while True:
-                answer, text = _got(host.actor.observe.remote(host.log_offset, _OBSERVE_S))
+                answer, text = self._observed(host)
                 with suppress(OSError):  # its disk is full; the role's own log is on its host
                     log.write(text)
                     log.flush()
@@ -474,6 +481,21 @@ class RayProcess:
                 self._words, self.sockets = seen.words, seen.sockets
                 if seen.code is not None and not text:
                     return seen.code
+
+    def _observed(self, host: _Host) -> tuple[bytes, bytes]:
+        """Ask how it is, again and again while its host cannot be reached but is not given up."""
+        is_logged = False
+        while True:
+            try:
+                answer: tuple[bytes, bytes] = _got(
+                    host.actor.observe.remote(host.log_offset, _OBSERVE_S)
+                )
+                return answer
+            except ActorUnavailableError:
+                if not is_logged:
+                    _log.warning("%s: its node %s cannot be reached", self._plan.name, host.address)
+                is_logged = True
+                time.sleep(_OBSERVE_S)
 
     def _signal_before_start(self) -> int:
         """Return the signal that it was sent before it ran; 0 if there was none."""
@@ -502,12 +524,16 @@ def _connect(config: RunConfig) -> None:
 
 
 def _got(answer: _Answer) -> Any:  # noqa: ANN401 whatever the method returns
-    """Return the answer of a role host, for as long as the cluster says that its node is there."""
+    """Return the answer of a role host, waiting for as long as the cluster has its node.
+
+    Raises:
+        RayActorError: its node is gone, or it ended, or cannot be reached: was the method called?
+    """
     while True:
         try:
             return ray.get(answer, timeout=_ANSWER_S)
-        except (GetTimeoutError, ActorUnavailableError) as error:
-            _log.warning("a node of the cluster does not answer: %s", _first_line(error))
+        except GetTimeoutError:
+            _log.warning("a node of the cluster has not answered for %g s", _ANSWER_S)
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -527,6 +553,11 @@ def _free() -> str:
         and "_group_" not in name
     }
     return ", ".join(f"{name} {count:g}" for name, count in sorted(kinds.items())) or "nothing"
+
+
+def _port_of(endpoint: str) -> int:
+    """Return the port of tcp://ADDRESS:PORT; 0 if there is none."""
+    return int(endpoint.rpartition(":")[2]) if endpoint else 0
 
 
 def _bracketed(address: str) -> str:
