@@ -76,6 +76,13 @@ class DeploySection(Section, frozen=True, kw_only=True):
     after six times this."""
     time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """End a run that takes longer, as failed; 0 is no limit."""
+    min_generators: AtLeast0 = 0
+    """With max_generators: the fewest that are kept while they wait for the learner."""
+    max_generators: AtLeast0 = 0
+    """Start one more while the learner waits for the generators, up to so many, and end one while
+    they wait for it. 0 keeps generators.count, but for `slipstream scale`."""
+    scale_every_s: Positive = 120.0
+    """Time over which waiting is measured, and between two such changes."""
     ray: RayTable = msgspec.field(default_factory=RayTable)
     """A run on a Ray cluster."""
 
@@ -116,6 +123,14 @@ def run_config(table: Table) -> RunConfig:
             raise ConfigError(
                 f"deploy.cores.{name} = {list(cores)}: this process may use {sorted(available)}"
             )
+    deploy, count = config.deploy, config.generators.generators.count
+    if deploy.max_generators and not deploy.min_generators <= count <= deploy.max_generators:
+        raise ConfigError(
+            f"generators.count = {count} must lie between deploy.min_generators = "
+            f"{deploy.min_generators} and deploy.max_generators = {deploy.max_generators}"
+        )
+    if deploy.min_generators and not deploy.max_generators:
+        raise ConfigError("deploy.min_generators goes with deploy.max_generators")
     if config.learner.checkpoint.keep_best and not config.broker.eval.enabled:
         raise ConfigError(
             "checkpoint.keep_best needs held-out problems: set eval.file or eval.sets"

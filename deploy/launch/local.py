@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slipstream.deploy.config import RunConfig, run_config, write_resolved
-from slipstream.deploy.launch.plan import RolePlan, plan_roles
+from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
 from slipstream.deploy.launch.session import Session, lock_run
 from slipstream.deploy.launch.signals import Signals
 from slipstream.deploy.launch.starters import LocalStarter
@@ -67,6 +67,11 @@ class LocalSite:
         resolved = self.run.folder / SETTINGS
         write_resolved(self.config, resolved)
         return plan_roles(self.config, resolved, gpus=usable_gpus())
+
+    def generator(self, name: str) -> RolePlan:
+        """Return a generator that the run is to have besides."""
+        resolved = self.run.folder / SETTINGS
+        return plan_generator(self.config, resolved, name, gpus=usable_gpus())
 
     def broker_listens(self) -> bool:
         """True once the broker's socket is there."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.deploy.config import RunConfig
+from slipstream.deploy.config import RunConfig, run_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
 
@@ -95,6 +95,31 @@ def plan_roles(
         role("learner", "slipstream.learner.main", on_restart=("--resume", "auto", *begun_after)),
         *(named(f"reward-worker-{i}", "slipstream.broker.reward_worker.main") for i in workers),
     ]
+
+
+def plan_generator(
+    config: RunConfig,
+    resolved: Path,
+    name: str,
+    *,
+    gpus: Sequence[str] | None,
+    python: str = sys.executable,
+) -> RolePlan:
+    """Return the process of a generator that a run is to have besides; arguments as plan_roles.
+
+    Raises:
+        ConfigError: there is no GPU for it.
+    """
+    count = int(name.rpartition("-")[2]) + 1
+    table = {**config.table.get("generators", {}), "count": count}
+    deploy = {
+        key: value
+        for key, value in config.table.get("deploy", {}).items()
+        if key not in {"min_generators", "max_generators"}
+    }
+    larger = run_config({**config.table, "generators": table, "deploy": deploy})
+    plans = plan_roles(larger, resolved, gpus=gpus, python=python)
+    return next(plan for plan in plans if plan.name == name)
 
 
 def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:

@@ -39,12 +39,11 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
         config: the run.
         uses_gpus: the cluster has GPUs, and the run is to use them.
     """
-    generators = config.generators.generators
     per_node = ranks_per_node(config)
     workers = [f"reward-worker-{i}" for i in range(config.broker.reward.workers)]
     nodes = learner_names(config)
-    engines = [f"generator-{i}" for i in range(generators.count)]
-    gpus = {"learner": per_node, "generator": generators.num_ranks} if uses_gpus else {}
+    engines = [f"generator-{i}" for i in range(config.generators.generators.count)]
+    gpus = _engine_gpus(config, uses_gpus) | ({"learner": per_node} if uses_gpus else {})
     several = len(nodes) > 1
     pools = [
         _pool(config, "services", "PACK", ["broker", *workers], gpus),
@@ -53,6 +52,11 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
     if engines:
         pools.append(_pool(config, "generators", "SPREAD", engines, gpus))
     return tuple(pools)
+
+
+def pool_of_one(config: RunConfig, name: str, *, uses_gpus: bool) -> Pool:
+    """Return the pool of a generator that is started while the run is under way."""
+    return _pool(config, name, "SPREAD", [name], _engine_gpus(config, uses_gpus))
 
 
 def ranks_per_node(config: RunConfig) -> int:
@@ -66,6 +70,10 @@ def learner_names(config: RunConfig) -> list[str]:
     learner = config.learner.learner
     count = learner.ranks // ranks_per_node(config)
     return ["learner", *(f"learner-{node}" for node in range(1, count))]
+
+
+def _engine_gpus(config: RunConfig, uses_gpus: bool) -> dict[str, int]:
+    return {"generator": config.generators.generators.num_ranks} if uses_gpus else {}
 
 
 def _pool(

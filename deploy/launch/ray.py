@@ -24,8 +24,8 @@ from rich.console import Console
 
 from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig, resolved_text, run_config
-from slipstream.deploy.launch.plan import RolePlan, plan_roles
-from slipstream.deploy.launch.pools import Pool, pools_of
+from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
+from slipstream.deploy.launch.pools import Pool, pool_of_one, pools_of
 from slipstream.deploy.launch.role_host import (
     PYTHON,
     SETTINGS,
@@ -112,8 +112,8 @@ class RaySite:
             table = {**config.table, "broker": {**config.table.get("broker", {}), "keys": keys}}
             self._config = config = run_config(table)
         _connect(config)
-        uses_gpus = _num_gpus() > 0 and config.generators.generators.device != "cpu"
-        self._pools = pools_of(config, uses_gpus=uses_gpus)
+        self._uses_gpus = _num_gpus() > 0 and config.generators.generators.device != "cpu"
+        self._pools = pools_of(config, uses_gpus=self._uses_gpus)
         self._groups: dict[str, PlacementGroup] = {}  # by pool
         self._hosts: dict[str, _Host] = {}  # by process
         self._keys: dict[str, ClientKey] = {}  # by name
@@ -151,6 +151,32 @@ class RaySite:
             self._console.print(f"{name} is on {host.facts.hostname} ({host.address})")
         return plans
 
+    def generator(self, name: str) -> RolePlan:
+        """Return a generator that the run is to have besides, and ask the cluster for its place."""
+        if not any(name in pool.members for pool in self._pools):
+            pool = pool_of_one(self._config, name, uses_gpus=self._uses_gpus)
+            self._pools = (*self._pools, pool)
+            self._groups[pool.name] = self._group(pool)
+        return plan_generator(self._config, Path(SETTINGS), name, gpus=None, python=PYTHON)
+
+    def give_back(self, name: str) -> None:
+        """Free the place of a process that is not started again; its host ends meanwhile."""
+        host = self._hosts.pop(name, None)
+        group = None
+        if any(pool.members == (name,) for pool in self._pools):  # it has one of its own
+            self._pools = tuple(pool for pool in self._pools if pool.members != (name,))
+            group = self._groups.pop(name, None)
+
+        def end() -> None:
+            with suppress(RayError):
+                if host is not None:
+                    _got(host.actor.close.remote())
+                    ray.kill(host.actor)
+                if group is not None:
+                    remove_placement_group(group)
+
+        threading.Thread(target=end, name=f"end of {name}", daemon=True).start()
+
     def broker_listens(self) -> bool:
         """True once the broker's socket is there."""
         process = self.starter.processes.get("broker")
@@ -183,15 +209,13 @@ class RaySite:
         Raises:
             ChildDiedError: the cluster has no place for it within deploy.ray.start_timeout_s.
         """
-        with self._lock:
-            if plan.name not in self._hosts:
-                self._place([plan.name])
-            return self._hosts[plan.name]
+        if plan.name not in self._hosts:
+            self._place([plan.name])
+        return self._hosts[plan.name]
 
     def forget(self, name: str) -> str:
         """Give up a host that does not answer any more; return why it does not."""
-        with self._lock:
-            host = self._hosts.pop(name)
+        host = self._hosts.pop(name)
         alive = {node["NodeID"] for node in _nodes() if node["Alive"]}
         with suppress(RayError):
             ray.kill(host.actor)
@@ -253,18 +277,22 @@ class RaySite:
 
     def _place_pools(self) -> None:
         for pool in self._pools:
-            self._groups[pool.name] = placement_group(
-                [dict(bundle) for bundle in pool.bundles],
-                strategy=pool.strategy,
-                name=f"{self._config.run.name}-{pool.name}",
-                bundle_label_selector=[dict(labels) for labels in pool.labels] or None,
-            )
+            self._groups[pool.name] = self._group(pool)
         deadline = time.monotonic() + self._config.deploy.ray.start_timeout_s
         for pool in self._pools:
             while not self._groups[pool.name].wait(_LOG_EVERY_S):
                 if time.monotonic() > deadline:
                     raise ConfigError(self._no_room(pool))
                 self._console.print(f"waiting for the cluster: {pool.needs}; free: {_free()}")
+
+    def _group(self, pool: Pool) -> PlacementGroup:
+        group: PlacementGroup = placement_group(
+            [dict(bundle) for bundle in pool.bundles],
+            strategy=pool.strategy,
+            name=f"{self._config.run.name}-{pool.name}-{secrets.token_hex(4)}",
+            bundle_label_selector=[dict(labels) for labels in pool.labels],
+        )
+        return group
 
     def _no_room(self, pool: Pool) -> str:
         limit = self._config.deploy.ray.start_timeout_s
@@ -387,6 +415,10 @@ class RayStarter:
     def sweep(self, name: str) -> None:
         """Leave it to the role host, which removes a dead role's files before the next start."""
 
+    def give_back(self, name: str) -> None:
+        """Free the place of a role that has ended."""
+        self._site.give_back(name)
+
     def let_go(self) -> None:
         """Leave it to the role hosts, which end what outlives a role as they are closed."""
 
@@ -490,12 +522,13 @@ class RayProcess:
                 answer: tuple[bytes, bytes] = _got(
                     host.actor.observe.remote(host.log_offset, _OBSERVE_S)
                 )
-                return answer
             except ActorUnavailableError:
                 if not is_logged:
                     _log.warning("%s: its node %s cannot be reached", self._plan.name, host.address)
                 is_logged = True
                 time.sleep(_OBSERVE_S)
+            else:
+                return answer
 
     def _signal_before_start(self) -> int:
         """Return the signal that it was sent before it ran; 0 if there was none."""

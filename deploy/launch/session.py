@@ -19,6 +19,7 @@ from rich.live import Live
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.scaling import Bounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.starters import Starter
 from slipstream.deploy.launch.supervise import Supervisor
@@ -31,6 +32,8 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
+from slipstream.wire.files.run_folder import RUN_LOCK
+from slipstream.wire.files.scale_request import ScaleAnswer, take_request, write_answer
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import (
     EXIT_BAD_SETTINGS,
@@ -62,6 +65,13 @@ class Site(Protocol):
     def plans(self) -> list[RolePlan]:
         """Return the processes in the order of their start; the broker comes first."""
 
+    def generator(self, name: str) -> RolePlan:
+        """Return a generator that the run is to have besides.
+
+        Raises:
+            ConfigError: there is no place for it.
+        """
+
     def broker_listens(self) -> bool:
         """True once the broker can be connected to."""
 
@@ -92,6 +102,9 @@ class Session:
         signals.held_while(lambda: self._supervisor.is_forking)
         self._supervisor.on_forked = signals.raise_received
         self._watcher: StatusWatcher | None = None  # once it is known how to reach the broker
+        self._ended: set[str] = set()  # processes that are not started again
+        self._bounds = Bounds(deploy.min_generators, deploy.max_generators)
+        self._window: tuple[float, RunStatus] | None = None  # its begin, and the run as it was
 
     def run(self) -> tuple[str, int]:
         """Run to the end; return the outcome and the exit code."""
@@ -167,6 +180,7 @@ class Session:
     def _run(self) -> None:
         run, supervisor = self._config.run, self._supervisor
         self._console.print(f"run {run.name}: settings, logs and results in {run.folder}")
+        take_request(run.folder)  # one that an earlier process did not see is out of date
         broker, *others = self._site.plans()
         supervisor.start(broker)
         self._await_broker()
@@ -196,18 +210,13 @@ class Session:
         supervisor, console = self._supervisor, self._console
         limit = self._config.deploy.time_limit_s
         started = time.monotonic()
-        ended: set[str] = set()
         live = Live(console=console, auto_refresh=False, transient=True)
         show = Show(console, self._site.run, live if console.is_terminal else None)
         with live if console.is_terminal else nullcontext():
-            while len(ended) < len(names := self._names()):
+            while len(self._ended) < len(self._names()):
                 supervisor.check()
-                for name in names:
-                    if name not in ended and supervisor.finished([name]):
-                        ended.add(name)
-                        left = [n for n in names if kind_of(n) == kind_of(name) and n not in ended]
-                        if not left and not supervisor.left_out(name):
-                            self._require_complete(name, watcher)
+                self._scale(watcher)
+                self._record_ended(watcher)
                 if limit and time.monotonic() - started > limit:
                     raise ChildDiedError(
                         f"the run took longer than deploy.time_limit_s = {limit:.0f}"
@@ -215,6 +224,70 @@ class Session:
                 if watcher.newest is not None:
                     show(watcher.newest, watcher.trouble)
                 time.sleep(_POLL_S)
+
+    def _record_ended(self, watcher: StatusWatcher) -> None:
+        names = self._names()
+        for name in names:
+            if name not in self._ended and self._supervisor.finished([name]):
+                self._ended.add(name)
+                same = [other for other in names if kind_of(other) == kind_of(name)]
+                if self._ended.issuperset(same) and not self._supervisor.left_out(name):
+                    self._require_complete(name, watcher)
+
+    def _scale(self, watcher: StatusWatcher) -> None:
+        """Start or end generators, as a request or the load asks for."""
+        folder = self._config.run.folder
+        if request := take_request(folder):
+            refused = self._scale_to(request.generators, "as requested")
+            answer = ScaleAnswer(id=request.id, generators=self._num_generators(), refused=refused)
+            write_answer(folder, answer)
+        if not self._bounds.largest or (status := watcher.newest) is None or status.finished:
+            return
+        now = time.monotonic()
+        began, before = self._window or (now, status)
+        self._window = (began, before)
+        if now - began < self._config.deploy.scale_every_s:
+            return
+        self._window = (now, status)
+        if (waited := waited_between(before, status)) is None:
+            return
+        count = self._num_generators()
+        wanted = count_by_load(count, waited, self._bounds)
+        if wanted != count:
+            why = f"the learner waited {waited.learner:.0%}, the generators {waited.generators:.0%}"
+            self._scale_to(wanted, why)
+
+    def _scale_to(self, count: int, why: str) -> str:
+        """Have ``count`` generators; return the reason if that is not possible."""
+        if count not in self._bounds:
+            return (
+                f"{count} is not between deploy.min_generators = {self._bounds.smallest} and "
+                f"deploy.max_generators = {self._bounds.largest}"
+            )
+        before = self._num_generators()
+        started, leaving = changes(self._generators(), count)
+        try:
+            plans = [self._site.generator(name) for name in started]
+        except ConfigError as error:
+            return str(error)
+        for plan in plans:
+            self._ended.discard(plan.name)
+            self._supervisor.start(plan)
+        for name in leaving:
+            self._supervisor.leave(name)
+        self._console.print(f"generators: {before} -> {count}, {why}", highlight=False)
+        return ""
+
+    def _generators(self) -> dict[str, bool]:
+        """Return the generators that have not ended: True while one is to stay."""
+        return {
+            name: child.leaving is None
+            for name, child in self._supervisor.children.items()
+            if kind_of(name) == "generator" and not child.finished
+        }
+
+    def _num_generators(self) -> int:
+        return sum(self._generators().values())
 
     def _names(self) -> Sequence[str]:
         return [name for name in self._supervisor.children if name != "broker"]
@@ -256,7 +329,7 @@ def lock_run(run: RunSection) -> TextIO:
     """
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
-        lock = (run.folder / "run.lock").open("a+")
+        lock = (run.folder / RUN_LOCK).open("a+")
     except OSError as error:
         raise ConfigError(
             f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"

@@ -50,6 +50,9 @@ class Starter(Protocol):
     def sweep(self, name: str) -> None:
         """Remove the files that a killed role could not remove itself."""
 
+    def give_back(self, name: str) -> None:
+        """Free the place of a role that has ended and is not started again."""
+
     def let_go(self) -> None:
         """End what outlives a role. Called once all roles have ended."""
 
@@ -154,6 +157,10 @@ class LocalStarter:
         """Remove the files that a killed role could not remove itself."""
         for path in self.scratch.glob(f"{name}-*"):
             remove_leftovers(path)
+
+    def give_back(self, name: str) -> None:
+        """Remove what it could not remove itself; it has no place of its own here."""
+        self.sweep(name)
 
     def let_go(self) -> None:
         """Cut the lifeline of processes that outlive a role; so does the end of this process."""

@@ -98,7 +98,7 @@ class Supervisor:
     def _see_off(self, child: Child, leaving: Patience, code: int | None) -> None:
         if code is not None:
             child.finished = True
-            self.starter.sweep(child.plan.name)
+            self.starter.give_back(child.plan.name)
         elif leaving.is_over() and child.process is not None:
             _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
             child.process.send_signal(signal.SIGKILL)
@@ -123,10 +123,7 @@ class Supervisor:
         child.leaving = Patience(
             f"{name} to end", self.stop_timeout_s, child.signs, at_most=END_AT_MOST, now=self.now
         )
-        if child.process is None or not child.is_running:
-            child.finished = True
-            return
-        child.process.send_signal(signal.SIGTERM)
+        _signal(child, signal.SIGTERM)
 
     def stop(
         self,

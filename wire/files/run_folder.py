@@ -10,6 +10,7 @@ BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
 SETTINGS = Path("resolved.toml")  # all of them, as at the run's start
+RUN_LOCK = Path("run.lock")  # held by the supervisor of the run
 SUMMARY = Path("summary.json")
 TRAIL = Path("ledger")  # events of every item
 PAGE_STATE = Path("dashboard") / "state.msgpack"  # content of the page

@@ -1,0 +1,67 @@
+"""`slipstream scale`: another number of generators, while a run is under way."""
+
+import argparse
+import secrets
+import time
+from pathlib import Path
+
+from slipstream.deploy.terminal.console import make_console
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
+from slipstream.wire.files.scale_request import ScaleRequest, read_answer, write_request
+from slipstream.wire.process.processes import is_locked
+
+EXAMPLES = """examples:
+  slipstream scale runs/demo generators=6      start or end generators until there are six
+"""
+_ANSWER_S = 60.0
+_POLL_S = 0.1
+_POOL = "generators"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("count", metavar="generators=N", help="how many there are to be")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return scale(arguments.folder, arguments.count)
+
+
+def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
+    """Ask the supervisor of a run for another number of generators, and wait for its answer.
+
+    Those that leave hand their work back first; the staleness bound holds as ever.
+
+    Args:
+        folder: of the run.
+        wanted: generators=N.
+        answer_s: for the supervisor to answer.
+
+    Raises:
+        ConfigError: there is no such run, or it cannot have so many.
+        PeerLostError: nothing answers.
+    """
+    pool, equals, number = wanted.partition("=")
+    if pool != _POOL or not equals or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"expected generators=N with N of at least 1, got {wanted}")
+    if not (folder / SETTINGS).is_file():
+        raise ConfigError(f"{folder} is not a run folder: no {SETTINGS} in it")
+    if not is_locked(folder / RUN_LOCK):
+        raise ConfigError(f"{folder} is not running: set generators.count where it is started")
+    request = ScaleRequest(id=secrets.token_hex(8), generators=int(number))
+    write_request(folder, request)
+    deadline = time.monotonic() + answer_s
+    while (answer := read_answer(folder, request.id)) is None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"the supervisor of {folder} has not answered for {answer_s:g} s; it takes the "
+                "request when it can"
+            )
+        time.sleep(_POLL_S)
+    if answer.refused:
+        raise ConfigError(f"{folder} keeps {answer.generators} generators: {answer.refused}")
+    make_console().print(f"{folder}: {answer.generators} generators from now on")
+    return 0

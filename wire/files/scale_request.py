@@ -1,0 +1,60 @@
+"""The file by which a command asks a run for another number of generators."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from slipstream.wire.files.replace import replace_file
+from slipstream.wire.unreadable import UNREADABLE
+
+_REQUEST, _ANSWER = "scale.json", "scaled.json"
+
+
+class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked for."""
+
+    id: str  # that the answer repeats
+    generators: int
+
+
+class ScaleAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done about it."""
+
+    id: str
+    generators: int  # how many there are to be from now on
+    refused: str = ""  # why it stays as it is
+
+
+def write_request(folder: Path, request: ScaleRequest) -> None:
+    """Ask the run of a folder; a request that was not seen yet is replaced."""
+    replace_file(folder / _REQUEST, msgspec.json.encode(request))
+
+
+def take_request(folder: Path) -> ScaleRequest | None:
+    """Return the request, which is removed; None if there is none that can be read."""
+    path = folder / _REQUEST
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return None
+    with suppress(OSError):
+        path.unlink()
+    try:
+        return msgspec.json.decode(text, type=ScaleRequest)
+    except UNREADABLE:
+        return None
+
+
+def write_answer(folder: Path, answer: ScaleAnswer) -> None:
+    """Answer the newest request."""
+    replace_file(folder / _ANSWER, msgspec.json.encode(answer))
+
+
+def read_answer(folder: Path, request_id: str) -> ScaleAnswer | None:
+    """Return the answer to a request; None as long as there is none."""
+    try:
+        answer = msgspec.json.decode((folder / _ANSWER).read_bytes(), type=ScaleAnswer)
+    except (OSError, *UNREADABLE):
+        return None
+    return answer if answer.id == request_id else None
