@@ -63,5 +63,5 @@ def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
         time.sleep(_POLL_S)
     if answer.refused:
         raise ConfigError(f"{folder} keeps {answer.generators} generators: {answer.refused}")
-    make_console().print(f"{folder}: {answer.generators} generators from now on")
+    make_console().print(f"{folder}: {answer.generators} generators from now on", soft_wrap=True)
     return 0

@@ -73,7 +73,13 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 class RoleHost:
     """A folder for temporary files, one of memory for a key, and at most one process of a role."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, end_s: float = _END_S) -> None:
+        """Make the folders.
+
+        Args:
+            end_s: without a sign of life, for what outlives a role as it is closed.
+        """
+        self._end_s = end_s
         _remove_those_of_the_dead()
         self.scratch = _own_folder(None)
         self._memory = _own_folder(_MEMORY if _MEMORY.is_dir() else self.scratch)
@@ -82,8 +88,8 @@ class RoleHost:
         self._log = self.scratch / "role.log"
         # The kernel ends a role with the thread that forked it: this one stays.
         self._forks = ThreadPoolExecutor(1, thread_name_prefix="forks")
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)  # what outlives a role comes to us
+        self._others = set(psutil.Process().children())  # that are not ours to end
+        _adopt_orphans(True)  # what outlives a role becomes a child of this process
 
     def facts(self, path: str, variable: str) -> bytes:
         """Return HostFacts; ``variable`` names the authentication of the cluster."""
@@ -180,9 +186,31 @@ class RoleHost:
             self._process.kill()
             self._process.wait()
         self._starter.let_go()
-        _end_children()
+        self._forks.shutdown()
+        self._end_children()
+        _adopt_orphans(False)
         for folder in (self.scratch, self._memory):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _end_children(self) -> None:
+        """Wait for what outlived the role, such as the weight relay; kill what does not end."""
+        me = psutil.Process()
+
+        def left() -> list[psutil.Process]:
+            return [child for child in me.children() if child not in self._others]
+
+        patience = Patience(
+            "what a role left to end",
+            self._end_s,
+            signs_of(lambda: [child.pid for child in left()]),
+            at_most=END_AT_MOST,
+        )
+        while children := left():
+            if patience.is_over():
+                for child in children:
+                    with suppress(psutil.NoSuchProcess):
+                        child.send_signal(signal.SIGKILL)
+            psutil.wait_procs(children, timeout=_POLL_S)
 
     @property
     def _sockets(self) -> Path:
@@ -202,21 +230,9 @@ def _is_free(address: str, port: int) -> bool:
     return True
 
 
-def _end_children() -> None:
-    """Wait for what outlived a role, such as the weight relay; kill what does not end."""
-    me = psutil.Process()
-    patience = Patience(
-        "what a role left to end",
-        _END_S,
-        signs_of(lambda: [child.pid for child in me.children()]),
-        at_most=END_AT_MOST,
-    )
-    while children := me.children(recursive=True):
-        if patience.is_over():
-            for child in children:
-                with suppress(psutil.NoSuchProcess):
-                    child.send_signal(signal.SIGKILL)
-        psutil.wait_procs(children, timeout=_POLL_S)
+def _adopt_orphans(wanted: bool) -> None:
+    with suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def _own_folder(parent: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""Two hosts for tests that follow a document: network namespaces over one file system."""
+"""Hosts for tests of several: network namespaces over one file system."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,18 +68,18 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    """Yield head (10.77.0.1) and another host, which finds it under that name."""
+def several_hosts(tmp_path: Path, names: Sequence[str]) -> Iterator[list[Host]]:
+    """Yield hosts 10.77.0.1, 10.77.0.2, ... that reach each other and find the first as "head"."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("two network namespaces need root and the command ip")
+        pytest.skip("network namespaces need root and the command ip")
     tag = f"sp{os.getpid() % 100_000}"
-    names = (f"{tag}-head", f"{tag}-far")
-    etc = [Path("/etc/netns") / name for name in names]
+    spaces = [f"{tag}-{name}" for name in names]
+    etc = [Path("/etc/netns") / space for space in spaces]
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "scp").write_text(SCP)
     (bin_folder / "scp").chmod(0o755)
-    folders = (tmp_path / "head", tmp_path / "far")
+    folders = [tmp_path / name for name in names]
     path = f"{bin_folder}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = {
         "PATH": path,
@@ -90,22 +90,33 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         "SLIPSTREAM_TEST_HEAD": str(folders[0]),
     }
     try:
-        ip("link", "add", f"{tag}a", "type", "veth", "peer", "name", f"{tag}b")
-        for i, (name, link) in enumerate(zip(names, (f"{tag}a", f"{tag}b"), strict=True)):
+        ip("link", "add", f"{tag}br", "type", "bridge")
+        ip("link", "set", f"{tag}br", "up")
+        for i, space in enumerate(spaces):
             folders[i].mkdir()
-            ip("netns", "add", name)
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "add", space)
+            ip("link", "add", f"{tag}v{i}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", f"{tag}v{i}", "master", f"{tag}br", "up")
+            ip("-n", space, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
             etc[i].mkdir(parents=True)
             (etc[i] / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 head\n")
-        yield (Host(names[0], folders[0], environment), Host(names[1], folders[1], environment))
+        yield [
+            Host(space, folder, environment) for space, folder in zip(spaces, folders, strict=True)
+        ]
     finally:
-        subprocess.run(["ip", "link", "del", f"{tag}a"], check=False, capture_output=True)
-        for name, folder in zip(names, etc, strict=True):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        for space, folder in zip(spaces, etc, strict=True):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
             shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["ip", "link", "del", f"{tag}br"], check=False, capture_output=True)
+
+
+@contextmanager
+def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    """Yield head (10.77.0.1) and another host, which finds it under that name."""
+    with several_hosts(tmp_path, ("head", "far")) as (head, far):
+        yield head, far
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

@@ -4,6 +4,7 @@ import ipaddress
 import re
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +30,18 @@ class Listener:
 
 def listeners_of(pids: Iterable[int]) -> set[Listener]:
     """Return what these processes listen on; one that has ended listens on nothing."""
-    sockets = _listening_sockets()
-    return {
-        Listener(_program(pid), *sockets[inode])
-        for pid in pids
-        for inode in _sockets_of(pid)
-        if inode in sockets
-    }
+    by_network: dict[str, dict[str, tuple[str, int]]] = {}
+    found = set()
+    for pid in pids:
+        try:
+            network = str(Path(f"/proc/{pid}/ns/net").readlink())
+        except OSError:  # it ended meanwhile
+            continue
+        sockets = by_network.setdefault(network, {}) or _listening_sockets(pid)
+        by_network[network] = sockets
+        program = _program(pid)
+        found |= {Listener(program, *sockets[i]) for i in _sockets_of(pid) if i in sockets}
+    return found
 
 
 def parsed_table(table: str) -> dict[str, tuple[str, int]]:
@@ -49,13 +55,13 @@ def parsed_table(table: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _listening_sockets() -> dict[str, tuple[str, int]]:
-    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
-    return {k: v for table in tables if table.exists() for k, v in _parsed_file(table).items()}
-
-
-def _parsed_file(path: Path) -> dict[str, tuple[str, int]]:
-    return parsed_table(path.read_text())
+def _listening_sockets(pid: int) -> dict[str, tuple[str, int]]:
+    """Return what listens in the network of a process; nothing if it has ended."""
+    found: dict[str, tuple[str, int]] = {}
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            found |= parsed_table(Path(f"/proc/{pid}/net/{name}").read_text())
+    return found
 
 
 def _address(digits: str) -> str:

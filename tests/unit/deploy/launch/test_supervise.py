@@ -346,3 +346,95 @@ def test_a_role_that_waits_for_its_restart_is_not_started_after_a_stop(
     assert process is not None
     assert process.pid == pid
     assert supervisor.children["worker"].restart_at_s is None
+
+
+def test_a_role_that_is_asked_to_leave_ends_in_order_and_stays_away(supervisor: Supervisor):
+    code = """
+import signal, time
+def leave(*_):
+    print("handing back", flush=True)
+    raise SystemExit(1)  # whatever its code is
+signal.signal(signal.SIGTERM, leave)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    supervisor.start(plan(code))
+    child = supervisor.children["worker"]
+    while "ready" not in child.log_file.read_text():
+        supervisor.check()
+    supervisor.leave("worker")
+    assert not supervisor.finished(["worker"])
+    wait(supervisor)
+    supervisor.check()
+    assert supervisor.finished(["worker"])
+    assert child.num_starts == 1
+    assert "handing back" in child.log_file.read_text()
+
+
+def test_one_that_was_to_be_restarted_leaves_at_once(supervisor: Supervisor, time: Time):
+    supervisor.start(plan("raise SystemExit(7)"))
+    wait(supervisor)
+    supervisor.check()
+    supervisor.leave("worker")
+    time.now_s += 100.0
+    supervisor.check()
+    assert supervisor.finished(["worker"])
+    assert supervisor.children["worker"].num_starts == 1
+
+
+def test_one_that_does_not_leave_is_killed(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('up', flush=True); time.sleep(1e6)"
+    )
+    supervisor.start(plan(code))
+    child = supervisor.children["worker"]
+    while "up" not in child.log_file.read_text():
+        supervisor.check()
+    supervisor.now = ImpatientTime()
+    supervisor.leave("worker")
+    while not supervisor.finished(["worker"]):
+        supervisor.check()
+    assert child.process is not None
+    assert child.process.poll() == -signal.SIGKILL
+
+
+def test_processes_of_one_role_end_and_start_together(supervisor: Supervisor, time: Time):
+    sleeps = "import time; print('up', flush=True); time.sleep(1e6)"
+    parts = [
+        dataclasses.replace(plan(code, name=name, again=("again",)), part_of="learner")
+        for name, code in [("learner", sleeps), ("learner-1", "raise SystemExit(7)")]
+    ]
+    supervisor.start(plan(sleeps, name="other"))
+    for part in parts:
+        supervisor.start(part)
+    children = supervisor.children
+    first = children["learner"].process
+    wait(supervisor, "learner-1")
+    supervisor.check()
+    assert first is not None
+    first.wait()
+    assert first.returncode == -signal.SIGKILL
+    supervisor.check()
+    assert children["learner"].failed_at_s == []  # one failure, of the one that failed
+    assert len(children["learner-1"].failed_at_s) == 1
+    time.now_s += 6.0
+    supervisor.check()
+    assert [children[name].num_starts for name in ("learner", "learner-1", "other")] == [2, 2, 1]
+    wait(supervisor, "learner-1")
+    for name in ("learner", "other"):
+        assert supervisor.runs(name)
+
+
+def test_a_part_that_was_done_starts_again_with_the_others(supervisor: Supervisor, time: Time):
+    for name, code in [("learner", "pass"), ("learner-1", "raise SystemExit(7)")]:
+        supervisor.start(dataclasses.replace(plan(code, name=name), part_of="learner"))
+        wait(supervisor, name)
+    supervisor.check()
+    time.now_s += 6.0
+    supervisor.check()
+    assert not supervisor.finished(["learner"])
+    assert supervisor.children["learner"].num_starts == 2
+    for name in ("learner", "learner-1"):
+        wait(supervisor, name)

@@ -1,0 +1,209 @@
+"""`slipstream run --on ray` on three nodes with addresses of their own (network namespaces).
+
+Ray is started as docs/clusters.md says, with token authentication.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
+from tests.e2e.hosts import Host, end, several_hosts, toml_of
+from tests.support.listening import Listener, listeners_of
+from tests.support.tiny_run import tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S, until
+
+pytestmark = [pytest.mark.e2e]
+LEFT = "ray::"  # how workers of Ray call themselves
+GATED_REWARD = """
+import os, time
+def score(data_source, solution_str, ground_truth, extra_info):
+    while not os.path.exists({gate!r}):
+        time.sleep(0.05)
+    digits = [int(c) for c in solution_str if c.isdigit()]
+    return sum(digits) / (9 * max(1, len(digits)))
+"""
+
+
+def pids_on(host: Host) -> list[int]:
+    done = subprocess.run(
+        ["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+def lose(host: Host) -> None:
+    """Kill everything on a node, as if its power was cut."""
+    for _ in range(3):  # those that were forked meanwhile
+        for pid in pids_on(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def ray_cluster(hosts: list[Host], folder: Path) -> Iterator[None]:
+    """Start Ray on every host; the environment of the hosts has its token."""
+    token = folder / "ray.token"
+    token.write_text(os.urandom(32).hex())
+    token.chmod(0o600)
+    for host in hosts:
+        host.environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+    temporary = Path(f"/tmp/r{os.getpid()}")  # noqa: S108 sockets: their paths are to be short
+    try:
+        for i, host in enumerate(hosts):
+            address = f"10.77.0.{i + 1}"
+            place = f"--address 10.77.0.1:6379 --node-ip-address {address}"
+            if i == 0:
+                place = (
+                    f"--head --port 6379 --node-ip-address {address} "
+                    f"--include-dashboard=false --temp-dir {temporary}"
+                )
+            host.run(f"ray start {place} --num-cpus 4 --disable-usage-stats")
+        yield
+    finally:
+        for host in hosts:
+            lose(host)
+        subprocess.run(["rm", "-rf", str(temporary)], check=False)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Host]]:
+    with several_hosts(tmp_path, ("head", "two", "three")) as hosts, ray_cluster(hosts, tmp_path):
+        yield hosts
+
+
+class RayRun:
+    """`slipstream run --on ray` on the first node."""
+
+    def __init__(self, hosts: list[Host], **settings: object) -> None:
+        self.hosts = hosts
+        self.folder = hosts[0].folder / "runs" / "tiny"
+        self.gate = hosts[0].folder / "gate"
+        tiny_inputs(hosts[0].folder)
+        (hosts[0].folder / "reward.py").write_text(GATED_REWARD.format(gate=str(self.gate)))
+        merged = tiny_settings(hosts[0].folder) | {"checkpoint.export_at_end": False}
+        merged |= {name.replace("__", "."): value for name, value in settings.items()}
+        (hosts[0].folder / "run.toml").write_text(toml_of(merged))
+        self.output = hosts[0].folder / "run.log"
+        self.process = self.start()
+        self.listeners: set[Listener] = set()
+
+    def start(self, *words: str) -> "subprocess.Popen[bytes]":
+        command = f"slipstream run --config run.toml --on ray {' '.join(words)}"
+        return self.hosts[0].start(command, self.output)
+
+    def wait_until(self, is_so: Callable[[], object], what: str) -> None:
+        def check() -> bool:
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output.read_text()}"
+            self.listeners |= listeners_of([pid for host in self.hosts for pid in pids_on(host)])
+            return bool(is_so())
+
+        until(check, lambda: f"no {what}:\n{self.output.read_text()}")
+
+    def wait(self) -> int:
+        code = self.process.wait(2 * HANG_S)
+        assert code == 0, self.output.read_text()
+        return code
+
+    def node_of(self, role: str) -> str:
+        """Return the address of the node that a role was placed on first."""
+        lines = self.output.read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith(f"{role} is on ")]
+        return line.rpartition("(")[2].rstrip(")")
+
+    def log(self, role: str) -> str:
+        path = self.folder / "logs" / f"{role}.log"
+        return path.read_text() if path.exists() else ""
+
+    def figures(self) -> dict[str, Any]:
+        path = self.folder / SUMMARY
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
+        return found
+
+    def answers_by_generator(self) -> dict[str, float]:
+        return {
+            one["name"].rpartition("/")[2]: one["trajectories"]
+            for one in self.figures().get("roles", [])
+            if one["role"] == "generator"
+        }
+
+    def assert_complete(self) -> None:
+        account = json.loads((self.folder / ACCOUNT).read_text())
+        assert (account["finished"], account["unaccounted"]) == (True, 0)
+        assert {int(lag) for lag in self.figures()["staleness_histogram"]} <= {0, 1, 2}
+
+    def assert_nothing_left(self) -> None:
+        """Ray's own processes are all that is on the nodes."""
+        for host in self.hosts:
+            until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
+
+
+def left_on(host: Host) -> list[str]:
+    found = []
+    for pid in pids_on(host):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if "slipstream" in words or "_RayRoleHost" in words:
+                found.append(words)
+    return found
+
+
+@pytest.fixture
+def run_on(nodes: list[Host]) -> Iterator[Callable[..., RayRun]]:
+    runs: list[RayRun] = []
+
+    def start(**settings: object) -> RayRun:
+        runs.append(RayRun(nodes, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            end(run.process)
+
+
+def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[..., RayRun]):
+    run = run_on(
+        run__steps=24, generators__count=1, checkpoint__every_steps=2, reward__timeout_s=HANG_S
+    )
+    head = run.hosts[0]
+    run.wait_until(lambda: "adopted v1.0" in run.log("generator-0"), "generator")
+
+    head.run("slipstream scale runs/tiny generators=3")
+    for name in ("generator-1", "generator-2"):
+        run.wait_until(lambda name=name: "adopted v1.0" in run.log(name), name)
+    run.gate.touch()
+    run.wait_until(lambda: min(run.answers_by_generator().values(), default=0) > 0, "answers of 3")
+    run.gate.unlink()
+    head.run("slipstream scale runs/tiny generators=1")
+    run.wait_until(
+        lambda: (
+            "generators: 3 -> 1" in run.output.read_text()
+            and sum("slipstream.generators.main" in line for h in run.hosts for line in left_on(h))
+            == 1
+        ),
+        "end of two generators",
+    )
+    assert run.figures()["steps"] < 12, "the run was nearly over"
+    run.gate.touch()
+    run.wait_until(lambda: run.figures()["steps"] >= 12, "steps by one generator")
+
+    lost = run.node_of("learner")
+    lose(run.hosts[int(lost.rpartition(".")[2]) - 1])
+    run.wait()
+    run.assert_complete()
+    text = run.output.read_text()
+    assert "left the cluster" in text
+    for host in run.hosts:
+        assert not left_on(host)
