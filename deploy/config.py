@@ -27,6 +27,9 @@ class RayTable(Section, frozen=True, kw_only=True):
     """The cluster: `auto` is the one that this host is a node of, or ADDRESS:PORT of its head."""
     require_token: bool = True
     """Refuse a cluster that was started without RAY_AUTH_MODE=token."""
+    collectives: bool = False
+    """Let weights go over NCCL or gloo between nodes, which know no authentication: for a network
+    where every host is trusted. Else they go over tcp, encrypted and with keys."""
     start_timeout_s: Positive = 600.0
     """Wait this long for the cluster to have room, at the start and when a node is gone."""
     cpus: dict[str, NotNegative] = msgspec.field(default_factory=dict)

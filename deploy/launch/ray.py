@@ -242,7 +242,7 @@ class RaySite:
                 self._publish_from(host)
         if plan.part_of == "learner":
             words += self._rendezvous_of(plan, host)
-        if kind_of(plan.name) in {"learner", "generator"}:
+        if self._config.deploy.ray.collectives and kind_of(plan.name) in {"learner", "generator"}:
             words += [f"weightbus.host={self._learner_address}"]
         if kind_of(plan.name) == "learner":
             words += [f"weightbus.listen={self._bus_endpoint}"]

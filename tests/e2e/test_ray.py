@@ -148,6 +148,24 @@ class RayRun:
         for host in self.hosts:
             until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
 
+    def assert_only_keys_connect(self) -> None:
+        """Beyond loopback nothing of ours has listened but broker and relay, which ask for keys."""
+        ours = [one for one in self.listeners if not one.on_loopback and not is_of_ray(one.program)]
+        assert all(one.address.startswith("10.77.0.") for one in ours), ours
+        roles = {one.program.partition("slipstream.")[2].partition(".main")[0] for one in ours}
+        assert roles == {"broker", "weightbus.relay"}, ours
+        endpoint = (
+            self.output.read_text().partition("the broker listens on tcp://")[2].split(",")[0]
+        )
+        ports = {f"{one.address}:{one.port}" for one in ours if ".broker." in one.program}
+        assert ports == {endpoint}
+
+
+def is_of_ray(program: str) -> bool:
+    """True of Ray's processes, and of the driver: its listener is Ray's, which asks for the token."""
+    names = ("ray::", "gcs_server", "raylet", "python -u monitor.py")
+    return program.startswith(names) or " run --config" in program
+
 
 def left_on(host: Host) -> list[str]:
     found = []
@@ -205,5 +223,6 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     run.assert_complete()
     text = run.output.read_text()
     assert "left the cluster" in text
+    run.assert_only_keys_connect()
     for host in run.hosts:
         assert not left_on(host)
