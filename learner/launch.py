@@ -28,6 +28,7 @@ from slipstream.learner.model import device
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
+from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective, text_of
 from slipstream.learner.nodes.watch import NodeWatch
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.learner.starting_policy import start_policy
@@ -135,11 +136,13 @@ class _Node:
                 if code != 0:
                     raise ChildDiedError(f"learner rank {rank} ended with code {code}")
         except RuntimeError as error:
-            dead = [r for r, child in children.items() if child.poll() not in {None, 0}]
-            if watch is not None and not dead:
+            if watch is not None:
                 raise
+            dead = [r for r, child in children.items() if child.poll() not in {None, 0}]
             raise ChildDiedError(f"learner ranks {dead} ended; {error}") from error
         finally:
+            if watch is not None:  # those that are killed here are no reason
+                watch.ranks_here({r: c for r, c in children.items() if c.poll() is not None})
             for child in children.values():
                 if child.poll() is None:
                     child.kill()
@@ -163,7 +166,7 @@ def _run_with_others(node: _Node, address: Address) -> None:
             port=address.port,
             world_size=learner.ranks,
             timeout_s=learner.timeout_s,
-            named="--rendezvous",
+            named=f"--rendezvous of {place.layout.named(place.node, card.host)}",
         )
         hosts = host_nodes(master, place, card, settings.run.folder, timeout_s=wait_s)
         meeting = Meeting(_join_store(settings, address), address, hosts)
@@ -175,29 +178,36 @@ def _run_with_others(node: _Node, address: Address) -> None:
     try:
         with watch:
             node.run(address, _join_store(settings, address), watch)
-    except RuntimeError as error:
-        raise ChildDiedError(
-            f"{place.layout.named(place.node, card.host)} failed: {error}"
-        ) from error
     finally:
         del master  # until here: the nodes meet in it
 
 
 def join_ranks(
     settings: LearnerSettings, place: Place, *, rank: int, port: int, launch: Launch
-) -> None:
-    """Run one of a node's other ranks, in a process that its first rank started."""
+) -> int:
+    """Run one of a node's other ranks, in a process that its first rank started.
+
+    Returns:
+        Its exit code, which tells the first rank of its node whether the reason is another rank.
+    """
     address = place.address or Address(_HOST, port)
-    run_rank(
-        settings,
-        algorithm_of(settings),
-        place,
-        rank=rank,
-        store=_join_store(settings, address),
-        early=EarlyPlans(_join_store(settings, address)),
-        launch=launch,
-        stop=StopRequest(),
-    )
+    try:
+        run_rank(
+            settings,
+            algorithm_of(settings),
+            place,
+            rank=rank,
+            store=_join_store(settings, address),
+            early=EarlyPlans(_join_store(settings, address)),
+            launch=launch,
+            stop=StopRequest(),
+        )
+    except RuntimeError as error:
+        if place.address is None or not is_of_collective(error):
+            raise
+        _log.warning("another rank is gone: %s", text_of(error))
+        return EXIT_COLLECTIVE
+    return 0
 
 
 def _join_store(settings: LearnerSettings, address: Address) -> TCPStore:

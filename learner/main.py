@@ -106,10 +106,9 @@ def main() -> int:
             begun_after=arguments.begun_after,
             relay=RelayLaunch(settings_arguments(arguments), int(lifeline) if lifeline else None),
         )
-        if arguments.rank is None:
-            run_learner(settings, place, sys.argv[1:], launch=launch, stop=stop)
-        else:
-            join_ranks(settings, place, rank=rank, port=arguments.port, launch=launch)
+        if arguments.rank is not None:
+            return join_ranks(settings, place, rank=rank, port=arguments.port, launch=launch)
+        run_learner(settings, place, sys.argv[1:], launch=launch, stop=stop)
         return 0
 
     code = run_role(body)

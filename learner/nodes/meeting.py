@@ -37,7 +37,7 @@ from slipstream.wire.process.visible import one_line
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _GONE_S = 30.0  # without a beat of the first of two processes: it is gone, the second is admitted
-_SEEN_S = 30.0  # for a file of node 0 to appear on another node: shared file systems cache names
+_SEEN_S = 10.0  # for a file of node 0 to appear on another node: shared file systems cache names
 _LAST_WORD_S = 5.0  # for the others to read why node 0 ends; nothing depends on it
 _MOST_TEXT = 2_000
 _SETTING = "learner.rendezvous_timeout_s"
@@ -189,6 +189,45 @@ class Host:
         if not self.store.check([key]):
             return ""
         return one_line(self.store.get(key).decode(errors="replace"), most=_MOST_TEXT)
+
+
+class LateComers:
+    """Node 0's answers to processes that come as a node when all nodes have begun.
+
+    One that comes while its node is alive is refused. One whose node has just died is left to wait:
+    it finds the next node 0.
+    """
+
+    def __init__(self, store: Store, place: Place, hosts: Mapping[int, str]) -> None:
+        self._store = store
+        self._place = place
+        self._hosts = hosts
+        self._num_answered = 0
+        self._waiting: dict[int, tuple[Card, int]] = {}  # by number: and life of its node then
+
+    def look(self, life: Mapping[int, int]) -> None:
+        """Answer whoever came; ``life`` counts the signs of life of each node."""
+        store = self._store
+        for number in range(self._num_answered + 1, _count(store, "arrivals") + 1):
+            if not store.check([f"card/{number}"]):
+                break
+            self._num_answered = number
+            if not store.check([f"answer/{number}"]):
+                card = msgspec.json.decode(store.get(f"card/{number}"), type=Card)
+                self._waiting[number] = card, life.get(card.node, 0)
+        for number, (card, before) in list(self._waiting.items()):
+            if life.get(card.node, before) <= before + 1 and card.node in life:
+                continue
+            del self._waiting[number]
+            first = self._place.layout.named(card.node, self._hosts.get(card.node, ""))
+            error = (
+                f"{first} trains with node 0 at {self._place.address} already: process {card.pid} "
+                f"on host {one_line(card.host, most=100)}, which came as the same node, is refused "
+                "(--node)"
+            )
+            _log.warning("%s", error)
+            answer = Answer(error=error, is_taken=True)
+            store.set(f"answer/{number}", msgspec.json.encode(answer).decode())
 
 
 def host_nodes(

@@ -10,6 +10,8 @@ from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.visible import one_line
 
+EXIT_COLLECTIVE = 4  # of a rank in which a collective failed: another rank is the reason
+_COLLECTIVES = ("gloo", "nccl")  # torch raises their failures as RuntimeError, named in the text
 _MOST_TEXT = 2_000  # characters; the store that carries it knows no authentication
 
 
@@ -40,10 +42,19 @@ def ended_by(node: int, error: BaseException) -> Ended:
     """Return what the other nodes are told of an error that ends this one."""
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return Ended(node=node, text="it was asked to end", orderly=True)
+    return Ended(node=node, text=text_of(error))
+
+
+def text_of(error: BaseException) -> str:
+    """Return the first line of an error, with its kind if it is none of ours."""
     text = str(error).partition("\n")[0]
-    if not isinstance(error, SlipstreamError):
-        text = f"{type(error).__name__}: {text}"
-    return Ended(node=node, text=text)
+    return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """True if an error says that a collective failed here, for a reason that is elsewhere."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(name in text for name in _COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class View:
     silent: str = ""  # how long node 0 has given no sign of life, if that is too long
     silent_nodes: Mapping[int, str] = field(default_factory=dict)  # the same, of others
     dead_ranks: Mapping[int, int] = field(default_factory=dict)  # exit codes of ranks here
+    is_unexplained: bool = False  # for too long: a collective failed here
     stopping: Set[int] = frozenset()  # nodes that were asked to end
     stop_is_ours: bool = False  # node 0 was asked to end, too, or may still be
 
@@ -63,13 +75,15 @@ class View:
 def verdict_of(view: View) -> Ended | None:
     """Return whose end ends this node; None while all is well.
 
-    What the nodes know already goes first; then a rank of this node, since the other nodes cannot
-    see it; then what only node 0 can judge: silence, and a stop that it was not asked for.
+    What the nodes know already goes first; then a rank of this node that ended for a reason of its
+    own, since the other nodes cannot see it; then what only node 0 can judge: silence, and a stop
+    that it was not asked for; last a rank that ended because of another that nobody knows.
     """
     if view.ended is not None:
         return view.ended
     for rank, code in sorted(view.dead_ranks.items()):
-        return Ended(node=view.node, text=f"its rank {rank} ended with code {code}")
+        if code != EXIT_COLLECTIVE:
+            return Ended(node=view.node, text=f"its rank {rank} ended with code {code}")
     if view.lost or view.silent:
         return Ended(node=0, text=view.lost or view.silent)
     for node, text in sorted(view.silent_nodes.items()):
@@ -77,4 +91,7 @@ def verdict_of(view: View) -> Ended | None:
     if view.node == 0 and not view.stop_is_ours:
         for node in sorted(view.stopping):
             return Ended(node=node, text="it was asked to end, and node 0 was not")
+    if view.is_unexplained:
+        for rank in sorted(view.dead_ranks):
+            return Ended(node=view.node, text=f"a collective failed in its rank {rank}")
     return None

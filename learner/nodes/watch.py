@@ -23,10 +23,10 @@ from typing import Self
 import msgspec
 
 from slipstream.learner.layout import Place
-from slipstream.learner.nodes.meeting import Meeting
-from slipstream.learner.nodes.verdict import Ended, View, ended_by, verdict_of
+from slipstream.learner.nodes.meeting import LateComers, Meeting
+from slipstream.learner.nodes.verdict import Ended, View, ended_by, is_of_collective, verdict_of
 from slipstream.learner.stop import StopRequest
-from slipstream.wire.errors import ChildDiedError, PeerLostError, SlipstreamError
+from slipstream.wire.errors import ChildDiedError, PeerLostError
 from slipstream.wire.process.patience import Patience
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class _Heard:
 class NodeWatch:
     """Watches the other nodes, and tells them of this one, while its block runs.
 
-    An error of the block is told to them. If another node's end is the reason, the block ends with
-    that as its error instead; or in order (``SystemExit``), if node 0 was asked to end.
+    An error of the block is told to them. If it is that of a collective, the block ends with its
+    reason instead; or in order (``SystemExit``), if node 0 was asked to end.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class NodeWatch:
         self._stop = stop
         self._silence_s = silence_s
         self._end_timeout_s = end_timeout_s
+        self._late = LateComers(meeting.store, place, meeting.hosts)
         self._heard = _Heard()
         self._posts: list[tuple[str, str]] = []  # to be written by the pulse
         self._children: Mapping[int, subprocess.Popen[bytes]] = {}
@@ -94,6 +95,8 @@ class NodeWatch:
         self._is_over = threading.Event()
         self._patience: dict[int, tuple[int, Patience]] = {}  # by node: of its life so far
         self._stopping_since_s: float | None = None
+        # When a collective failed on this node, and the signs of life of each at that time.
+        self._trouble: tuple[float, Mapping[int, int]] | None = None
 
     def ranks_here(self, children: "Mapping[int, subprocess.Popen[bytes]]") -> None:
         """Watch the other ranks of this node, by rank."""
@@ -115,6 +118,7 @@ class NodeWatch:
 
         Raises:
             PeerLostError: another node has ended before its time.
+            ChildDiedError: this one has, inside a collective.
             SystemExit: node 0 was asked to end.
         """
         try:
@@ -123,9 +127,11 @@ class NodeWatch:
                 return
             with self._lock:
                 self._is_handled = True
-            ended = self._settle(error)
-            if ended.node != self._node:
-                self._end_for(ended, error)
+            if is_of_collective(error):
+                ended = self._explained() or ended_by(self._node, error)
+                self._tell(ended)
+                self._end_for(self._heard.ended or ended, error)
+            self._tell(ended_by(self._node, error))
         finally:
             self._is_over.set()
 
@@ -158,35 +164,23 @@ class NodeWatch:
             return self._node in done
         return done.issuperset(self._others)
 
-    def _settle(self, error: BaseException) -> Ended:
-        """Return whose end is the reason for an error here, and have every node know it."""
-        is_ours = isinstance(error, SlipstreamError | SystemExit | KeyboardInterrupt)
-        ended = self._heard.ended
-        if ended is None and (isinstance(error, ChildDiedError) or not is_ours):
-            ended = self._explained()
-        self._tell(ended or ended_by(self._node, error))
-        return self._heard.ended or ended or ended_by(self._node, error)
-
     def _explained(self) -> Ended | None:
-        """Wait until it is known which other node's end made a collective fail here, if one's.
+        """Wait until it is known whose end made a collective fail here; None if that stays unknown.
 
-        Node 0 takes a node for gone that gives no sign of life from now on.
+        Node 0 takes a node for gone that gives no sign of life from now on, and the others wait
+        longer, for what it finds.
         """
-        before = dict(self._heard.life)
-        wait_s = _EXPLAIN_S if self._node == 0 else _HEAR_S
-        end_s = time.monotonic() + wait_s
+        self._note_trouble()
+        end_s = time.monotonic() + (_EXPLAIN_S if self._node == 0 else _HEAR_S) + _PULSE_S
         while time.monotonic() < end_s:
             if (ended := self._seen()) is not None:
                 return ended
             time.sleep(_POLL_S)
-        if self._node != 0:
-            return None
-        heard = self._heard
-        for node in self._others:
-            if heard.life.get(node) == before.get(node) and node not in heard.done:
-                text = f"a collective failed, and it gave no sign of life for {wait_s:g} s since"
-                return Ended(node=node, text=text)
         return None
+
+    def _note_trouble(self) -> None:
+        if self._trouble is None:
+            self._trouble = time.monotonic(), dict(self._heard.life)
 
     def _tell(self, ended: Ended) -> None:
         """Have the other nodes know why this one ends; the first such word stays."""
@@ -203,6 +197,8 @@ class NodeWatch:
         if ended.exit_code(self._node, asked_to_stop=self._stop.arrived > 0) == 0:
             _log.info("%s", line)
             raise SystemExit(0) from error
+        if ended.node == self._node:
+            raise ChildDiedError(line) from error
         raise PeerLostError(line) from error
 
     # ---- the watch -----------------------------------------------------------
@@ -221,6 +217,9 @@ class NodeWatch:
     def _seen(self) -> Ended | None:
         heard = self._heard
         dead = {r: code for r, child in self._children.items() if (code := child.poll())}
+        if dead:
+            self._note_trouble()
+        trouble_s = time.monotonic() - self._trouble[0] if self._trouble is not None else 0.0
         return verdict_of(
             View(
                 node=self._node,
@@ -229,6 +228,7 @@ class NodeWatch:
                 silent=self._silence_of_node_0(heard) if self._node else "",
                 silent_nodes={} if self._node else self._silent_nodes(heard),
                 dead_ranks=dead,
+                is_unexplained=trouble_s > _HEAR_S,
                 stopping=heard.stopping,
                 stop_is_ours=self._may_be_ours(heard),
             )
@@ -248,6 +248,11 @@ class NodeWatch:
     def _silent_nodes(self, heard: _Heard) -> dict[int, str]:
         nodes = [node for node in self._others if node not in heard.done]
         found = {node: self._silence(node, heard.life.get(node, 0)) for node in nodes}
+        since_s, before = self._trouble or (time.monotonic(), {})
+        if time.monotonic() - since_s > _EXPLAIN_S:
+            for node in nodes:
+                if heard.life.get(node, 0) == before.get(node, 0):
+                    found[node] = f"a collective failed and no sign of life for {_EXPLAIN_S:g} s"
         return {node: text for node, text in found.items() if text}
 
     def _silence(self, node: int, life: int) -> str:
@@ -314,6 +319,8 @@ class NodeWatch:
             heard.ended = msgspec.json.decode(store.get("ended"), type=Ended)
             self._post(f"done/{self._node}", "yes")  # node 0 need not wait for us
         heard.done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
+        if self._node == 0:
+            self._late.look(heard.life)
         heard.rounds += 1
 
     def _named(self, node: int) -> str:

@@ -1,7 +1,14 @@
 import pytest
 
 from slipstream.learner.layout import Layout
-from slipstream.learner.nodes.verdict import Ended, View, ended_by, verdict_of
+from slipstream.learner.nodes.verdict import (
+    EXIT_COLLECTIVE,
+    Ended,
+    View,
+    ended_by,
+    is_of_collective,
+    verdict_of,
+)
 from slipstream.wire.errors import PublishError
 
 LAYOUT = Layout(ranks=6, ranks_per_node=2)
@@ -22,6 +29,34 @@ def test_what_the_nodes_know_goes_before_what_one_sees():
 def test_a_rank_that_died_here_is_told_with_its_code():
     view = View(node=1, dead_ranks={3: -9, 2: 1}, lost="closed")
     assert verdict_of(view) == Ended(node=1, text="its rank 2 ended with code 1")
+
+
+def test_a_rank_whose_collective_failed_is_not_the_reason_unless_no_other_is_found():
+    ranks = {3: EXIT_COLLECTIVE}
+    assert verdict_of(View(node=1, dead_ranks=ranks)) is None
+    assert verdict_of(View(node=1, dead_ranks=ranks, lost="closed", is_unexplained=True)) == Ended(
+        node=0, text="closed"
+    )
+    assert verdict_of(View(node=1, dead_ranks=ranks | {2: -9})) == Ended(
+        node=1, text="its rank 2 ended with code -9"
+    )
+    text = "a collective failed in its rank 3"
+    assert verdict_of(View(node=1, dead_ranks=ranks, is_unexplained=True)) == Ended(
+        node=1, text=text
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"), True),
+        (RuntimeError("NCCL error in: ncclRemoteError"), True),
+        (RuntimeError("out of memory"), False),
+        (PublishError("gloo is torn"), False),
+    ],
+)
+def test_an_error_of_a_collective_is_known_by_its_text(error: Exception, is_so: bool):
+    assert is_of_collective(error) == is_so
 
 
 def test_a_store_that_is_gone_or_silent_is_the_end_of_node_0():
