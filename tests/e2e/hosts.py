@@ -1,4 +1,4 @@
-"""Two hosts for tests that follow a document: network namespaces over one file system."""
+"""Hosts for tests of several: network namespaces over one file system."""
 
 import json
 import os
@@ -68,44 +68,60 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    """Yield head (10.77.0.1) and another host, which finds it under that name."""
+def several_hosts(tmp_path: Path, *names: str) -> Iterator[list[Host]]:
+    """Yield hosts 10.77.0.1, 10.77.0.2, ... on one network, which find each other by name."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("two network namespaces need root and the command ip")
+        pytest.skip("network namespaces need root and the command ip")
     tag = f"sp{os.getpid() % 100_000}"
-    names = (f"{tag}-head", f"{tag}-far")
-    etc = [Path("/etc/netns") / name for name in names]
+    spaces = [f"{tag}-{name}" for name in names]
+    switch = f"{tag}-switch"  # of its own, so that the machine's own network stays as it is
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "scp").write_text(SCP)
     (bin_folder / "scp").chmod(0o755)
-    folders = (tmp_path / "head", tmp_path / "far")
     path = f"{bin_folder}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = {
         "PATH": path,
         "HOME": str(tmp_path),
-        "PYTHONPATH": str(ROOT),  # of this checkout
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",  # of this checkout
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
-        "SLIPSTREAM_TEST_HEAD": str(folders[0]),
+        "SLIPSTREAM_TEST_HEAD": str(tmp_path / names[0]),
     }
+    addresses = [f"10.77.0.{i}" for i in range(1, len(names) + 1)]
+    known = "".join(f"{a} {name}\n" for a, name in zip(addresses, names, strict=True))
     try:
-        ip("link", "add", f"{tag}a", "type", "veth", "peer", "name", f"{tag}b")
-        for i, (name, link) in enumerate(zip(names, (f"{tag}a", f"{tag}b"), strict=True)):
-            folders[i].mkdir()
-            ip("netns", "add", name)
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            etc[i].mkdir(parents=True)
-            (etc[i] / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 head\n")
-        yield (Host(names[0], folders[0], environment), Host(names[1], folders[1], environment))
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for i, (space, address) in enumerate(zip(spaces, addresses, strict=True)):
+            port, link = f"port{i}", f"{tag}x{i}"
+            ip("netns", "add", space)
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", link)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", switch, "link", "set", link, "netns", space)
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", space, "link", "set", link, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            (tmp_path / names[i]).mkdir()
+            (Path("/etc/netns") / space).mkdir(parents=True)
+            hosts_file = Path("/etc/netns") / space / "hosts"
+            hosts_file.write_text("127.0.0.1 localhost\n" + known)
+        yield [
+            Host(space, tmp_path / name, environment)
+            for space, name in zip(spaces, names, strict=True)
+        ]
     finally:
-        subprocess.run(["ip", "link", "del", f"{tag}a"], check=False, capture_output=True)
-        for name, folder in zip(names, etc, strict=True):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-            shutil.rmtree(folder, ignore_errors=True)
+        for space in (*spaces, switch):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
+
+
+@contextmanager
+def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    """Yield head (10.77.0.1) and another host, which finds it under that name."""
+    with several_hosts(tmp_path, "head", "far") as (head, far):
+        yield head, far
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

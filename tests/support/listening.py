@@ -29,13 +29,22 @@ class Listener:
 
 def listeners_of(pids: Iterable[int]) -> set[Listener]:
     """Return what these processes listen on; one that has ended listens on nothing."""
-    sockets = _listening_sockets()
-    return {
-        Listener(_program(pid), *sockets[inode])
-        for pid in pids
-        for inode in _sockets_of(pid)
-        if inode in sockets
-    }
+    tables: dict[str, dict[str, tuple[str, int]]] = {}  # by network namespace
+    found: set[Listener] = set()
+    for pid in pids:
+        try:
+            network = str(Path(f"/proc/{pid}/ns/net").readlink())
+            if network not in tables:
+                tables[network] = _listening_sockets(Path(f"/proc/{pid}/net"))
+        except OSError:  # it ended meanwhile
+            continue
+        sockets = tables[network]
+        found |= {
+            Listener(_program(pid), *sockets[inode])
+            for inode in _sockets_of(pid)
+            if inode in sockets
+        }
+    return found
 
 
 def parsed_table(table: str) -> dict[str, tuple[str, int]]:
@@ -49,8 +58,8 @@ def parsed_table(table: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _listening_sockets() -> dict[str, tuple[str, int]]:
-    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
+def _listening_sockets(network: Path) -> dict[str, tuple[str, int]]:
+    tables = (network / name for name in ("tcp", "tcp6"))
     return {k: v for table in tables if table.exists() for k, v in _parsed_file(table).items()}
 
 
