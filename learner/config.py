@@ -7,6 +7,7 @@ import msgspec
 
 from slipstream.algos.section import AlgoSection
 from slipstream.broker.config import BrokerSection
+from slipstream.learner.layout import Layout
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
@@ -39,7 +40,10 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """
 
     ranks: AtLeast1 = 1
-    """Processes of the learner on this node."""
+    """Processes of the learner, on all of its nodes."""
+    ranks_per_node: AtLeast0 = 0
+    """Of these, on each node (host); 0 is all on one. Several nodes are started with
+    `start-learner --node K --rendezvous HOST:PORT`: [operations.md](operations.md)."""
     tensor_parallel: AtLeast1 = 1
     """Ranks that share one replica of the model; the others are data parallel."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -81,6 +85,10 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """CPU threads per rank."""
     timeout_s: Positive = 900.0
     """A collective that takes longer has failed."""
+    rendezvous_timeout_s: Positive = 900.0
+    """Nodes wait this long for each other at the start, and a restarted one for node 0."""
+    node_silence_s: Positive = 60.0
+    """A node that gives no sign of life for this long is gone, and ends the learner."""
     rollouts_per_step: AtLeast0 = 2
     """Trained trajectories to record in rollouts/ per learner step."""
     max_rollout_bytes: AtLeast1 = 64 * 1024 * 1024
@@ -135,6 +143,16 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, run=run)
 
     @property
+    def layout(self) -> Layout:
+        """Where the ranks are."""
+        learner = self.learner
+        return Layout.of(
+            ranks=learner.ranks,
+            ranks_per_node=learner.ranks_per_node,
+            tensor_parallel=learner.tensor_parallel,
+        )
+
+    @property
     def lr_decay_steps(self) -> int:
         """The learner step at which the learning rate reaches its minimum."""
         return self.learner.lr_decay_steps or self.run.steps
@@ -172,6 +190,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
             f"learner.ranks = {learner.ranks} is not a multiple of "
             f"learner.tensor_parallel = {learner.tensor_parallel}"
         )
+    _ = settings.layout  # its checks
     replicas = learner.ranks // learner.tensor_parallel
     trajectories = run.groups_per_step * run.group_size
     if trajectories < replicas * learner.minibatches:

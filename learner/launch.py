@@ -22,9 +22,14 @@ from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
+from slipstream.learner.layout import Address, Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
+from slipstream.learner.nodes.card import facts_of
+from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
+from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective, text_of
+from slipstream.learner.nodes.watch import NodeWatch
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.learner.starting_policy import start_policy
 from slipstream.learner.stop import StopRequest
@@ -50,13 +55,19 @@ class Launch:
 
 
 def run_learner(
-    settings: LearnerSettings, argv: Sequence[str], *, launch: Launch, stop: StopRequest
+    settings: LearnerSettings,
+    place: Place,
+    argv: Sequence[str],
+    *,
+    launch: Launch,
+    stop: StopRequest,
 ) -> None:
-    """Run rank 0 here and every other rank in a child process, which repeats the command line.
+    """Run the node's first rank here and its others in children, which repeat the command line.
 
     Raises:
-        ConfigError: the settings name no algorithm that this run can train.
-        ChildDiedError: a rank ended before its time.
+        ConfigError: the settings name no algorithm that this run can train, or the nodes differ.
+        ChildDiedError: a rank of this node ended before its time.
+        PeerLostError: another node did, or did not come.
     """
     algorithm = algorithm_of(settings)
     if algorithm.choice.learns_from_equal_rewards and settings.broker.drop_zero_variance:
@@ -64,55 +75,155 @@ def run_learner(
             "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
             "algo.likelihood), and broker.drop_zero_variance = true replaces them: set it to false"
         )
-    ranks = settings.learner.ranks
-    if ranks == 1:
+    if place.layout.ranks == 1:
         run_rank(
-            settings, algorithm, rank=0, store=HashStore(), early=None, launch=launch, stop=stop
+            settings,
+            algorithm,
+            place,
+            rank=0,
+            store=HashStore(),
+            early=None,
+            launch=launch,
+            stop=stop,
         )
         return
-    store = open_store(_HOST, world_size=ranks, timeout_s=settings.learner.timeout_s)
-    children = [_start_rank(argv, rank, store.port) for rank in range(1, ranks)]
-    try:
-        early = EarlyPlans(_join_store(settings, store.port))
-        run_rank(settings, algorithm, rank=0, store=store, early=early, launch=launch, stop=stop)
-        for rank, child in enumerate(children, start=1):
-            try:
-                code = child.wait(settings.learner.timeout_s)
-            except subprocess.TimeoutExpired as error:
-                raise ChildDiedError(f"learner rank {rank} did not end") from error
-            if code != 0:
-                raise ChildDiedError(f"learner rank {rank} ended with code {code}")
-    except RuntimeError as error:
-        dead = [r for r, child in enumerate(children, 1) if child.poll() not in {None, 0}]
-        raise ChildDiedError(f"learner ranks {dead} ended; {error}") from error
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+    node = _Node(settings, algorithm, place, argv, launch, stop)
+    if place.address is not None:
+        _run_with_others(node, place.address)
+        return
+    timeout_s = settings.learner.timeout_s
+    store = open_store(_HOST, world_size=place.layout.ranks, timeout_s=timeout_s)
+    node.run(Address(_HOST, store.port), store)
 
 
-def join_ranks(settings: LearnerSettings, *, rank: int, port: int, launch: Launch) -> None:
-    """Run one of the other ranks, in a process that rank 0 started."""
-    run_rank(
-        settings,
-        algorithm_of(settings),
-        rank=rank,
-        store=_join_store(settings, port),
-        early=EarlyPlans(_join_store(settings, port)),
-        launch=launch,
-        stop=StopRequest(),
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """The ranks of one node."""
+
+    settings: LearnerSettings
+    algorithm: Algorithm
+    place: Place
+    argv: Sequence[str]
+    launch: Launch
+    stop: StopRequest
+
+    def run(self, address: Address, store: Store, watch: NodeWatch | None = None) -> None:
+        """Run all of them, which meet in the store at ``address``, until they end.
+
+        Raises:
+            ChildDiedError: one ended before its time.
+        """
+        settings, (first, *others) = self.settings, self.place.ranks
+        children = {rank: _start_rank(self.argv, rank, address.port) for rank in others}
+        if watch is not None:
+            watch.ranks_here(children)
+        try:
+            run_rank(
+                settings,
+                self.algorithm,
+                self.place,
+                rank=first,
+                store=store,
+                early=EarlyPlans(_join_store(settings, address)),
+                launch=self.launch,
+                stop=self.stop,
+            )
+            for rank, child in children.items():
+                try:
+                    code = child.wait(settings.learner.timeout_s)
+                except subprocess.TimeoutExpired as error:
+                    raise ChildDiedError(f"learner rank {rank} did not end") from error
+                if code != 0:
+                    raise ChildDiedError(f"learner rank {rank} ended with code {code}")
+        except RuntimeError as error:
+            if watch is not None:
+                raise
+            dead = [r for r, child in children.items() if child.poll() not in {None, 0}]
+            raise ChildDiedError(f"learner ranks {dead} ended; {error}") from error
+        finally:
+            if watch is not None:  # those that are killed here are no reason
+                watch.ranks_here({r: c for r, c in children.items() if c.poll() is not None})
+            for child in children.values():
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+
+
+def _run_with_others(node: _Node, address: Address) -> None:
+    """Meet the other nodes, then run this one's ranks for as long as all nodes run theirs."""
+    settings, place, learner = node.settings, node.place, node.settings.learner
+    _take_interface(address.host)
+    node.stop.count_signals()
+    launch = node.launch
+    facts = facts_of(
+        settings, replays=launch.replay is not None, resumes=launch.resumes, device=device.backend()
     )
+    card, wait_s = card_of(place, facts), learner.rendezvous_timeout_s
+    master: TCPStore | None = None
+    if place.node == 0:
+        master = open_store(
+            address.host,
+            port=address.port,
+            world_size=learner.ranks,
+            timeout_s=learner.timeout_s,
+            named=f"--rendezvous of {place.layout.named(place.node, card.host)}",
+        )
+        hosts = host_nodes(master, place, card, settings.run.folder, timeout_s=wait_s)
+        meeting = Meeting(_join_store(settings, address), address, hosts)
+    else:
+        meeting = join_nodes(place, card, timeout_s=wait_s, key_timeout_s=learner.timeout_s)
+    watch = NodeWatch(
+        meeting, place, node.stop, silence_s=learner.node_silence_s, end_timeout_s=learner.timeout_s
+    )
+    try:
+        with watch:
+            node.run(address, _join_store(settings, address), watch)
+    finally:
+        del master  # until here: the nodes meet in it
 
 
-def _join_store(settings: LearnerSettings, port: int) -> TCPStore:
+def join_ranks(
+    settings: LearnerSettings, place: Place, *, rank: int, port: int, launch: Launch
+) -> int:
+    """Run one of a node's other ranks, in a process that its first rank started.
+
+    Returns:
+        Its exit code, which tells the first rank of its node whether the reason is another rank.
+    """
+    address = place.address or Address(_HOST, port)
+    try:
+        run_rank(
+            settings,
+            algorithm_of(settings),
+            place,
+            rank=rank,
+            store=_join_store(settings, address),
+            early=EarlyPlans(_join_store(settings, address)),
+            launch=launch,
+            stop=StopRequest(),
+        )
+    except RuntimeError as error:
+        if place.address is None or not is_of_collective(error):
+            raise
+        _log.warning("another rank is gone: %s", text_of(error))
+        return EXIT_COLLECTIVE
+    return 0
+
+
+def _join_store(settings: LearnerSettings, address: Address) -> TCPStore:
     timeout = timedelta(seconds=settings.learner.timeout_s)
-    return TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    return TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+
+
+def _take_interface(host: str) -> None:
+    """Have gloo and NCCL use the interface that leads to a host, unless the user chose one."""
+    os.environ.update(interface_variables(host, os.environ))  # noqa: TID251 they have no setting
 
 
 def run_rank(
     settings: LearnerSettings,
     algorithm: Algorithm,
+    place: Place,
     *,
     rank: int,
     store: Store,
@@ -122,13 +233,13 @@ def run_rank(
 ) -> None:
     """Build the policy on this rank and train."""
     learner = settings.learner
-    os.environ.update(interface_variables(_HOST, os.environ))  # noqa: TID251 they have no setting
+    _take_interface(place.address.host if place.address is not None else _HOST)
     device.set_threads(learner.threads)
     if learner.deterministic:
         device.set_deterministic()
-    device.select(rank)
     topology = init_topology(
         rank=rank,
+        local_rank=place.layout.local_rank(rank),
         world_size=learner.ranks,
         tensor_parallel=learner.tensor_parallel,
         store=store,
@@ -142,7 +253,7 @@ def run_rank(
         clock = PhaseClock()
         with (
             _open_link(settings, topology, early, launch, clock, stop) as (link, leader),
-            stop.deferred(when=settings.checkpoint.on_stop),
+            stop.deferred(when=settings.checkpoint.on_stop or place.node > 0),
         ):
             coordinator = Coordinator(leader, topology, stop)
             LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()

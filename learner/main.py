@@ -1,5 +1,6 @@
 """`start-learner`: trains on the broker's batches and publishes versioned weights."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 
+_THREADS_S = 1.0  # for requests to a store that does not answer
+
 
 def main() -> int:
     """Parse, check, run."""
@@ -28,6 +31,7 @@ def main() -> int:
             "start-learner --config run.toml",
             "start-learner --config run.toml learner.ranks=2 learner.lr=1e-6",
             "start-learner --config run.toml --resume auto",
+            "start-learner --config run.toml --node 1 --rendezvous 10.0.0.1:29400",
             "start-learner --config run.toml --replay runs/a/rollouts/batches.trajectories",
         ],
     )
@@ -45,17 +49,30 @@ def main() -> int:
         metavar="EPOCH",
         help="newest epoch of a checkpoint as the run was started; set by slipstream run",
     )
-    parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
+    parser.add_argument(
+        "--node",
+        type=int,
+        metavar="K",
+        help="which node of a learner on several this is, from 0 (learner.ranks_per_node)",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where node 0 listens and the others find it: an address of node 0, the same on all",
+    )
+    parser.add_argument("--rank", type=int, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
     arguments = parser.parse_args()
     if arguments.begun_after is not None and arguments.resume is None:
         parser.error("--begun-after goes with --resume auto")
     from slipstream.learner.config import learner_settings
+    from slipstream.learner.layout import place_of
 
     try:
         settings = learner_settings(
             load_arguments(arguments), may_resume=arguments.resume is not None
         )
+        place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
             from slipstream.learner.training.algorithm import algorithm_of
 
@@ -64,16 +81,19 @@ def main() -> int:
         return refuse_settings(error)
     if arguments.dry_run:
         return print_json(settings)
-    start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
+    rank = place.ranks[0] if arguments.rank is None else arguments.rank
+    start_logging("learner" if rank == 0 else f"learner-rank-{rank}")
 
     def body() -> int:
         if usable_gpus():
             os.environ.update(gpu_variables(os.environ))  # noqa: TID251 libraries read them there
+        if place.address is not None:  # of a store that ends: its reason is ours to tell
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # noqa: TID251 the same
         from slipstream.learner.model import device
         from slipstream.learner.stop import StopRequest
 
         stop = StopRequest()
-        if arguments.rank == 0:
+        if arguments.rank is None:
             stop.listen()
         device.prepare()
         from slipstream.learner.launch import Launch, join_ranks, run_learner
@@ -86,13 +106,24 @@ def main() -> int:
             begun_after=arguments.begun_after,
             relay=RelayLaunch(settings_arguments(arguments), int(lifeline) if lifeline else None),
         )
-        if arguments.rank == 0:
-            run_learner(settings, sys.argv[1:], launch=launch, stop=stop)
-        else:
-            join_ranks(settings, rank=arguments.rank, port=arguments.port, launch=launch)
+        if arguments.rank is not None:
+            return join_ranks(settings, place, rank=rank, port=arguments.port, launch=launch)
+        run_learner(settings, place, sys.argv[1:], launch=launch, stop=stop)
         return 0
 
-    return run_role(body)
+    code = run_role(body)
+    if place.address is not None:
+        leave(code)
+    return code
+
+
+def leave(code: int) -> None:
+    """End the process at once if one of its threads is still inside torch, which would abort it."""
+    from slipstream.weightbus.net.threads import are_done
+
+    if not are_done(_THREADS_S):
+        logging.shutdown()
+        os._exit(code)
 
 
 if __name__ == "__main__":

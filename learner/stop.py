@@ -1,28 +1,51 @@
 """Stopping a learner: the first signal lets it save and exit, the second ends it at once.
 
-Rank 0 alone listens. The other ranks are started with SIGINT and SIGTERM ignored, since a terminal
-sends its signal to all of them; they follow rank 0's broadcasts, and die with it.
+The first rank of each node listens; rank 0 decides, the others are told what they were asked
+(nodes/watch.py). The other ranks are started with SIGINT and SIGTERM ignored, since a terminal
+sends its signal to all of them; they follow rank 0's broadcasts, and die with their first rank.
 """
 
 import logging
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """A stop request to rank 0. While nothing is deferred a signal ends it at once."""
+    """A stop request to this process. While nothing is deferred a signal ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False
         self._is_deferring = False
+        self._signals: tuple[socket.socket, socket.socket] | None = None
+        self._num_arrived = 0
 
     def listen(self) -> None:
         """Take over SIGTERM and SIGINT; call it on the main thread."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
+
+    def count_signals(self) -> None:
+        """Count signals as they arrive, for ``arrived``; call it on the main thread."""
+        self._signals = socket.socketpair()
+        for end in self._signals:
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
+
+    @property
+    def arrived(self) -> int:
+        """Number of stop signals so far, which the main thread may not have handled yet.
+
+        It handles none while it is inside a collective. One thread at a time reads this.
+        """
+        if self._signals is not None:
+            with suppress(BlockingIOError):
+                numbers = self._signals[0].recv(1024)
+                self._num_arrived += sum(n in {signal.SIGTERM, signal.SIGINT} for n in numbers)
+        return self._num_arrived
 
     @contextmanager
     def deferred(self, *, when: bool = True) -> Iterator[None]:

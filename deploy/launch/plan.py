@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.deploy.config import RunConfig, run_config
+from slipstream.learner.layout import Layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
 
@@ -59,6 +60,12 @@ def plan_roles(
         places = _places(config, num_gpus)
         names = gpus if is_here else [str(number) for number in range(num_gpus)]
     first = deploy.hosts[0]
+    nodes = learner_names(config.learner.layout)
+    if len(nodes) > 1 and gpus is not None and len(deploy.hosts) == 1:
+        raise ConfigError(
+            f"learner.ranks_per_node = {config.learner.learner.ranks_per_node} places the learner "
+            f"on {len(nodes)} hosts: start the run with --on ray, or name them in deploy.hosts"
+        )
 
     def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
         command = (python, "-m", module, "--config", str(resolved), *arguments)
@@ -67,6 +74,7 @@ def plan_roles(
         if numbers is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in numbers)
         kind = name.rstrip("-0123456789")
+        is_part = kind == "learner" and len(nodes) > 1
         cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
         return RolePlan(
             name,
@@ -78,6 +86,7 @@ def plan_roles(
             cores,
             serves_others=name == "broker",
             is_one_of_many=kind in {"generator", "reward-worker"},
+            part_of=kind if is_part else "",
         )
 
     def named(name: str, module: str) -> RolePlan:
@@ -92,9 +101,22 @@ def plan_roles(
     return [
         role("broker", "slipstream.broker.main", on_restart=("--restarted",)),
         *(named(f"generator-{i}", "slipstream.generators.main") for i in generators),
-        role("learner", "slipstream.learner.main", on_restart=("--resume", "auto", *begun_after)),
+        *(
+            role(
+                name,
+                "slipstream.learner.main",
+                *(("--node", str(node)) if len(nodes) > 1 else ()),
+                on_restart=("--resume", "auto", *begun_after),
+            )
+            for node, name in enumerate(nodes)
+        ),
         *(named(f"reward-worker-{i}", "slipstream.broker.reward_worker.main") for i in workers),
     ]
+
+
+def learner_names(layout: Layout) -> list[str]:
+    """Return the names of the learner's processes, one per node."""
+    return ["learner", *(f"learner-{node}" for node in range(1, layout.nodes))]
 
 
 def plan_generator(

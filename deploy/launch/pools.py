@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.plan import learner_names
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -39,9 +40,9 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
         config: the run.
         uses_gpus: the cluster has GPUs, and the run is to use them.
     """
-    per_node = ranks_per_node(config)
+    per_node = config.learner.layout.ranks_per_node
     workers = [f"reward-worker-{i}" for i in range(config.broker.reward.workers)]
-    nodes = learner_names(config)
+    nodes = learner_names(config.learner.layout)
     engines = [f"generator-{i}" for i in range(config.generators.generators.count)]
     gpus = _engine_gpus(config, uses_gpus) | ({"learner": per_node} if uses_gpus else {})
     several = len(nodes) > 1
@@ -57,19 +58,6 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
 def pool_of_one(config: RunConfig, name: str, *, uses_gpus: bool) -> Pool:
     """Return the pool of a generator that is started while the run is under way."""
     return _pool(config, name, "SPREAD", [name], _engine_gpus(config, uses_gpus))
-
-
-def ranks_per_node(config: RunConfig) -> int:
-    """Return the number of the learner's ranks on each of its nodes."""
-    learner = config.learner.learner
-    return getattr(learner, "ranks_per_node", 0) or learner.ranks
-
-
-def learner_names(config: RunConfig) -> list[str]:
-    """Return the names of the learner's processes, one per node."""
-    learner = config.learner.learner
-    count = learner.ranks // ranks_per_node(config)
-    return ["learner", *(f"learner-{node}" for node in range(1, count))]
 
 
 def _engine_gpus(config: RunConfig, uses_gpus: bool) -> dict[str, int]:

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ class RaySite:
         self._hosts: dict[str, _Host] = {}  # by process
         self._keys: dict[str, ClientKey] = {}  # by name
         self._learner_address = ""
-        self._rendezvous = ""
+        self.rendezvous: Future[str] = Future()  # of the learner's nodes, since their last start
         self._broker_endpoint = ""
         self._bus_endpoint = ""
         self._lock = threading.RLock()
@@ -224,10 +225,24 @@ class RaySite:
             return f"its node {where} left the cluster"
         return f"the process that watched it on {where} ended"
 
-    def request(self, plan: RolePlan, arguments: Sequence[str], host: _Host) -> StartRole:
-        """Return what a host is to start."""
+    def request(
+        self, plan: RolePlan, arguments: Sequence[str], host: _Host, rendezvous: "Future[str]"
+    ) -> StartRole:
+        """Return what a host is to start.
+
+        Args:
+            plan: of the role.
+            arguments: besides those of the plan.
+            host: that is to start it.
+            rendezvous: where the nodes of the learner meet; its first one decides.
+        """
         key = None
         words = [*plan.command, *arguments]
+        if plan.part_of:
+            if plan.name == "learner":
+                port = self._free_port(host, 1)
+                rendezvous.set_result(f"{_bracketed(host.address)}:{port}")
+            words += ["--rendezvous", rendezvous.result(self._config.deploy.ray.start_timeout_s)]
         if plan.name == "broker":
             words.append(f"broker.listen={self._broker_endpoint}")
         else:
@@ -240,8 +255,6 @@ class RaySite:
         if plan.name == "learner":
             with self._lock:
                 self._publish_from(host)
-        if plan.part_of == "learner":
-            words += self._rendezvous_of(plan, host)
         if self._config.deploy.ray.collectives and kind_of(plan.name) in {"learner", "generator"}:
             words += [f"weightbus.host={self._learner_address}"]
         if kind_of(plan.name) == "learner":
@@ -269,9 +282,6 @@ class RaySite:
         port = _port_of(self._config.learner.weightbus.listen) or self._free_port(host, 2)
         self._learner_address = host.address
         self._bus_endpoint = f"tcp://{_bracketed(host.address)}:{port}"
-
-    def _rendezvous_of(self, plan: RolePlan, host: _Host) -> list[str]:
-        raise NotImplementedError(plan, host)
 
     # ---- placing -----------------------------------------------------------------
 
@@ -409,7 +419,10 @@ class RayStarter:
                 f"{plan.name} cannot be started again: {before.ended_because}. Its store is there: "
                 "bring the node back, then --resume auto"
             )
-        process = self.processes[plan.name] = RayProcess(self._site, plan, arguments, log_file)
+        if plan.part_of and plan.name == "learner":  # the others start after it
+            self._site.rendezvous = Future()
+        process = RayProcess(self._site, plan, arguments, log_file)
+        self.processes[plan.name] = process
         return process
 
     def sweep(self, name: str) -> None:
@@ -436,6 +449,7 @@ class RayProcess:
         self._plan = plan
         self._arguments = arguments
         self._log_file = log_file
+        self._rendezvous = site.rendezvous
         self._words = ""
         self._signs = Signs(0.0, 0, 0)
         self._code: int | None = None
@@ -483,6 +497,8 @@ class RayProcess:
             self.ended_because = self._site.forget(name)
         except RayError as error:
             self.ended_because = _first_line(error)
+        except TimeoutError:
+            self.ended_because = "the learner's first node has not been placed"
         except Exception:  # noqa: BLE001 the supervisor would wait for it for ever
             _log.exception("%s is not followed any more", name)
             self.ended_because = "by a fault of this program"
@@ -492,7 +508,7 @@ class RayProcess:
 
     def _run(self) -> int:
         host = self._site.host_of(self._plan)
-        request = self._site.request(self._plan, self._arguments, host)
+        request = self._site.request(self._plan, self._arguments, host, self._rendezvous)
         if cancelled := self._signal_before_start():
             return -cancelled
         pid = _got(host.actor.start.remote(msgspec.json.encode(request)))

@@ -33,10 +33,13 @@ def prepare() -> None:
         cpu_shim.install()
 
 
-def select(rank: int) -> None:
-    """Give a rank its GPU among those this process sees; does nothing without CUDA."""
+def select(local_rank: int) -> None:
+    """Give a rank its GPU among those this process sees; does nothing without CUDA.
+
+    ``local_rank`` is its place among the ranks of its host.
+    """
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def device() -> torch.device:

@@ -32,9 +32,19 @@ class Topology:
 
 
 def init_topology(
-    *, rank: int, world_size: int, tensor_parallel: int, store: Store, seed: int, timeout_s: float
+    *,
+    rank: int,
+    world_size: int,
+    tensor_parallel: int,
+    store: Store,
+    seed: int,
+    timeout_s: float,
+    local_rank: int | None = None,
 ) -> Topology:
     """Join the learner's other ranks and return this rank's place; all ranks call this.
+
+    ``local_rank`` is its place among the ranks of its host, which chooses its GPU;
+    None where all are on one host.
 
     Raises:
         ConfigError: the ranks cannot be split into groups of ``tensor_parallel``.
@@ -44,7 +54,7 @@ def init_topology(
             "learner.ranks must be a multiple of learner.tensor_parallel, "
             f"got {world_size} and {tensor_parallel}"
         )
-    device.select(rank)
+    device.select(rank if local_rank is None else local_rank)
     dist.init_process_group(
         device.backend(),
         store=store,

@@ -17,12 +17,15 @@ from slipstream.wire.messages.manifest import TensorSpec
 
 
 class WeightWriter:
-    """Writes versions of one model. Every rank has one; only the first replica's write."""
+    """Writes versions of one model. Every rank has one; only the first replica's write.
+
+    The others may be on other hosts, and map nothing.
+    """
 
     def __init__(
         self, model: GPTModel, topology: Topology, *, bucket_bytes: int, agree: Callable[[str], str]
     ) -> None:
-        """Make the memory on rank 0 and map it on the others.
+        """Make the memory on rank 0 and map it on the others that write.
 
         ``agree`` returns rank 0's text on every rank.
         """
@@ -34,22 +37,25 @@ class WeightWriter:
         if topology.rank == 0:
             made = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
         self.path = agree(made.path if made is not None else "")
-        self._memory = made or SharedSlots.open(
-            self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
-        )
+        self._memory = made
         self._shards: list[tuple[str, Shard]] = []
         if topology.data_parallel_rank == 0:
+            self._memory = made or SharedSlots.open(
+                self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
+            )
             self._shards = [
                 (name, shard)
                 for name, shard in shards_of(model)
                 if shard.dim is not None or topology.tensor_parallel_rank == 0
             ]
-        if self._shards and self._shards[0][1].tensor.is_cuda:  # of a rank that writes
-            self._memory.pin()
+            if self._shards and self._shards[0][1].tensor.is_cuda:
+                self._memory.pin()
         self._geometry = geometry_of(model.hf_config)
 
     def write(self, slot: int) -> str:
         """Copy this rank's parameters into a slot; return the name of a non-finite one."""
+        if self._memory is None:
+            return ""
         views = tensor_views(self.layout, self._memory.slot(slot))
         finite: list[Tensor] = []
         for _, shard in self._shards:
@@ -63,4 +69,5 @@ class WeightWriter:
 
     def close(self) -> None:
         """Release the memory."""
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()

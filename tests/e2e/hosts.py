@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,54 +68,59 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def several_hosts(tmp_path: Path, names: Sequence[str]) -> Iterator[list[Host]]:
-    """Yield hosts 10.77.0.1, 10.77.0.2, ... that reach each other and find the first as "head"."""
+def several_hosts(tmp_path: Path, *names: str) -> Iterator[list[Host]]:
+    """Yield hosts 10.77.0.1, 10.77.0.2, ... on one network, which find each other by name."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip")
     tag = f"sp{os.getpid() % 100_000}"
     spaces = [f"{tag}-{name}" for name in names]
-    etc = [Path("/etc/netns") / space for space in spaces]
+    switch = f"{tag}-switch"  # of its own, so that the machine's own network stays as it is
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "scp").write_text(SCP)
     (bin_folder / "scp").chmod(0o755)
-    folders = [tmp_path / name for name in names]
     path = f"{bin_folder}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = {
         "PATH": path,
         "HOME": str(tmp_path),
-        "PYTHONPATH": str(ROOT),  # of this checkout
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",  # of this checkout
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
-        "SLIPSTREAM_TEST_HEAD": str(folders[0]),
+        "SLIPSTREAM_TEST_HEAD": str(tmp_path / names[0]),
     }
+    addresses = [f"10.77.0.{i}" for i in range(1, len(names) + 1)]
+    known = "".join(f"{a} {name}\n" for a, name in zip(addresses, names, strict=True))
     try:
-        ip("link", "add", f"{tag}br", "type", "bridge")
-        ip("link", "set", f"{tag}br", "up")
-        for i, space in enumerate(spaces):
-            folders[i].mkdir()
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for i, (space, address) in enumerate(zip(spaces, addresses, strict=True)):
+            port, link = f"port{i}", f"{tag}x{i}"
             ip("netns", "add", space)
-            ip("link", "add", f"{tag}v{i}", "type", "veth", "peer", "name", "eth0", "netns", space)
-            ip("link", "set", f"{tag}v{i}", "master", f"{tag}br", "up")
-            ip("-n", space, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", link)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", switch, "link", "set", link, "netns", space)
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", space, "link", "set", link, "up")
             ip("-n", space, "link", "set", "lo", "up")
-            etc[i].mkdir(parents=True)
-            (etc[i] / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 head\n")
+            (tmp_path / names[i]).mkdir()
+            (Path("/etc/netns") / space).mkdir(parents=True)
+            hosts_file = Path("/etc/netns") / space / "hosts"
+            hosts_file.write_text("127.0.0.1 localhost\n" + known)
         yield [
-            Host(space, folder, environment) for space, folder in zip(spaces, folders, strict=True)
+            Host(space, tmp_path / name, environment)
+            for space, name in zip(spaces, names, strict=True)
         ]
     finally:
-        for space, folder in zip(spaces, etc, strict=True):
+        for space in (*spaces, switch):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-            shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run(["ip", "link", "del", f"{tag}br"], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
 
 
 @contextmanager
 def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     """Yield head (10.77.0.1) and another host, which finds it under that name."""
-    with several_hosts(tmp_path, ("head", "far")) as (head, far):
+    with several_hosts(tmp_path, "head", "far") as (head, far):
         yield head, far
 
 

@@ -79,7 +79,7 @@ def ray_cluster(hosts: list[Host], folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Host]]:
-    with several_hosts(tmp_path, ("head", "two", "three")) as hosts, ray_cluster(hosts, tmp_path):
+    with several_hosts(tmp_path, "head", "two", "three") as hosts, ray_cluster(hosts, tmp_path):
         yield hosts
 
 
@@ -162,7 +162,7 @@ class RayRun:
 
 
 def is_of_ray(program: str) -> bool:
-    """True of Ray's processes, and of the driver: its listener is Ray's, which asks for the token."""
+    """True of Ray's processes and of the driver, whose listener is Ray's and asks for the token."""
     names = ("ray::", "gcs_server", "raylet", "python -u monitor.py")
     return program.startswith(names) or " run --config" in program
 
@@ -193,7 +193,12 @@ def run_on(nodes: list[Host]) -> Iterator[Callable[..., RayRun]]:
 
 def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[..., RayRun]):
     run = run_on(
-        run__steps=24, generators__count=1, checkpoint__every_steps=2, reward__timeout_s=HANG_S
+        run__steps=24,
+        generators__count=1,
+        learner__ranks=2,
+        learner__ranks_per_node=1,
+        checkpoint__every_steps=2,
+        reward__timeout_s=HANG_S,
     )
     head = run.hosts[0]
     run.wait_until(lambda: "adopted v1.0" in run.log("generator-0"), "generator")
@@ -217,7 +222,8 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     run.gate.touch()
     run.wait_until(lambda: run.figures()["steps"] >= 12, "steps by one generator")
 
-    lost = run.node_of("learner")
+    assert len({run.node_of(name) for name in ("learner", "learner-1")}) == 2
+    lost = run.node_of("learner-1")
     lose(run.hosts[int(lost.rpartition(".")[2]) - 1])
     run.wait()
     run.assert_complete()

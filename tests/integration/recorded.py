@@ -120,16 +120,10 @@ class Replays:
             """
         )
 
-    def command(self, name: str, *overrides: str) -> list[str]:
-        module = [
-            "-m",
-            "slipstream.learner.main",
-            "--config",
-            str(self.config),
-            "--replay",
-            str(self.file),
-        ]
-        return [sys.executable, *module, f"run.name={name}", *overrides]
+    def command(self, name: str, *overrides: str, replays: bool = True) -> list[str]:
+        module = ["-m", "slipstream.learner.main", "--config", str(self.config)]
+        file = ["--replay", str(self.file)] if replays else []
+        return [sys.executable, *module, *file, f"run.name={name}", *overrides]
 
     def start(
         self, name: str, *overrides: str, max_file_bytes: int | None = None

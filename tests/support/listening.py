@@ -4,7 +4,6 @@ import ipaddress
 import re
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +29,21 @@ class Listener:
 
 def listeners_of(pids: Iterable[int]) -> set[Listener]:
     """Return what these processes listen on; one that has ended listens on nothing."""
-    by_network: dict[str, dict[str, tuple[str, int]]] = {}
-    found = set()
+    tables: dict[str, dict[str, tuple[str, int]]] = {}  # by network namespace
+    found: set[Listener] = set()
     for pid in pids:
         try:
             network = str(Path(f"/proc/{pid}/ns/net").readlink())
+            if network not in tables:
+                tables[network] = _listening_sockets(Path(f"/proc/{pid}/net"))
         except OSError:  # it ended meanwhile
             continue
-        sockets = by_network.setdefault(network, {}) or _listening_sockets(pid)
-        by_network[network] = sockets
-        program = _program(pid)
-        found |= {Listener(program, *sockets[i]) for i in _sockets_of(pid) if i in sockets}
+        sockets = tables[network]
+        found |= {
+            Listener(_program(pid), *sockets[inode])
+            for inode in _sockets_of(pid)
+            if inode in sockets
+        }
     return found
 
 
@@ -55,13 +58,13 @@ def parsed_table(table: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _listening_sockets(pid: int) -> dict[str, tuple[str, int]]:
-    """Return what listens in the network of a process; nothing if it has ended."""
-    found: dict[str, tuple[str, int]] = {}
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            found |= parsed_table(Path(f"/proc/{pid}/net/{name}").read_text())
-    return found
+def _listening_sockets(network: Path) -> dict[str, tuple[str, int]]:
+    tables = (network / name for name in ("tcp", "tcp6"))
+    return {k: v for table in tables if table.exists() for k, v in _parsed_file(table).items()}
+
+
+def _parsed_file(path: Path) -> dict[str, tuple[str, int]]:
+    return parsed_table(path.read_text())
 
 
 def _address(digits: str) -> str:

@@ -1,0 +1,141 @@
+"""Which ranks of a learner are on which node, and where the nodes meet."""
+
+import ipaddress
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from typing_extensions import override
+
+from slipstream.wire.errors import ConfigError
+
+_MAX_PORT = 65_535
+
+
+class Address(NamedTuple):
+    """Where node 0 listens: a name or an address, without brackets, and a TCP port."""
+
+    host: str
+    port: int
+
+    @override
+    def __str__(self) -> str:
+        """Return HOST:PORT, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_rendezvous(text: str) -> Address:
+    """Return the address in HOST:PORT or [IPV6]:PORT.
+
+    Raises:
+        ConfigError: it is none, or it stands for every interface.
+    """
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"--rendezvous is {text!r}: {why}")
+
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdecimal()):
+        raise refuse("expected HOST:PORT, as in 10.0.0.1:29400 or [fd00::1]:29400")
+    if not 0 < int(port) <= _MAX_PORT:
+        raise refuse(f"expected a port from 1 to {_MAX_PORT}, got {port}")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if is_bracketed:
+        host = host[1:-1]
+    if is_bracketed != (":" in host):
+        raise refuse("an IPv6 address stands in brackets, as in [fd00::1]:29400, and nothing else")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        if is_bracketed:
+            raise refuse(f"{host!r} is no IPv6 address") from None
+    else:
+        if address.is_unspecified:
+            raise refuse("name the address of node 0 at which the other nodes reach it")
+    return Address(host, int(port))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks in order, the same number on every node."""
+
+    ranks: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, *, ranks: int, ranks_per_node: int, tensor_parallel: int) -> Self:
+        """Return the layout that settings ask for; 0 ranks per node are all on one.
+
+        Raises:
+            ConfigError: nodes would have different numbers of ranks, or share a replica.
+        """
+        if not ranks_per_node:
+            return cls(ranks, ranks)
+        if ranks_per_node > ranks or ranks % ranks_per_node:
+            raise ConfigError(
+                f"learner.ranks = {ranks} is not a multiple of "
+                f"learner.ranks_per_node = {ranks_per_node}"
+            )
+        if ranks_per_node % tensor_parallel:
+            raise ConfigError(
+                f"learner.ranks_per_node = {ranks_per_node} is not a multiple of "
+                f"learner.tensor_parallel = {tensor_parallel}: a replica of the model is whole on "
+                "one node"
+            )
+        return cls(ranks, ranks_per_node)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.ranks // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks on a node; the first runs in the process that was started there."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    def local_rank(self, rank: int) -> int:
+        """Return a rank's place among those of its node."""
+        return rank % self.ranks_per_node
+
+    def named(self, node: int, host: str = "") -> str:
+        """Return a node as it is called in logs, with its ranks and its host if that is known."""
+        first, *others = self.ranks_of(node)
+        ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
+        return f"node {node} ({f'host {host}, ' if host else ''}{ranks})"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The node that this process is on. ``address`` is where several nodes meet."""
+
+    layout: Layout
+    node: int = 0
+    address: Address | None = None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks on this node."""
+        return self.layout.ranks_of(self.node)
+
+
+def place_of(layout: Layout, node: int | None, rendezvous: str | None) -> Place:
+    """Return the place that a command line names.
+
+    Raises:
+        ConfigError: the options do not fit to the settings.
+    """
+    placed = f"learner.ranks = {layout.ranks} with learner.ranks_per_node = {layout.ranks_per_node}"
+    if layout.nodes == 1:
+        if node is not None or rendezvous is not None:
+            raise ConfigError(
+                f"{placed} is one node: --node and --rendezvous are for several; set "
+                "learner.ranks_per_node to the ranks of each"
+            )
+        return Place(layout)
+    if node is None or rendezvous is None:
+        raise ConfigError(
+            f"{placed} needs {layout.nodes} nodes: start each with start-learner --node K "
+            f"--rendezvous HOST:PORT, K from 0 to {layout.nodes - 1}, HOST an address of node 0"
+        )
+    if not 0 <= node < layout.nodes:
+        raise ConfigError(f"--node is {node}: {placed} has nodes 0 to {layout.nodes - 1}")
+    return Place(layout, node, parse_rendezvous(rendezvous))

@@ -1,0 +1,113 @@
+"""A learner on two hosts, broker and generator on a third, over TCP with keys."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.wire.files.run_folder import ACCOUNT
+from tests.e2e.hosts import Host, end, several_hosts, toml_of
+from tests.support.listening import Listener, listeners_of
+from tests.support.tiny_run import tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S
+
+pytestmark = [pytest.mark.e2e]
+BROKER, RENDEZVOUS = "tcp://10.77.0.1:5555", "10.77.0.2:29400"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    with several_hosts(tmp_path, "head", "one", "two") as hosts:
+        yield hosts
+
+
+class Roles:
+    """Roles on hosts, by name; their output is in a file of that name."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.outputs: dict[str, Path] = {}
+
+    def start(self, host: Host, name: str, command: str) -> "subprocess.Popen[bytes]":
+        self.outputs[name] = host.folder / f"{name}.log"
+        self.processes[name] = host.start(command, self.outputs[name])
+        return self.processes[name]
+
+    def log(self, name: str) -> str:
+        return self.outputs[name].read_text()
+
+    def logs(self) -> str:
+        return "".join(f"==== {name}\n{self.log(name)}" for name in self.outputs)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                end(process)
+
+
+def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(hosts: list[Host]):
+    head, one, two = hosts
+    tiny_inputs(head.folder)
+    settings = tiny_settings(head.folder) | {
+        "run.steps": 3,
+        "learner.ranks": 2,
+        "learner.ranks_per_node": 1,
+        "broker.listen": BROKER,
+        "weightbus.listen": "tcp://10.77.0.2:5600",
+        "weightbus.host": "10.77.0.2",
+        "weightbus.linger_s": 5.0,
+    }
+    for host in hosts:
+        (host.folder / "run.toml").write_text(toml_of(settings))
+    for host, role in ((one, "learner"), (two, "learner"), (head, "generator")):
+        head.run(f"slipstream keys make {role}-{host.folder.name} --role {role} --config run.toml")
+    keys = head.folder / "runs" / "keys" / "clients"
+
+    roles = Roles()
+    own = "--config run.toml"
+    far = f"{own} run.broker={BROKER} run.socket_dir=sockets run.key_file={keys}"
+    learners = {}
+    seen: set[Listener] = set()
+    try:
+        broker = roles.start(head, "broker", f"start-broker {own}")
+        roles.start(head, "reward-worker", f"start-reward-worker {own} --name judge")
+        generator = f"start-generator {far}/generator-head.key --name generator-0"
+        roles.start(head, "generator", generator)
+        for node, host in ((1, two), (0, one)):
+            key = f"{far}/learner-{host.folder.name}.key"
+            learner = f"start-learner {key} --node {node} --rendezvous {RENDEZVOUS}"
+            learners[node] = roles.start(host, f"learner-{node}", learner)
+        deadline = time.monotonic() + HANG_S
+        while any(p.poll() is None for p in learners.values()) and time.monotonic() < deadline:
+            for process in learners.values():
+                seen |= listeners_of(tree_of(process.pid))
+            assert broker.poll() is None, roles.logs()
+            time.sleep(0.2)
+        for name in ("learner-0", "learner-1", "generator", "reward-worker"):
+            assert roles.processes[name].wait(HANG_S) == 0, roles.logs()
+        broker.send_signal(signal.SIGINT)
+        assert broker.wait(HANG_S) in {0, 130}, roles.logs()
+    finally:
+        roles.end()
+
+    run = head.folder / "runs" / "tiny"
+    account = json.loads((run / ACCOUNT).read_text())
+    assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 3 * 4)
+    assert (run / "checkpoints" / "step-000003" / "checkpoint.json").exists()
+    assert (run / "model" / "model.safetensors").exists()
+    assert "adopted v1.2" in roles.log("generator") or "adopted v1.1" in roles.log("generator")
+    # Node 0 at the rendezvous, node 1 beside it, the relay; nothing on every interface.
+    assert {one.address for one in seen if not one.on_loopback} == {"10.77.0.2", "10.77.0.3"}
+    assert ("10.77.0.2", 29400) in {(one.address, one.port) for one in seen}
+
+
+def tree_of(pid: int) -> list[int]:
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []

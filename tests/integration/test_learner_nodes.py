@@ -1,0 +1,375 @@
+"""A learner on two nodes: it computes the same, ends together, and says why it cannot begin."""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+import pytest
+
+from slipstream.wire.files.checkpoints import checkpoints_in
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.broker import RequestBatch, TakeOver
+from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weights
+from tests.integration.scripted_broker import Script, ScriptedBroker
+from tests.support.listening import listeners_of
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+EXPORT = "checkpoint.export_at_end=true"
+TWO = ("learner.ranks=2", "learner.ranks_per_node=1")
+BESIDE = "127.0.0.2"  # this machine's, too
+PATHS = os.environ.get("PYTHONPATH", "")  # noqa: TID251 handed on
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Nodes:
+    """Learners on several nodes of one machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.replays = Replays(folder, steps=3)
+        self.address = f"{BESIDE}:{free_port(BESIDE)}"
+        self.replays_file = True  # in place of a broker's batches
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(
+        self,
+        node: int,
+        name: str,
+        *overrides: str,
+        within: Sequence[str] = (),
+        python_path: Path | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a node; ``within`` a command, with a folder that Python looks into first."""
+        options = ("--node", str(node), "--rendezvous", self.address)
+        first = [] if python_path is None else ["env", f"PYTHONPATH={python_path}:{PATHS}"]
+        command = self.replays.command(name, *overrides, replays=self.replays_file)
+        process = start_tool([*within, *first, *command, *options])
+        self.processes.append(process)
+        return process
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    yield nodes
+    for process in nodes.processes:
+        if process.poll() is None:  # the test has failed
+            process.kill()
+            process.communicate()
+
+
+def test_two_nodes_compute_the_bits_of_one(nodes: Nodes):
+    one = weights(nodes.replays.train("one", "learner.ranks=2", EXPORT))
+    both = [nodes.start(node, "two", *TWO, EXPORT) for node in (1, 0)]
+    for process in both:
+        finish(process)
+    two = weights(nodes.replays.folder / "runs" / "two")
+    assert one.keys() == two.keys()
+    assert all(two[name].equal(tensor) for name, tensor in one.items())
+    assert not list((nodes.replays.folder / "runs" / "two").glob(".nodes-*"))
+
+
+# ---- what cannot begin -----------------------------------------------------------
+
+SOON = "learner.rendezvous_timeout_s=2"
+
+
+@dataclass(frozen=True)
+class Came:
+    """A process that came as a node, and how it must end."""
+
+    node: int
+    overrides: tuple[str, ...]
+    code: int
+    line: str  # words of its only line that is no information, * for anything between
+
+
+def node_of(number: int, ranks: str | None = None) -> str:
+    return f"node {number} (host {socket.gethostname()}, {ranks or f'rank {number}'})"
+
+
+def line_of(output: str) -> str:
+    """Return the one line that says why a learner ended."""
+    lines = [line for line in output.splitlines() if line and line[13:15] != "I "]
+    assert len(lines) == 1, output
+    return lines[0]
+
+
+REFUSED = f"{node_of(1)} cannot train with node 0 (host {socket.gethostname()}) at ADDRESS: "
+CASES = {
+    "nobody listens": [
+        Came(
+            1,
+            (*TWO, SOON),
+            1,
+            f"{node_of(1)} does not reach node 0 at ADDRESS (--rendezvous) within 2 s "
+            "(learner.rendezvous_timeout_s): nobody listens there: Connection refused",
+        )
+    ],
+    "nobody comes": [
+        Came(
+            0,
+            ("learner.ranks=6", "learner.ranks_per_node=2", SOON),
+            1,
+            "node 1 (ranks 2-3), node 2 (ranks 4-5) do not come to node 0 at ADDRESS within 2 s "
+            "(learner.rendezvous_timeout_s); start it with --node",
+        )
+    ],
+    "another run": [
+        Came(0, TWO, 2, REFUSED + "run.name is other there, expected a"),
+        Came(1, (*TWO, "run.name=other"), 2, REFUSED + "run.name is other there, expected a"),
+    ],
+    "another size": [
+        Came(0, TWO, 2, "learner.ranks is 4 there, expected 2; learner.ranks_per_node is 2 there"),
+        Came(
+            1,
+            ("learner.ranks=4", "learner.ranks_per_node=2"),
+            2,
+            "learner.ranks is 4 there, expected 2; learner.ranks_per_node is 2 there, expected 1",
+        ),
+    ],
+    "another setting": [
+        Came(0, TWO, 2, REFUSED + "learner.lr is 0.5 there, expected 0.01"),
+        Came(1, (*TWO, "learner.lr=0.5"), 2, REFUSED + "learner.lr is 0.5 there, expected 0.01"),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_nodes_that_cannot_begin_say_why_in_one_line(nodes: Nodes, case: str):
+    started = [nodes.start(came.node, "a", *came.overrides) for came in CASES[case]]
+    for came, process in zip(CASES[case], started, strict=True):
+        output = finish(process, code=came.code)
+        assert came.line.replace("ADDRESS", nodes.address) in line_of(output)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("192.0.2.7:29400", "it is not an address of this machine"),
+        ("TAKEN", "another process listens there"),
+        ("no-such-host.invalid:29400", ""),
+    ],
+)
+def test_node_0_says_why_it_cannot_listen(nodes: Nodes, address: str, why: str):
+    with socket.create_server((BESIDE, 0)) as taken:
+        nodes.address = address.replace("TAKEN", f"{BESIDE}:{taken.getsockname()[1]}")
+        host, _, port = nodes.address.rpartition(":")
+        line = line_of(finish(nodes.start(0, "a", *TWO), code=2))
+    assert line.startswith(
+        f"cannot listen on {host} port {port} (--rendezvous of {node_of(0)}): {why}"
+    )
+
+
+def test_what_listens_there_and_is_no_node_0_is_not_waited_for_longer(nodes: Nodes):
+    with socket.create_server((BESIDE, 0)) as silent:
+        nodes.address = f"{BESIDE}:{silent.getsockname()[1]}"
+        line = line_of(finish(nodes.start(1, "a", *TWO, SOON), code=1))
+    assert "what listens there does not answer as a learner's node 0" in line
+
+
+def test_another_release_of_a_library_is_refused_on_both_nodes(nodes: Nodes):
+    metadata = nodes.replays.folder / "other" / "torch-9.9.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.0\n")
+    first = nodes.start(0, "a", *TWO)
+    second = nodes.start(1, "a", *TWO, python_path=metadata.parent)
+    for process in (first, second):
+        assert "torch is 9.9.0 there, expected " in line_of(finish(process, code=2))
+
+
+def test_two_processes_of_one_node_are_told_apart_and_the_second_is_refused(nodes: Nodes):
+    three = ("learner.ranks=3", "learner.ranks_per_node=1", "run.steps=1")
+    zero, one = nodes.start(0, "a", *three), nodes.start(1, "a", *three)
+    double = nodes.start(1, "a", *three)
+    until(lambda: one.poll() is not None or double.poll() is not None, "refusal of one")
+    refused, other = (one, double) if one.poll() is not None else (double, one)
+    line = line_of(finish(refused, code=3))
+    assert f"two processes came as {node_of(1)} to {nodes.address}: process " in line
+    assert f"process {refused.pid} on host {socket.gethostname()}, which is refused" in line
+    assert "(--node)" in line
+    finish(nodes.start(2, "a", *three))
+    assert "two processes came as" in finish(zero)
+    finish(other)
+
+
+def test_a_run_folder_that_a_node_does_not_share_is_refused_on_both_nodes(nodes: Nodes):
+    if os.geteuid() != 0:
+        pytest.skip("a mount of its own needs root")
+    runs = nodes.replays.folder / "runs"
+    runs.mkdir()
+    hidden = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh"]
+    first, second = nodes.start(0, "a", *TWO), nodes.start(1, "a", *TWO, within=hidden)
+    for process in (first, second):
+        line = line_of(finish(process, code=2))
+        assert f"{node_of(1)} does not see the file .nodes-" in line
+        assert (
+            f"at {nodes.address} wrote into {runs / 'a'}: it is not there; run.dir must be" in line
+        )
+    assert not list((runs / "a").glob(".nodes-*"))
+
+
+# ---- how it ends -----------------------------------------------------------------
+
+FOUR = ("learner.ranks=4", "learner.ranks_per_node=2", "learner.node_silence_s=4")
+WAITS = ("run.steps=9", "weightbus.linger_s=1")  # the relay has the output of a killed learner
+
+
+class Training:
+    """Two nodes of two ranks that have trained one step and wait for the next batch."""
+
+    def __init__(self, nodes: Nodes, sockets: str, *overrides: str) -> None:
+        batch = list(read_groups(nodes.replays.file))[:GROUPS]
+        endpoint = f"ipc://{sockets}/broker.sock"
+        self.broker = ScriptedBroker(endpoint, Script(batches={0: [batch]}, steps=9))
+        self.run = nodes.replays.folder / "runs" / "a"
+        nodes.replays_file = False
+        self.own = (*FOUR, *WAITS, f"run.socket_dir={sockets}", *overrides)
+        self.zero, self.one = (nodes.start(node, "a", *self.own) for node in (0, 1))
+        self.nodes = nodes
+
+    def __enter__(self) -> Self:
+        self.broker.__enter__()
+        self.broker.wait_for(
+            lambda: any(request.version.step == 1 for request in self.broker.of(RequestBatch))
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.broker.__exit__(None, None, None)
+
+    def start_again(self, node: int) -> subprocess.Popen[str]:
+        return self.nodes.start(node, "a", *self.own)
+
+    def ranks_of(self, node: subprocess.Popen[str]) -> list[psutil.Process]:
+        """Return the other ranks of a node."""
+        children = psutil.Process(node.pid).children()
+        return [child for child in children if "--rank" in child.cmdline()]
+
+
+@pytest.fixture
+def sockets() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
+        yield folder
+
+
+def errors_in(output: str) -> list[str]:
+    """Return what a node's first rank has logged as an error, or printed."""
+    found = [line for line in output.splitlines() if line and line[13:15] not in {"I ", "W "}]
+    return [line for line in found if "learner-rank-1 " not in line and "rank-3 " not in line]
+
+
+def test_sigterm_to_node_0_saves_and_ends_both_in_order(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets) as training:
+        training.zero.send_signal(signal.SIGTERM)
+        outputs = [finish(process) for process in (training.zero, training.one)]
+    assert [path.name for path in checkpoints_in(training.run / "checkpoints")] == ["step-000001"]
+    assert not [line for output in outputs for line in errors_in(output)]
+
+
+def test_sigterm_to_all_nodes_is_one_to_node_0(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets) as training:
+        training.one.send_signal(signal.SIGTERM)
+        training.zero.send_signal(signal.SIGTERM)
+        for process in (training.zero, training.one):
+            finish(process)
+    assert [path.name for path in checkpoints_in(training.run / "checkpoints")] == ["step-000001"]
+
+
+def test_sigterm_to_node_0_that_saves_nothing_ends_both_at_once(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets, "checkpoint.on_stop=false") as training:
+        training.zero.send_signal(signal.SIGTERM)
+        finish(training.zero)
+        assert f"{node_of(0, 'ranks 0-1')} ended: it was asked to end" in finish(training.one)
+    assert not checkpoints_in(training.run / "checkpoints")
+
+
+def test_sigterm_to_another_node_alone_ends_the_learner_with_its_name(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets) as training:
+        training.one.send_signal(signal.SIGTERM)
+        (line,) = errors_in(finish(training.zero, code=1))
+        finish(training.one)
+    assert f"{node_of(1, 'ranks 2-3')} ended: it was asked to end, and node 0 was not" in line
+    assert not checkpoints_in(training.run / "checkpoints")
+
+
+def test_a_killed_rank_ends_the_learner_on_both_nodes(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets) as training:
+        (rank_3,) = training.ranks_of(training.one)
+        rank_3.kill()
+        lines = [errors_in(finish(p, code=1)) for p in (training.zero, training.one)]
+    for (line,) in lines:
+        assert f"{node_of(1, 'ranks 2-3')} ended: its rank 3 ended with code -9" in line
+
+
+def test_a_killed_node_ends_node_0_and_a_new_one_waits_for_the_next_node_0(
+    nodes: Nodes, sockets: str
+):
+    with Training(nodes, sockets) as training:
+        training.one.kill()
+        finish(training.one, code=-signal.SIGKILL)
+        again = training.start_again(1)
+        (line,) = errors_in(finish(training.zero, code=1))
+        assert f"{node_of(1, 'ranks 2-3')} ended: it gave no sign of life for 4 s" in line
+        assert again.poll() is None
+        zero = training.start_again(0)
+        many = len(training.broker.of(TakeOver))
+        training.broker.wait_for(lambda: len(training.broker.of(TakeOver)) > many)
+        zero.send_signal(signal.SIGTERM)
+        for process in (zero, again):
+            finish(process)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_0_that_is_gone_ends_the_others(nodes: Nodes, sockets: str, signum: int):
+    with Training(nodes, sockets) as training:
+        training.zero.send_signal(signum)
+        (line,) = errors_in(finish(training.one, code=1))
+        training.zero.kill()
+        finish(training.zero, code=-signal.SIGKILL)
+    why = {
+        signal.SIGKILL: f"its store at {nodes.address} is gone",
+        signal.SIGSTOP: "it gave no sign of life for 4 s (learner.node_silence_s)",
+    }
+    assert f"{node_of(0, 'ranks 0-1')} ended: {why[signum]}" in line
+
+
+def test_a_node_that_comes_again_while_it_trains_is_refused_and_disturbs_nothing(
+    nodes: Nodes, sockets: str
+):
+    with Training(nodes, sockets) as training:
+        line = line_of(finish(training.start_again(1), code=3))
+        assert f"{node_of(1, 'ranks 2-3')} trains with node 0 at {nodes.address} already" in line
+        training.zero.send_signal(signal.SIGTERM)
+        for process in (training.zero, training.one):
+            finish(process)
+
+
+def test_it_listens_at_the_rendezvous_and_beside_it_on_loopback_alone(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets) as training:
+        tree = [p for n in (training.zero, training.one) for p in (n.pid, *of(n.pid))]
+        found = listeners_of(tree)
+        host, _, port = nodes.address.rpartition(":")
+        assert (host, int(port)) in {(one.address, one.port) for one in found}
+        assert all(one.on_loopback for one in found), found
+        training.zero.send_signal(signal.SIGTERM)
+        for process in (training.zero, training.one):
+            finish(process)
+
+
+def of(pid: int) -> list[int]:
+    """Return a process's descendants."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]

@@ -1,0 +1,99 @@
+import pytest
+
+from slipstream.learner.layout import Address, Layout, Place, parse_rendezvous, place_of
+from slipstream.wire.errors import ConfigError
+
+FOUR_ON_TWO = Layout(ranks=4, ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.1:29400", Address("10.0.0.1", 29400)),
+        ("head:1", Address("head", 1)),
+        ("[fd00::1]:65535", Address("fd00::1", 65535)),
+    ],
+)
+def test_an_address_is_read_and_shown_alike(text: str, address: Address):
+    assert parse_rendezvous(text) == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("10.0.0.1", "expected HOST:PORT"),
+        (":29400", "expected HOST:PORT"),
+        ("head:http", "expected HOST:PORT"),
+        ("head:²", "expected HOST:PORT"),
+        ("head:0", "expected a port from 1 to 65535, got 0"),
+        ("head:65536", "expected a port from 1 to 65535, got 65536"),
+        ("fd00::1:29400", "an IPv6 address stands in brackets"),
+        ("[head]:29400", "an IPv6 address stands in brackets"),
+        ("[fd00:zz]:29400", "'fd00:zz' is no IPv6 address"),
+        ("0.0.0.0:29400", "name the address of node 0"),
+        ("[::]:29400", "name the address of node 0"),
+    ],
+)
+def test_what_is_no_address_of_a_node_is_refused(text: str, why: str):
+    with pytest.raises(ConfigError, match="--rendezvous is ") as refusal:
+        parse_rendezvous(text)
+    assert why in str(refusal.value)
+    assert repr(text) in str(refusal.value)
+
+
+def test_ranks_are_numbered_node_by_node():
+    layout = Layout.of(ranks=6, ranks_per_node=2, tensor_parallel=2)
+    assert layout.nodes == 3
+    assert [list(layout.ranks_of(node)) for node in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [layout.local_rank(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+
+
+def test_no_ranks_per_node_is_one_node():
+    layout = Layout.of(ranks=4, ranks_per_node=0, tensor_parallel=4)
+    assert (layout.nodes, list(layout.ranks_of(0))) == (1, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "tensor", "why"),
+    [
+        (4, 3, 1, "learner.ranks = 4 is not a multiple of learner.ranks_per_node = 3"),
+        (2, 4, 1, "learner.ranks = 2 is not a multiple of learner.ranks_per_node = 4"),
+        (
+            4,
+            1,
+            2,
+            "learner.ranks_per_node = 1 is not a multiple of learner.tensor_parallel = 2: a "
+            "replica of the model is whole on one node",
+        ),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(ranks: int, per_node: int, tensor: int, why: str):
+    with pytest.raises(ConfigError) as refusal:
+        Layout.of(ranks=ranks, ranks_per_node=per_node, tensor_parallel=tensor)
+    assert str(refusal.value) == why
+
+
+def test_a_node_is_named_with_its_ranks():
+    assert FOUR_ON_TWO.named(1, "b") == "node 1 (host b, ranks 2-3)"
+    assert Layout(2, 1).named(1) == "node 1 (rank 1)"
+
+
+def test_one_node_needs_no_options_and_takes_none():
+    layout = Layout(2, 2)
+    assert place_of(layout, None, None) == Place(layout)
+    for options in ((0, None), (None, "a:1"), (0, "a:1")):
+        with pytest.raises(ConfigError, match=r"is one node: .*learner\.ranks_per_node"):
+            place_of(layout, *options)
+
+
+def test_several_nodes_need_both_options():
+    place = place_of(FOUR_ON_TWO, 1, "10.0.0.1:29400")
+    assert list(place.ranks) == [2, 3]
+    assert place.address == Address("10.0.0.1", 29400)
+    for options in ((None, None), (0, None), (None, "a:1")):
+        with pytest.raises(ConfigError, match=r"needs 2 nodes: .* --node K --rendezvous HOST:PORT"):
+            place_of(FOUR_ON_TWO, *options)
+    for node in (-1, 2):
+        with pytest.raises(ConfigError, match=rf"--node is {node}: .* has nodes 0 to 1"):
+            place_of(FOUR_ON_TWO, node, "a:1")
