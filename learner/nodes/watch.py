@@ -26,6 +26,7 @@ from slipstream.learner.layout import Place
 from slipstream.learner.nodes.meeting import LateComers, Meeting
 from slipstream.learner.nodes.verdict import Ended, View, ended_by, is_of_collective, verdict_of
 from slipstream.learner.stop import StopRequest
+from slipstream.weightbus.net import threads
 from slipstream.wire.errors import ChildDiedError, PeerLostError
 from slipstream.wire.process.patience import Patience
 
@@ -104,8 +105,8 @@ class NodeWatch:
 
     def __enter__(self) -> Self:
         """Begin."""
-        threading.Thread(target=self._pulse, daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threads.start(self._pulse)
+        threads.start(self._watch)
         return self
 
     def __exit__(

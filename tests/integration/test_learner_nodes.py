@@ -13,6 +13,7 @@ from typing import Self
 import psutil
 import pytest
 
+from slipstream.learner.layout import Address
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.broker import RequestBatch, TakeOver
@@ -29,8 +30,12 @@ PATHS = os.environ.get("PYTHONPATH", "")  # noqa: TID251 handed on
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"no {host} here")
         port: int = probe.getsockname()[1]
         return port
 
@@ -40,9 +45,12 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self.replays = Replays(folder, steps=3)
-        self.address = f"{BESIDE}:{free_port(BESIDE)}"
+        self.listen_on(BESIDE)
         self.replays_file = True  # in place of a broker's batches
         self.processes: list[subprocess.Popen[str]] = []
+
+    def listen_on(self, host: str) -> None:
+        self.address = str(Address(host, free_port(host)))
 
     def start(
         self,
@@ -71,7 +79,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
             process.communicate()
 
 
-def test_two_nodes_compute_the_bits_of_one(nodes: Nodes):
+@pytest.mark.parametrize("host", [BESIDE, "::1"])
+def test_two_nodes_compute_the_bits_of_one(nodes: Nodes, host: str):
+    nodes.listen_on(host)
     one = weights(nodes.replays.train("one", "learner.ranks=2", EXPORT))
     both = [nodes.start(node, "two", *TWO, EXPORT) for node in (1, 0)]
     for process in both:
