@@ -35,7 +35,8 @@ _PULSE_S = 0.5
 _WATCH_S = 0.25
 _GRACE_S = 5.0  # for the thread that trains to end by itself, with a better reason
 _STOP_GRACE_S = 5.0  # for node 0 to be asked to end, too, when another node was
-_EXPLAIN_S = 3.0  # for node 0 to find out who is silent, once a collective has failed
+_SETTLE_S = 1.5  # in which the last signs of life of a node arrive
+_EXPLAIN_S = 3.0  # after that, for node 0 to find out who is silent, once a collective has failed
 _HEAR_S = 10.0  # for the others to hear it from node 0
 _SPREAD_S = 5.0  # for the other nodes to hear why this one ends; nothing depends on it
 _POLL_S = 0.05
@@ -96,8 +97,8 @@ class NodeWatch:
         self._is_over = threading.Event()
         self._patience: dict[int, tuple[int, Patience]] = {}  # by node: of its life so far
         self._stopping_since_s: float | None = None
-        # When a collective failed on this node, and the signs of life of each at that time.
-        self._trouble: tuple[float, Mapping[int, int]] | None = None
+        self._trouble_s: float | None = None  # when a collective failed on this node
+        self._before: tuple[float, Mapping[int, int]] | None = None  # signs of life after that
 
     def ranks_here(self, children: "Mapping[int, subprocess.Popen[bytes]]") -> None:
         """Watch the other ranks of this node, by rank."""
@@ -172,7 +173,8 @@ class NodeWatch:
         longer, for what it finds.
         """
         self._note_trouble()
-        end_s = time.monotonic() + (_EXPLAIN_S if self._node == 0 else _HEAR_S) + _PULSE_S
+        wait_s = _SETTLE_S + _EXPLAIN_S + _PULSE_S if self._node == 0 else _HEAR_S
+        end_s = time.monotonic() + wait_s
         while time.monotonic() < end_s:
             if (ended := self._seen()) is not None:
                 return ended
@@ -180,8 +182,8 @@ class NodeWatch:
         return None
 
     def _note_trouble(self) -> None:
-        if self._trouble is None:
-            self._trouble = time.monotonic(), dict(self._heard.life)
+        if self._trouble_s is None:
+            self._trouble_s = time.monotonic()
 
     def _tell(self, ended: Ended) -> None:
         """Have the other nodes know why this one ends; the first such word stays."""
@@ -220,7 +222,9 @@ class NodeWatch:
         dead = {r: code for r, child in self._children.items() if (code := child.poll())}
         if dead:
             self._note_trouble()
-        trouble_s = time.monotonic() - self._trouble[0] if self._trouble is not None else 0.0
+        trouble_s = time.monotonic() - self._trouble_s if self._trouble_s is not None else 0.0
+        if trouble_s > _SETTLE_S and self._before is None:
+            self._before = time.monotonic(), heard.life
         return verdict_of(
             View(
                 node=self._node,
@@ -249,7 +253,7 @@ class NodeWatch:
     def _silent_nodes(self, heard: _Heard) -> dict[int, str]:
         nodes = [node for node in self._others if node not in heard.done]
         found = {node: self._silence(node, heard.life.get(node, 0)) for node in nodes}
-        since_s, before = self._trouble or (time.monotonic(), {})
+        since_s, before = self._before or (time.monotonic(), {})
         if time.monotonic() - since_s > _EXPLAIN_S:
             for node in nodes:
                 if heard.life.get(node, 0) == before.get(node, 0):

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,7 +12,11 @@ import psutil
 import pytest
 
 from slipstream.wire.files.run_folder import ACCOUNT
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.broker import RequestBatch
 from tests.e2e.hosts import Host, end, several_hosts, toml_of
+from tests.integration.recorded import GROUPS, Replays
+from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import Listener, listeners_of
 from tests.support.tiny_run import tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
@@ -104,6 +109,31 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
     # Node 0 at the rendezvous, node 1 beside it, the relay; nothing on every interface.
     assert {one.address for one in seen if not one.on_loopback} == {"10.77.0.2", "10.77.0.3"}
     assert ("10.77.0.2", 29400) in {(one.address, one.port) for one in seen}
+
+
+def test_a_host_that_is_cut_off_ends_the_learner_on_both_sides(hosts: list[Host]):
+    head, one, two = hosts
+    replays = Replays(head.folder)
+    script = Script(batches={0: [list(read_groups(replays.file))[:GROUPS]]}, steps=9)
+    settings = "run.steps=9 learner.ranks=2 learner.ranks_per_node=1 learner.node_silence_s=10"
+    command = f"start-learner --config {replays.config} run.socket_dir={head.folder} {settings}"
+    roles = Roles()
+    with ScriptedBroker(f"ipc://{head.folder / 'broker.sock'}", script) as broker:
+        try:
+            for node, host in ((0, one), (1, two)):
+                options = f"--node {node} --rendezvous {RENDEZVOUS}"
+                roles.start(host, f"node-{node}", f"{command} {options}")
+            broker.wait_for(lambda: any(r.version.step == 1 for r in broker.of(RequestBatch)))
+            (link,) = json.loads(two.run("ip -j -4 route get 10.77.0.2"))
+            two.run(f"ip link set {link['dev']} down")
+            for process in roles.processes.values():
+                assert process.wait(HANG_S) == 1, roles.logs()
+        finally:
+            roles.end()
+    silence = "ended: it gave no sign of life for 10 s (learner.node_silence_s)"
+    for node, other in (("node-0", "node 1"), ("node-1", "node 0")):
+        (line,) = [line for line in roles.log(node).splitlines() if line[13:15] == "E "]
+        assert f" {other} (host {socket.gethostname()}, rank {other[-1]}) {silence}" in line
 
 
 def tree_of(pid: int) -> list[int]:
