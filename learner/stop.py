@@ -37,6 +37,14 @@ class StopRequest:
             end.setblocking(False)
         signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
 
+    def end_counting(self) -> None:
+        """Let signals go uncounted again; call it on the main thread."""
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+            for end in self._signals:
+                end.close()
+            self._signals = None
+
     @property
     def arrived(self) -> int:
         """Number of stop signals so far, which the main thread may not have handled yet.
