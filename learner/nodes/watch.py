@@ -143,11 +143,14 @@ class NodeWatch:
         """Report that this node has nothing more to do; node 0, which holds the store, is last."""
         self._post(f"done/{self._node}", "yes")
         patience = Patience("the other nodes to end", self._end_timeout_s)
-        while not self._may_leave():
+        while True:
+            may_leave = self._may_leave()  # a node that has ended for a reason says both
             if (ended := self._heard.ended) is not None and ended.node != self._node:
                 with self._lock:
                     self._is_handled = True
                 self._end_for(ended, None)
+            if may_leave:
+                break
             if self._heard.lost and self._node != 0:
                 break  # node 0 was done before our word of it arrived, or its watch ends the others
             if patience.is_over():
@@ -320,10 +323,11 @@ class NodeWatch:
         nodes = range(self._place.layout.nodes)
         heard.life = {node: int(store.add(f"life/{node}", 0)) for node in nodes}
         heard.stopping = frozenset(node for node in nodes if store.check([f"stop/{node}"]))
-        if heard.ended is None and store.check(["ended"]):
+        done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
+        if heard.ended is None and store.check(["ended"]):  # after what it may be the reason for
             heard.ended = msgspec.json.decode(store.get("ended"), type=Ended)
             self._post(f"done/{self._node}", "yes")  # node 0 need not wait for us
-        heard.done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
+        heard.done = done
         if self._node == 0:
             self._late.look(heard.life)
         heard.rounds += 1
