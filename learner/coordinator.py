@@ -4,8 +4,8 @@ Every rank calls every method at the same place of the loop. Rank 0 asks the bro
 relay through its ``LeadingLink``; the other ranks wait in the broadcast of the answer. So no rank
 ever acts on an answer that another one does not have.
 
-A request that fails raises on rank 0 alone. Rank 0 then ends, and its ranks end with it; they are
-its children (launch.py).
+A request that fails raises on rank 0 alone. Rank 0 then ends, and the others end with it: they are
+its children (launch.py), or are told on other nodes (nodes/watch.py).
 """
 
 import logging

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,9 @@ def _run_with_others(node: _Node, address: Address) -> None:
             timeout_s=learner.timeout_s,
             named=f"--rendezvous of {place.layout.named(place.node, card.host)}",
         )
+        others = place.layout.nodes - 1
+        at = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4][0]
+        _log.info("node 0 listens at %s port %d for %d more", at, address.port, others)
         hosts = host_nodes(master, place, card, settings.run.folder, timeout_s=wait_s)
         meeting = Meeting(_join_store(settings, address), address, hosts)
     else:

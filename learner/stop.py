@@ -8,6 +8,7 @@ sends its signal to all of them; they follow rank 0's broadcasts, and die with t
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -22,6 +23,7 @@ class StopRequest:
         self._is_deferring = False
         self._signals: tuple[socket.socket, socket.socket] | None = None
         self._num_arrived = 0
+        self._lock = threading.Lock()
 
     def listen(self) -> None:
         """Take over SIGTERM and SIGINT; call it on the main thread."""
@@ -35,14 +37,22 @@ class StopRequest:
             end.setblocking(False)
         signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
 
+    def end_counting(self) -> None:
+        """Let signals go uncounted again; call it on the main thread."""
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+            for end in self._signals:
+                end.close()
+            self._signals = None
+
     @property
     def arrived(self) -> int:
         """Number of stop signals so far, which the main thread may not have handled yet.
 
-        It handles none while it is inside a collective. One thread at a time reads this.
+        It handles none while it is inside a collective.
         """
         if self._signals is not None:
-            with suppress(BlockingIOError):
+            with self._lock, suppress(BlockingIOError):
                 numbers = self._signals[0].recv(1024)
                 self._num_arrived += sum(n in {signal.SIGTERM, signal.SIGINT} for n in numbers)
         return self._num_arrived

@@ -9,6 +9,7 @@ them begin together. No collective begins before that. Keys, with N counted up f
     beat/N       counted up while it waits               by that process
     answer/N     that it may stay, or why not            by node 0
     report/N     that it sees the file, or why not       by that process
+    gone/N       it was asked to end                     by that process
     begin        hosts of all nodes; every one is there  by node 0
     failed       why there will be no begin              by node 0
 """
@@ -36,7 +37,7 @@ from slipstream.wire.process.visible import one_line
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
-_GONE_S = 30.0  # without a beat of the first of two processes: it is gone, the second is admitted
+_GONE_S = 30.0  # without a beat of a process that waits: it is gone, and another may be this node
 _SEEN_S = 10.0  # for a file of node 0 to appear on another node: shared file systems cache names
 _LAST_WORD_S = 5.0  # for the others to read why node 0 ends; nothing depends on it
 _MOST_TEXT = 2_000
@@ -59,14 +60,21 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[int, int]
 
 
-@dataclass(slots=True)
 class Arrival:
     """A process that came as a node, as node 0 knows it."""
 
-    number: int
-    card: Card
-    beat: int
-    beat_of_first: int = 0  # of the process that is this node already, when this one came
+    def __init__(self, number: int, card: Card, beat: int) -> None:
+        self.number = number
+        self.card = card
+        self._beat = beat
+        self._patience = Patience("", _GONE_S, log=lambda _line: None)
+        self.seen_by_double = 0  # its beat when a second process came as the same node
+
+    def is_silent(self, beat: int) -> bool:
+        """True if it has not counted for so long that it is gone; ``beat`` is its count now."""
+        if beat != self._beat:
+            self._beat, self._patience = beat, Patience("", _GONE_S, log=lambda _line: None)
+        return self._patience.is_over()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def card_of(place: Place, facts: dict[str, str]) -> Card:
 class Host:
     """Node 0's side: admits the other nodes. It alone writes answers."""
 
-    store: TCPStore
+    store: Store
     place: Place
     card: Card
     file: Path
@@ -110,16 +118,23 @@ class Host:
             if not self.store.check([f"card/{number}"]):
                 break
             self.num_seen = number
-            card = msgspec.json.decode(self.store.get(f"card/{number}"), type=Card)
-            self._receive(Arrival(number, card, beat=self._beat(number)))
+            card = _card(self.store, number)
+            if card is not None:
+                self._receive(Arrival(number, card, self._beat(number)))
+        for node, arrival in list(self.admitted.items()):
+            is_gone = self.store.check([f"gone/{arrival.number}"])
+            if is_gone or arrival.is_silent(self._beat(arrival.number)):
+                why = "was asked to end" if is_gone else f"gave no sign of life for {_GONE_S:g} s"
+                _log.warning("%s %s: another is waited for", self.named(arrival.card), why)
+                del self.admitted[node]
         for arrival in list(self.waiting):
-            first = self.admitted[arrival.card.node]
-            if self._beat(first.number) > arrival.beat_of_first + 1:  # both are alive
+            first = self.admitted.get(arrival.card.node)
+            if first is None:
+                self.waiting.remove(arrival)
+                self._admit(arrival)
+            elif self._beat(first.number) > first.seen_by_double + 1:  # both are alive
                 self.waiting.remove(arrival)
                 self._refuse_double(arrival, first)
-            elif self._beat(arrival.number) > arrival.beat + _beats(_GONE_S):
-                self.waiting.remove(arrival)  # the first one is gone: this one takes its place
-                self._admit(arrival)
         for arrival in self.admitted.values():
             if error := self._report(arrival.number):
                 raise ConfigError(error)
@@ -158,7 +173,7 @@ class Host:
         elif first.number == 0:
             self._refuse_double(arrival, first)
         else:
-            arrival.beat_of_first = self._beat(first.number)
+            first.seen_by_double = self._beat(first.number)
             self.waiting.append(arrival)
 
     def _admit(self, arrival: Arrival) -> None:
@@ -213,8 +228,9 @@ class LateComers:
                 break
             self._num_answered = number
             if not store.check([f"answer/{number}"]):
-                card = msgspec.json.decode(store.get(f"card/{number}"), type=Card)
-                self._waiting[number] = card, life.get(card.node, 0)
+                card = _card(store, number)
+                if card is not None:
+                    self._waiting[number] = card, life.get(card.node, 0)
         for number, (card, before) in list(self._waiting.items()):
             if life.get(card.node, before) <= before + 1 and card.node in life:
                 continue
@@ -346,6 +362,20 @@ class _Guest:
         store, number = self._store, self._number
         card = msgspec.json.encode(self._card).decode()
         asked(lambda: store.set(f"card/{number}", card))
+        try:
+            return self._welcomed()
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"what listens at {self._place.address} (--rendezvous) answers {self._own} in "
+                f"another language: install the same version on every node ({error})"
+            ) from error
+        except SystemExit:
+            with suppress(StoreLostError):
+                asked(lambda: store.set(f"gone/{number}", "yes"))
+            raise
+
+    def _welcomed(self) -> dict[int, str]:
+        store, number = self._store, self._number
         answer = msgspec.json.decode(self._awaited(f"answer/{number}"), type=Answer)
         if answer.error:
             self._leave()
@@ -416,9 +446,14 @@ class _Guest:
             asked(lambda: self._store.add("read", 1))
 
 
+def _card(store: Store, number: int) -> Card | None:
+    """Return the card of a process that came; None if it is none."""
+    try:
+        return msgspec.json.decode(store.get(f"card/{number}"), type=Card)
+    except msgspec.MsgspecError as error:
+        _log.warning("what came as a node speaks another language and is left alone: %s", error)
+        return None
+
+
 def _count(store: Store, key: str) -> int:
     return int(store.add(key, 0))
-
-
-def _beats(seconds: float) -> int:
-    return int(seconds / _POLL_S)

@@ -1,5 +1,6 @@
 """Which node's end ends the learner, decided from what a node sees."""
 
+import signal
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.visible import one_line
 
 EXIT_COLLECTIVE = 4  # of a rank in which a collective failed: another rank is the reason
+_CONSEQUENCES = (EXIT_COLLECTIVE, -signal.SIGABRT)  # the second by NCCL's watchdog
 _COLLECTIVES = ("gloo", "nccl")  # torch raises their failures as RuntimeError, named in the text
 _MOST_TEXT = 2_000  # characters; the store that carries it knows no authentication
 
@@ -82,7 +84,7 @@ def verdict_of(view: View) -> Ended | None:
     if view.ended is not None:
         return view.ended
     for rank, code in sorted(view.dead_ranks.items()):
-        if code != EXIT_COLLECTIVE:
+        if code not in _CONSEQUENCES:
             return Ended(node=view.node, text=f"its rank {rank} ended with code {code}")
     if view.lost or view.silent:
         return Ended(node=0, text=view.lost or view.silent)
@@ -92,6 +94,6 @@ def verdict_of(view: View) -> Ended | None:
         for node in sorted(view.stopping):
             return Ended(node=node, text="it was asked to end, and node 0 was not")
     if view.is_unexplained:
-        for rank in sorted(view.dead_ranks):
-            return Ended(node=view.node, text=f"a collective failed in its rank {rank}")
+        for rank, code in sorted(view.dead_ranks.items()):
+            return Ended(node=view.node, text=f"its rank {rank} ended with code {code}")
     return None

@@ -26,6 +26,7 @@ from slipstream.learner.layout import Place
 from slipstream.learner.nodes.meeting import LateComers, Meeting
 from slipstream.learner.nodes.verdict import Ended, View, ended_by, is_of_collective, verdict_of
 from slipstream.learner.stop import StopRequest
+from slipstream.weightbus.net import threads
 from slipstream.wire.errors import ChildDiedError, PeerLostError
 from slipstream.wire.process.patience import Patience
 
@@ -34,7 +35,8 @@ _PULSE_S = 0.5
 _WATCH_S = 0.25
 _GRACE_S = 5.0  # for the thread that trains to end by itself, with a better reason
 _STOP_GRACE_S = 5.0  # for node 0 to be asked to end, too, when another node was
-_EXPLAIN_S = 3.0  # for node 0 to find out who is silent, once a collective has failed
+_SETTLE_S = 1.5  # in which the last signs of life of a node arrive
+_EXPLAIN_S = 3.0  # after that, for node 0 to find out who is silent, once a collective has failed
 _HEAR_S = 10.0  # for the others to hear it from node 0
 _SPREAD_S = 5.0  # for the other nodes to hear why this one ends; nothing depends on it
 _POLL_S = 0.05
@@ -95,8 +97,8 @@ class NodeWatch:
         self._is_over = threading.Event()
         self._patience: dict[int, tuple[int, Patience]] = {}  # by node: of its life so far
         self._stopping_since_s: float | None = None
-        # When a collective failed on this node, and the signs of life of each at that time.
-        self._trouble: tuple[float, Mapping[int, int]] | None = None
+        self._trouble_s: float | None = None  # when a collective failed on this node
+        self._before: tuple[float, Mapping[int, int]] | None = None  # signs of life after that
 
     def ranks_here(self, children: "Mapping[int, subprocess.Popen[bytes]]") -> None:
         """Watch the other ranks of this node, by rank."""
@@ -104,8 +106,8 @@ class NodeWatch:
 
     def __enter__(self) -> Self:
         """Begin."""
-        threading.Thread(target=self._pulse, daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threads.start(self._pulse)
+        threads.start(self._watch)
         return self
 
     def __exit__(
@@ -141,11 +143,14 @@ class NodeWatch:
         """Report that this node has nothing more to do; node 0, which holds the store, is last."""
         self._post(f"done/{self._node}", "yes")
         patience = Patience("the other nodes to end", self._end_timeout_s)
-        while not self._may_leave():
+        while True:
+            may_leave = self._may_leave()  # a node that has ended for a reason says both
             if (ended := self._heard.ended) is not None and ended.node != self._node:
                 with self._lock:
                     self._is_handled = True
                 self._end_for(ended, None)
+            if may_leave:
+                break
             if self._heard.lost and self._node != 0:
                 break  # node 0 was done before our word of it arrived, or its watch ends the others
             if patience.is_over():
@@ -171,7 +176,8 @@ class NodeWatch:
         longer, for what it finds.
         """
         self._note_trouble()
-        end_s = time.monotonic() + (_EXPLAIN_S if self._node == 0 else _HEAR_S) + _PULSE_S
+        wait_s = _SETTLE_S + _EXPLAIN_S + _PULSE_S if self._node == 0 else _HEAR_S
+        end_s = time.monotonic() + wait_s
         while time.monotonic() < end_s:
             if (ended := self._seen()) is not None:
                 return ended
@@ -179,8 +185,8 @@ class NodeWatch:
         return None
 
     def _note_trouble(self) -> None:
-        if self._trouble is None:
-            self._trouble = time.monotonic(), dict(self._heard.life)
+        if self._trouble_s is None:
+            self._trouble_s = time.monotonic()
 
     def _tell(self, ended: Ended) -> None:
         """Have the other nodes know why this one ends; the first such word stays."""
@@ -219,7 +225,9 @@ class NodeWatch:
         dead = {r: code for r, child in self._children.items() if (code := child.poll())}
         if dead:
             self._note_trouble()
-        trouble_s = time.monotonic() - self._trouble[0] if self._trouble is not None else 0.0
+        trouble_s = time.monotonic() - self._trouble_s if self._trouble_s is not None else 0.0
+        if trouble_s > _SETTLE_S and self._before is None:
+            self._before = time.monotonic(), heard.life
         return verdict_of(
             View(
                 node=self._node,
@@ -248,7 +256,7 @@ class NodeWatch:
     def _silent_nodes(self, heard: _Heard) -> dict[int, str]:
         nodes = [node for node in self._others if node not in heard.done]
         found = {node: self._silence(node, heard.life.get(node, 0)) for node in nodes}
-        since_s, before = self._trouble or (time.monotonic(), {})
+        since_s, before = self._before or (time.monotonic(), {})
         if time.monotonic() - since_s > _EXPLAIN_S:
             for node in nodes:
                 if heard.life.get(node, 0) == before.get(node, 0):
@@ -315,10 +323,11 @@ class NodeWatch:
         nodes = range(self._place.layout.nodes)
         heard.life = {node: int(store.add(f"life/{node}", 0)) for node in nodes}
         heard.stopping = frozenset(node for node in nodes if store.check([f"stop/{node}"]))
-        if heard.ended is None and store.check(["ended"]):
+        done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
+        if heard.ended is None and store.check(["ended"]):  # after what it may be the reason for
             heard.ended = msgspec.json.decode(store.get("ended"), type=Ended)
             self._post(f"done/{self._node}", "yes")  # node 0 need not wait for us
-        heard.done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
+        heard.done = done
         if self._node == 0:
             self._late.look(heard.life)
         heard.rounds += 1

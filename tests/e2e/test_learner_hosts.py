@@ -2,7 +2,9 @@
 
 import json
 import signal
+import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.wire.files.run_folder import ACCOUNT
+from slipstream.broker.report.summary import PUBLISHES
+from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.broker import RequestBatch
 from tests.e2e.hosts import Host, end, several_hosts, toml_of
+from tests.integration.recorded import GROUPS, Replays
+from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import Listener, listeners_of
 from tests.support.tiny_run import tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
@@ -24,6 +31,13 @@ BROKER, RENDEZVOUS = "tcp://10.77.0.1:5555", "10.77.0.2:29400"
 def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     with several_hosts(tmp_path, "head", "one", "two") as hosts:
         yield hosts
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """Yield a folder with a short path, as the kernel wants for Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="sp-") as folder:
+        yield Path(folder)
 
 
 class Roles:
@@ -50,7 +64,9 @@ class Roles:
                 end(process)
 
 
-def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(hosts: list[Host]):
+def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
+    hosts: list[Host], sockets: Path
+):
     head, one, two = hosts
     tiny_inputs(head.folder)
     settings = tiny_settings(head.folder) | {
@@ -63,19 +79,20 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
         "weightbus.linger_s": 5.0,
     }
     for host in hosts:
-        (host.folder / "run.toml").write_text(toml_of(settings))
+        own = settings | {"run.socket_dir": sockets / host.folder.name}
+        (host.folder / "run.toml").write_text(toml_of(own))
     for host, role in ((one, "learner"), (two, "learner"), (head, "generator")):
         head.run(f"slipstream keys make {role}-{host.folder.name} --role {role} --config run.toml")
     keys = head.folder / "runs" / "keys" / "clients"
 
     roles = Roles()
-    own = "--config run.toml"
-    far = f"{own} run.broker={BROKER} run.socket_dir=sockets run.key_file={keys}"
+    near = "--config run.toml"
+    far = f"{near} run.broker={BROKER} run.key_file={keys}"
     learners = {}
     seen: set[Listener] = set()
     try:
-        broker = roles.start(head, "broker", f"start-broker {own}")
-        roles.start(head, "reward-worker", f"start-reward-worker {own} --name judge")
+        broker = roles.start(head, "broker", f"start-broker {near}")
+        roles.start(head, "reward-worker", f"start-reward-worker {near} --name judge")
         generator = f"start-generator {far}/generator-head.key --name generator-0"
         roles.start(head, "generator", generator)
         for node, host in ((1, two), (0, one)):
@@ -100,10 +117,36 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
     assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 3 * 4)
     assert (run / "checkpoints" / "step-000003" / "checkpoint.json").exists()
     assert (run / "model" / "model.safetensors").exists()
-    assert "adopted v1.2" in roles.log("generator") or "adopted v1.1" in roles.log("generator")
+    publishes = json.loads((run / SUMMARY).read_text())[PUBLISHES]
+    assert any("generator-head/generator-0" in one["adopted_by"] for one in publishes), publishes
     # Node 0 at the rendezvous, node 1 beside it, the relay; nothing on every interface.
     assert {one.address for one in seen if not one.on_loopback} == {"10.77.0.2", "10.77.0.3"}
     assert ("10.77.0.2", 29400) in {(one.address, one.port) for one in seen}
+
+
+def test_a_host_that_is_cut_off_ends_the_learner_on_both_sides(hosts: list[Host], sockets: Path):
+    head, one, two = hosts
+    replays = Replays(head.folder)
+    script = Script(batches={0: [list(read_groups(replays.file))[:GROUPS]]}, steps=9)
+    settings = "run.steps=9 learner.ranks=2 learner.ranks_per_node=1 learner.node_silence_s=10"
+    command = f"start-learner --config {replays.config} run.socket_dir={sockets} {settings}"
+    roles = Roles()
+    with ScriptedBroker(f"ipc://{sockets / 'broker.sock'}", script) as broker:
+        try:
+            for node, host in ((0, one), (1, two)):
+                options = f"--node {node} --rendezvous {RENDEZVOUS}"
+                roles.start(host, f"node-{node}", f"{command} {options}")
+            broker.wait_for(lambda: any(r.version.step == 1 for r in broker.of(RequestBatch)))
+            (link,) = json.loads(two.run("ip -j -4 route get 10.77.0.2"))
+            two.run(f"ip link set {link['dev']} down")
+            for process in roles.processes.values():
+                assert process.wait(HANG_S) == 1, roles.logs()
+        finally:
+            roles.end()
+    silence = "ended: it gave no sign of life for 10 s (learner.node_silence_s)"
+    for node, other in (("node-0", "node 1"), ("node-1", "node 0")):
+        (line,) = [line for line in roles.log(node).splitlines() if line[13:15] == "E "]
+        assert f" {other} (host {socket.gethostname()}, rank {other[-1]}) {silence}" in line
 
 
 def tree_of(pid: int) -> list[int]:

@@ -1,6 +1,7 @@
 """A learner on two nodes: it computes the same, ends together, and says why it cannot begin."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,13 +14,14 @@ from typing import Self
 import psutil
 import pytest
 
+from slipstream.learner.layout import Address
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.broker import RequestBatch, TakeOver
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weights
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import listeners_of
-from tests.support.waiting import until
+from tests.support.waiting import NEVER_S, until
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
@@ -29,8 +31,12 @@ PATHS = os.environ.get("PYTHONPATH", "")  # noqa: TID251 handed on
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"no {host} here")
         port: int = probe.getsockname()[1]
         return port
 
@@ -40,9 +46,12 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self.replays = Replays(folder, steps=3)
-        self.address = f"{BESIDE}:{free_port(BESIDE)}"
+        self.listen_on(BESIDE)
         self.replays_file = True  # in place of a broker's batches
         self.processes: list[subprocess.Popen[str]] = []
+
+    def listen_on(self, host: str) -> None:
+        self.address = str(Address(host, free_port(host)))
 
     def start(
         self,
@@ -50,13 +59,14 @@ class Nodes:
         name: str,
         *overrides: str,
         within: Sequence[str] = (),
+        options: Sequence[str] = (),
         python_path: Path | None = None,
     ) -> subprocess.Popen[str]:
         """Start a node; ``within`` a command, with a folder that Python looks into first."""
-        options = ("--node", str(node), "--rendezvous", self.address)
+        placed = ("--node", str(node), "--rendezvous", self.address)
         first = [] if python_path is None else ["env", f"PYTHONPATH={python_path}:{PATHS}"]
         command = self.replays.command(name, *overrides, replays=self.replays_file)
-        process = start_tool([*within, *first, *command, *options])
+        process = start_tool([*within, *first, *command, *placed, *options])
         self.processes.append(process)
         return process
 
@@ -66,12 +76,14 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     nodes = Nodes(tmp_path)
     yield nodes
     for process in nodes.processes:
-        if process.poll() is None:  # the test has failed
-            process.kill()
+        process.kill()
+        if process.stdout is not None and not process.stdout.closed:  # the test has failed
             process.communicate()
 
 
-def test_two_nodes_compute_the_bits_of_one(nodes: Nodes):
+@pytest.mark.parametrize("host", [BESIDE, pytest.param("::1", marks=pytest.mark.slow)])
+def test_two_nodes_compute_the_bits_of_one(nodes: Nodes, host: str):
+    nodes.listen_on(host)
     one = weights(nodes.replays.train("one", "learner.ranks=2", EXPORT))
     both = [nodes.start(node, "two", *TWO, EXPORT) for node in (1, 0)]
     for process in both:
@@ -80,6 +92,21 @@ def test_two_nodes_compute_the_bits_of_one(nodes: Nodes):
     assert one.keys() == two.keys()
     assert all(two[name].equal(tensor) for name, tensor in one.items())
     assert not list((nodes.replays.folder / "runs" / "two").glob(".nodes-*"))
+
+
+def test_two_nodes_resume_from_their_checkpoint(nodes: Nodes):
+    settings = (*TWO, EXPORT, "checkpoint.every_steps=1", "checkpoint.keep_last=3")
+    run = nodes.replays.folder / "runs" / "a"
+    for process in [nodes.start(node, "a", *settings) for node in (0, 1)]:
+        finish(process)
+    straight = weights(run)
+    shutil.rmtree(run / "checkpoints" / "step-000003")
+    shutil.rmtree(run / "model")
+    again = [nodes.start(node, "a", *settings, options=["--resume", "auto"]) for node in (0, 1)]
+    outputs = [finish(process) for process in again]
+    assert all("resumes from" in output for output in outputs)
+    resumed = weights(run)
+    assert all(resumed[name].equal(tensor) for name, tensor in straight.items())
 
 
 # ---- what cannot begin -----------------------------------------------------------
@@ -148,7 +175,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case",  # tests/unit/learner/nodes has what differs
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (c in {"another run", "another size"}))
+        for c in CASES
+    ],
+)
 def test_nodes_that_cannot_begin_say_why_in_one_line(nodes: Nodes, case: str):
     started = [nodes.start(came.node, "a", *came.overrides) for came in CASES[case]]
     for came, process in zip(CASES[case], started, strict=True):
@@ -191,6 +224,7 @@ def test_another_release_of_a_library_is_refused_on_both_nodes(nodes: Nodes):
         assert "torch is 9.9.0 there, expected " in line_of(finish(process, code=2))
 
 
+@pytest.mark.slow  # tests/unit/learner/nodes has the decision
 def test_two_processes_of_one_node_are_told_apart_and_the_second_is_refused(nodes: Nodes):
     three = ("learner.ranks=3", "learner.ranks_per_node=1", "run.steps=1")
     zero, one = nodes.start(0, "a", *three), nodes.start(1, "a", *three)
@@ -224,20 +258,23 @@ def test_a_run_folder_that_a_node_does_not_share_is_refused_on_both_nodes(nodes:
 
 # ---- how it ends -----------------------------------------------------------------
 
-FOUR = ("learner.ranks=4", "learner.ranks_per_node=2", "learner.node_silence_s=4")
+FOUR = ("learner.ranks=4", "learner.ranks_per_node=2")
+SILENCE = "learner.node_silence_s=10"
 WAITS = ("run.steps=9", "weightbus.linger_s=1")  # the relay has the output of a killed learner
 
 
 class Training:
-    """Two nodes of two ranks that have trained one step and wait for the next batch."""
+    """Two nodes that have trained one step and wait for the next batch."""
 
-    def __init__(self, nodes: Nodes, sockets: str, *overrides: str) -> None:
-        batch = list(read_groups(nodes.replays.file))[:GROUPS]
-        endpoint = f"ipc://{sockets}/broker.sock"
-        self.broker = ScriptedBroker(endpoint, Script(batches={0: [batch]}, steps=9))
+    def __init__(
+        self, nodes: Nodes, sockets: str, *overrides: str, ranks: tuple[str, ...] = TWO
+    ) -> None:
+        self.groups = list(read_groups(nodes.replays.file))
+        self.script = Script(batches={0: [self.groups[:GROUPS]]}, steps=9)
+        self.broker = ScriptedBroker(f"ipc://{sockets}/broker.sock", self.script)
         self.run = nodes.replays.folder / "runs" / "a"
         nodes.replays_file = False
-        self.own = (*FOUR, *WAITS, f"run.socket_dir={sockets}", *overrides)
+        self.own = (*ranks, *WAITS, f"run.socket_dir={sockets}", *overrides)
         self.zero, self.one = (nodes.start(node, "a", *self.own) for node in (0, 1))
         self.nodes = nodes
 
@@ -250,6 +287,11 @@ class Training:
 
     def __exit__(self, *error: object) -> None:
         self.broker.__exit__(None, None, None)
+
+    def deliver(self, step: int) -> None:
+        """Let there be a batch for a step."""
+        self.script.batches[step] = [self.groups[step * GROUPS : (step + 1) * GROUPS]]
+        self.script.__post_init__()  # its payloads
 
     def start_again(self, node: int) -> subprocess.Popen[str]:
         return self.nodes.start(node, "a", *self.own)
@@ -267,9 +309,8 @@ def sockets() -> Iterator[str]:
 
 
 def errors_in(output: str) -> list[str]:
-    """Return what a node's first rank has logged as an error, or printed."""
-    found = [line for line in output.splitlines() if line and line[13:15] not in {"I ", "W "}]
-    return [line for line in found if "learner-rank-1 " not in line and "rank-3 " not in line]
+    """Return what a node has logged as an error, or printed."""
+    return [line for line in output.splitlines() if line and line[13:15] not in {"I ", "W "}]
 
 
 def test_sigterm_to_node_0_saves_and_ends_both_in_order(nodes: Nodes, sockets: str):
@@ -293,7 +334,7 @@ def test_sigterm_to_node_0_that_saves_nothing_ends_both_at_once(nodes: Nodes, so
     with Training(nodes, sockets, "checkpoint.on_stop=false") as training:
         training.zero.send_signal(signal.SIGTERM)
         finish(training.zero)
-        assert f"{node_of(0, 'ranks 0-1')} ended: it was asked to end" in finish(training.one)
+        assert f"{node_of(0)} ended: it was asked to end" in finish(training.one)
     assert not checkpoints_in(training.run / "checkpoints")
 
 
@@ -302,12 +343,12 @@ def test_sigterm_to_another_node_alone_ends_the_learner_with_its_name(nodes: Nod
         training.one.send_signal(signal.SIGTERM)
         (line,) = errors_in(finish(training.zero, code=1))
         finish(training.one)
-    assert f"{node_of(1, 'ranks 2-3')} ended: it was asked to end, and node 0 was not" in line
+    assert f"{node_of(1)} ended: it was asked to end, and node 0 was not" in line
     assert not checkpoints_in(training.run / "checkpoints")
 
 
 def test_a_killed_rank_ends_the_learner_on_both_nodes(nodes: Nodes, sockets: str):
-    with Training(nodes, sockets) as training:
+    with Training(nodes, sockets, ranks=FOUR) as training:
         (rank_3,) = training.ranks_of(training.one)
         rank_3.kill()
         lines = [errors_in(finish(p, code=1)) for p in (training.zero, training.one)]
@@ -318,12 +359,12 @@ def test_a_killed_rank_ends_the_learner_on_both_nodes(nodes: Nodes, sockets: str
 def test_a_killed_node_ends_node_0_and_a_new_one_waits_for_the_next_node_0(
     nodes: Nodes, sockets: str
 ):
-    with Training(nodes, sockets) as training:
+    with Training(nodes, sockets, SILENCE, ranks=FOUR) as training:
         training.one.kill()
         finish(training.one, code=-signal.SIGKILL)
         again = training.start_again(1)
         (line,) = errors_in(finish(training.zero, code=1))
-        assert f"{node_of(1, 'ranks 2-3')} ended: it gave no sign of life for 4 s" in line
+        assert f"{node_of(1, 'ranks 2-3')} ended: it gave no sign of life for 10 s" in line
         assert again.poll() is None
         zero = training.start_again(0)
         many = len(training.broker.of(TakeOver))
@@ -333,26 +374,46 @@ def test_a_killed_node_ends_node_0_and_a_new_one_waits_for_the_next_node_0(
             finish(process)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_collective_that_fails_names_the_node_that_is_gone(nodes: Nodes, sockets: str):
+    with Training(nodes, sockets, f"learner.node_silence_s={NEVER_S}") as training:
+        training.one.kill()
+        finish(training.one, code=-signal.SIGKILL)
+        training.deliver(1)  # which rank 0 hands on to the others
+        (line,) = errors_in(finish(training.zero, code=1))
+    assert f"{node_of(1)} ended: a collective failed and no sign of life for 3" in line
+
+
+@pytest.mark.slow  # test_config.py has the error
+def test_an_error_of_every_node_is_said_by_each(nodes: Nodes):
+    overrides = (*TWO, "learner.megatron.no_such_option=1")
+    for process in [nodes.start(node, "a", *overrides) for node in (0, 1)]:
+        assert "no_such_option" in line_of(finish(process, code=2))
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],  # a cut: tests/e2e
+)
 def test_a_node_0_that_is_gone_ends_the_others(nodes: Nodes, sockets: str, signum: int):
-    with Training(nodes, sockets) as training:
+    with Training(nodes, sockets, SILENCE) as training:
         training.zero.send_signal(signum)
         (line,) = errors_in(finish(training.one, code=1))
         training.zero.kill()
         finish(training.zero, code=-signal.SIGKILL)
     why = {
         signal.SIGKILL: f"its store at {nodes.address} is gone",
-        signal.SIGSTOP: "it gave no sign of life for 4 s (learner.node_silence_s)",
+        signal.SIGSTOP: "it gave no sign of life for 10 s (learner.node_silence_s)",
     }
-    assert f"{node_of(0, 'ranks 0-1')} ended: {why[signum]}" in line
+    assert f"{node_of(0)} ended: {why[signum]}" in line
 
 
+@pytest.mark.slow  # tests/unit/learner/nodes has the decision
 def test_a_node_that_comes_again_while_it_trains_is_refused_and_disturbs_nothing(
     nodes: Nodes, sockets: str
 ):
     with Training(nodes, sockets) as training:
         line = line_of(finish(training.start_again(1), code=3))
-        assert f"{node_of(1, 'ranks 2-3')} trains with node 0 at {nodes.address} already" in line
+        assert f"{node_of(1)} trains with node 0 at {nodes.address} already" in line
         training.zero.send_signal(signal.SIGTERM)
         for process in (training.zero, training.one):
             finish(process)

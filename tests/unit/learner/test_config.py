@@ -66,6 +66,15 @@ def test_traces_are_of_steps_in_order_and_of_ranks_there_are(run: Table):
     refused(run, "Expected `int` >= 1", profile={"steps": [0, 2]})
 
 
+def test_nodes_have_the_same_number_of_whole_replicas(run: Table):
+    whole = r"learner\.ranks = 4 is not a multiple of learner\.ranks_per_node = 3"
+    refused(run, whole, learner={"ranks": 4, "ranks_per_node": 3})
+    shared = r"ranks_per_node = 1 is not a multiple of learner\.tensor_parallel = 2"
+    refused(run, shared, learner={"ranks": 4, "ranks_per_node": 1, "tensor_parallel": 2})
+    placed = {"ranks": 4, "ranks_per_node": 2, "tensor_parallel": 2}
+    assert learner_settings({"run": run, "learner": placed}).layout.nodes == 2
+
+
 def test_what_to_resume_from_must_be_a_checkpoint(run: Table, tmp_path: Path):
     refused({**run, "resume_from": str(tmp_path / "none")}, "none is no checkpoint")
 

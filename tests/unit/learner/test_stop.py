@@ -32,3 +32,24 @@ def test_a_signal_ends_at_once_where_nothing_would_be_saved(stop: StopRequest):
     with stop.deferred(when=False), pytest.raises(SystemExit, match="0"):
         signal.raise_signal(signal.SIGTERM)
     assert not stop.requested
+
+
+def test_signals_are_counted_as_they_arrive():
+    request = StopRequest()
+    assert request.arrived == 0
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+    for signum in before:  # its handler may come much later, if the main thread is in a collective
+        signal.signal(signum, lambda *_: None)
+    try:
+        request.count_signals()
+        signal.raise_signal(signal.SIGUSR1)
+        assert request.arrived == 0
+        signal.raise_signal(signal.SIGTERM)
+        assert request.arrived == 1
+        signal.raise_signal(signal.SIGTERM)
+        assert (request.arrived, request.requested) == (2, False)
+    finally:
+        request.end_counting()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert request.arrived == 2

@@ -40,7 +40,7 @@ def test_a_rank_whose_collective_failed_is_not_the_reason_unless_no_other_is_fou
     assert verdict_of(View(node=1, dead_ranks=ranks | {2: -9})) == Ended(
         node=1, text="its rank 2 ended with code -9"
     )
-    text = "a collective failed in its rank 3"
+    text = f"its rank 3 ended with code {EXIT_COLLECTIVE}"
     assert verdict_of(View(node=1, dead_ranks=ranks, is_unexplained=True)) == Ended(
         node=1, text=text
     )
