@@ -52,7 +52,7 @@ class DeploySection(Section, frozen=True, kw_only=True):
 
     A process that fails is started again: the broker reads its ledger back, the learner resumes
     from its newest checkpoint, and work of a generator or reward worker is leased to others.
-    Several hosts are planned by `--dry-run` only.
+    Several hosts are planned by `--dry-run` only; `[deploy.ray]` is for a Ray cluster.
     """
 
     hosts: tuple[str, ...] = ("localhost",)

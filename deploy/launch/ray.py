@@ -7,6 +7,7 @@ This is the only module that imports ray.
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -216,7 +217,8 @@ class RaySite:
 
     def forget(self, name: str) -> str:
         """Give up a host that does not answer any more; return why it does not."""
-        host = self._hosts.pop(name)
+        if (host := self._hosts.pop(name, None)) is None:
+            return "its node left the cluster as it was to be started"
         alive = {node["NodeID"] for node in _nodes() if node["Alive"]}
         with suppress(RayError):
             ray.kill(host.actor)
@@ -469,6 +471,7 @@ class RayProcess:
                 return
             if self._host is None:
                 self._cancelled = signum
+                self._code = -signum
             else:
                 self._host.actor.signal.remote(int(signum))
 
@@ -504,7 +507,7 @@ class RayProcess:
             self.ended_because = "by a fault of this program"
         finally:
             with self._lock:
-                self._code = code
+                self._code = code if self._code is None else self._code
 
     def _run(self) -> int:
         host = self._site.host_of(self._plan)
@@ -515,7 +518,8 @@ class RayProcess:
         with self._lock:
             self._host = host
         if cancelled := self._signal_before_start():
-            self.send_signal(cancelled)
+            host.actor.signal.remote(signal.SIGKILL)
+            return -cancelled
         _log.info("%s is process %d on %s", self._plan.name, pid, host.address)
         with self._log_file.open("ab") as log:
             while True:

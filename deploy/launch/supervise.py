@@ -74,7 +74,7 @@ class Supervisor:
         """
         for child in list(self.children.values()):
             if child.restart_at_s is not None:
-                if self.now() >= child.restart_at_s and not self._parts_run(child):
+                if self.now() >= child.restart_at_s and not self._runs_still(child):
                     child.restart_at_s = None
                     self._spawn(child)
             elif child.process is not None and not child.finished:
@@ -196,11 +196,10 @@ class Supervisor:
             if whole and other.plan.part_of == whole and other is not child:
                 yield other
 
-    def _parts_run(self, child: Child) -> bool:
-        """True if another process of its role has not ended yet."""
-        return any(
-            other.is_running and other.restart_at_s is not None for other in self._parts(child)
-        )
+    def _runs_still(self, child: Child) -> bool:
+        """True if it, or another process of its role that is to be restarted, has not ended yet."""
+        parts = [child, *self._parts(child)]
+        return any(one.is_running and one.restart_at_s is not None for one in parts)
 
     def _failed(self, child: Child, code: int) -> None:
         name = child.plan.name

@@ -48,18 +48,16 @@ def lose(host: Host) -> None:
 
 
 @contextmanager
-def ray_cluster(hosts: list[Host], folder: Path) -> Iterator[None]:
+def ray_cluster(hosts: list[Host], folder: Path, *, has_token: bool = True) -> Iterator[None]:
     """Start Ray on every host; the environment of the hosts has its token."""
     token = folder / "ray.token"
     token.write_text(os.urandom(32).hex())
     token.chmod(0o600)
     for host in hosts:
-        host.environment |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-    temporary = Path(f"/tmp/r{os.getpid()}")  # noqa: S108 sockets: their paths are to be short
+        host.environment["RAY_USAGE_STATS_ENABLED"] = "0"
+        if has_token:
+            host.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    temporary = Path(f"/tmp/r{os.getpid()}{'t' if has_token else 'o'}")  # noqa: S108 sockets: their paths are to be short
     try:
         for i, host in enumerate(hosts):
             address = f"10.77.0.{i + 1}"
@@ -67,7 +65,7 @@ def ray_cluster(hosts: list[Host], folder: Path) -> Iterator[None]:
             if i == 0:
                 place = (
                     f"--head --port 6379 --node-ip-address {address} "
-                    f"--include-dashboard=false --temp-dir {temporary}"
+                    f"--include-dashboard=false --temp-dir {temporary} --labels node=head"
                 )
             host.run(f"ray start {place} --num-cpus 4 --disable-usage-stats")
         yield
@@ -94,7 +92,8 @@ class RayRun:
         (hosts[0].folder / "reward.py").write_text(GATED_REWARD.format(gate=str(self.gate)))
         merged = tiny_settings(hosts[0].folder) | {"checkpoint.export_at_end": False}
         merged |= {name.replace("__", "."): value for name, value in settings.items()}
-        (hosts[0].folder / "run.toml").write_text(toml_of(merged))
+        on_head = '[deploy.ray.labels]\nbroker = { node = "head" }\n'
+        (hosts[0].folder / "run.toml").write_text(toml_of(merged) + on_head)
         self.output = hosts[0].folder / "run.log"
         self.process = self.start()
         self.listeners: set[Listener] = set()
@@ -115,6 +114,10 @@ class RayRun:
         code = self.process.wait(2 * HANG_S)
         assert code == 0, self.output.read_text()
         return code
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C: the command is what `ip netns exec` became."""
+        self.process.send_signal(signal.SIGINT)
 
     def node_of(self, role: str) -> str:
         """Return the address of the node that a role was placed on first."""
@@ -222,8 +225,9 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     run.gate.touch()
     run.wait_until(lambda: run.figures()["steps"] >= 12, "steps by one generator")
 
-    assert len({run.node_of(name) for name in ("learner", "learner-1")}) == 2
-    lost = run.node_of("learner-1")
+    learners = {run.node_of(name) for name in ("learner", "learner-1")}
+    assert len(learners) == 2
+    lost = min(learners - {"10.77.0.1"})  # not the broker's, which is also this command's
     lose(run.hosts[int(lost.rpartition(".")[2]) - 1])
     run.wait()
     run.assert_complete()
@@ -232,3 +236,57 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     run.assert_only_keys_connect()
     for host in run.hosts:
         assert not left_on(host)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("", "runs without authentication (RAY_AUTH_MODE is not set)"),
+        (
+            "deploy.ray.require_token=false deploy.ray.cpus.learner=100 "
+            "deploy.ray.start_timeout_s=0.1",
+            "the cluster has no room for the learner within 0.1 s (deploy.ray.start_timeout_s)",
+        ),
+        ("deploy.ray.address=10.77.0.1:1", "no Ray cluster answers at 10.77.0.1:1"),
+    ],
+    ids=["no token", "no room", "no cluster"],
+)
+def test_a_cluster_that_cannot_run_it_is_refused_in_one_line(
+    open_cluster: Host, settings: str, expected: str
+):
+    host = open_cluster
+    output = host.folder / "refused.log"
+    run = host.start(f"slipstream run --config run.toml --on ray {settings}", output)
+    code = run.wait(HANG_S)
+    lines = [line for line in output.read_text().splitlines() if expected in line]
+    assert (code, len(lines)) == (2, 1), output.read_text()
+    assert "Traceback" not in output.read_text()
+    assert not left_on(host)
+
+
+@pytest.fixture(scope="module")
+def open_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """One node of a Ray cluster that asks for no token."""
+    folder = tmp_path_factory.mktemp("open")
+    with several_hosts(folder, "head") as hosts, ray_cluster(hosts, folder, has_token=False):
+        tiny_inputs(hosts[0].folder)
+        settings = tiny_settings(hosts[0].folder)
+        (hosts[0].folder / "run.toml").write_text(toml_of(settings))
+        yield hosts[0]
+
+
+@pytest.mark.slow  # of one host: tests/e2e/test_user_loop.py
+def test_ctrl_c_saves_and_the_run_resumes_on_the_cluster(run_on: Callable[..., RayRun]):
+    run = run_on(run__steps=200, generators__count=2)
+    run.gate.touch()
+    run.wait_until(lambda: run.figures()["steps"] >= 3, "three steps")
+    run.interrupt()
+    assert run.process.wait(HANG_S) == 130, run.output.read_text()
+    assert "resume from it with --resume auto" in run.output.read_text()
+    run.assert_nothing_left()
+    steps = run.figures()["steps"]
+    run.process = run.start("--resume auto", f"run.steps={steps + 3}")
+    run.wait()
+    run.assert_complete()
+    assert run.figures()["steps"] == steps + 3
+    run.assert_nothing_left()

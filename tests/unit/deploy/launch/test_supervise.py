@@ -427,6 +427,28 @@ def test_processes_of_one_role_end_and_start_together(supervisor: Supervisor, ti
         assert supervisor.runs(name)
 
 
+def test_a_part_is_not_started_again_before_it_has_ended(supervisor: Supervisor, time: Time):
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
+    for name, code in [("learner", ignores), ("learner-1", "raise SystemExit(7)")]:
+        supervisor.start(dataclasses.replace(plan(code, name=name), part_of="learner"))
+    process = supervisor.children["learner"].process
+    assert process is not None
+    kill, process.send_signal = (
+        process.send_signal,
+        lambda _signum: None,
+    )  # its node is out of reach
+    wait(supervisor, "learner-1")
+    for _ in range(3):
+        supervisor.check()
+        time.now_s += 100.0
+    assert [child.num_starts for child in supervisor.children.values()] == [1, 1]
+    kill(signal.SIGKILL)
+    wait(supervisor, "learner")
+    supervisor.check()
+    assert [child.num_starts for child in supervisor.children.values()] == [2, 2]
+    wait(supervisor, "learner-1")
+
+
 def test_a_part_that_was_done_starts_again_with_the_others(supervisor: Supervisor, time: Time):
     for name, code in [("learner", "pass"), ("learner-1", "raise SystemExit(7)")]:
         supervisor.start(dataclasses.replace(plan(code, name=name), part_of="learner"))
