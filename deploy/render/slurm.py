@@ -17,6 +17,7 @@ from slipstream.wire.errors import ConfigError
 SCRIPT = "run.sbatch"
 _BODY = Path(__file__).with_name("slurm.sh")
 _WORD = re.compile(r"[A-Za-z0-9_.,:-]*")
+_STOP_PATIENCE = 6  # times deploy.stop_timeout_s, as under `slipstream run`
 _MAX_PORT = 65_534  # buckets of weights take the port after weightbus.listen's
 
 
@@ -84,6 +85,7 @@ def slurm_files(config: RunConfig, origin: Origin) -> dict[str, str]:
         "reward_workers": str(config.broker.reward.workers),
         "gpus_per_generator": str(size if gpus else 0),
         "learner_gpus": ",".join(map(str, range(ranks))) if gpus else "",
+        "stop_limit_s": str(math.ceil(_STOP_PATIENCE * config.deploy.stop_timeout_s)),
         "max_restarts": str(config.deploy.max_restarts),
     }
     settings = "".join(f"{name}={value}\n" for name, value in values.items())

@@ -85,6 +85,13 @@ keep() { # COMMAND...: start it again each time it fails, max_restarts times
     sleep "$failures"
   done
 }
+gone_by() { # SECONDS PID...: wait so long at most; Slurm kills what is left as the script ends
+  local deadline=$((SECONDS + $1)) process
+  shift
+  for process; do
+    while kill -0 "$process" 2>/dev/null && [ "$SECONDS" -lt "$deadline" ]; do sleep 0.2; done
+  done
+}
 
 others=()
 is_stopping=0
@@ -99,11 +106,12 @@ learner_process=$!
 [ "$is_stopping" = 0 ] || kill -TERM "$learner_process"
 ended "$learner_process"
 code=$?
-[ "$is_stopping" = 1 ] || [ "$code" != 0 ] || for process in "${others[@]}"; do ended "$process"; done
+# After the last step the others end by themselves.
+[ "$is_stopping" = 1 ] || [ "$code" != 0 ] || gone_by "$stop_limit_s" "${others[@]}"
 for process in "${others[@]}"; do kill -TERM "$process" 2>/dev/null; done
-for process in "${others[@]}"; do ended "$process"; done
+gone_by "$stop_limit_s" "${others[@]}"
 kill -TERM "$broker_process" 2>/dev/null
-ended "$broker_process"
+gone_by "$stop_limit_s" "$broker_process"
 if [ "$is_stopping" = 1 ] && ! grep -Eq '"outcome": *"finished"' "$run_folder/summary.json"; then
   echo "run.sbatch: stopped before the end of the run, requeued" >&2
   scontrol requeue "$SLURM_JOB_ID" || fail "Slurm did not requeue the job $SLURM_JOB_ID"

@@ -60,16 +60,22 @@ class Job:
         try:
             yield process
         finally:
-            left = []
-            with suppress(psutil.NoSuchProcess):
-                left = psutil.Process(process.pid).children(recursive=True)
-            for one in left:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            process.kill()
+            for pid in psutil.pids():  # Slurm ends what a step leaves, such as a learner's relay
+                with suppress(ProcessLookupError):
+                    if os.getsid(pid) == process.pid:
+                        os.kill(pid, signal.SIGKILL)
             process.wait()
             for scratch in Path("/tmp").glob(f"slipstream-*-{self.id}*"):  # noqa: S108
                 shutil.rmtree(scratch, ignore_errors=True)
+
+    def kill(self, process: "subprocess.Popen[bytes]", module: str) -> None:
+        """Kill one role, as the kernel does when memory is short."""
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if module in one.cmdline():
+                    one.kill()
+                    return
+        raise AssertionError(f"no {module} is running:\n{self.logs()}")
 
     def logs(self) -> str:
         """Return all that a failure may be explained by."""
@@ -116,3 +122,17 @@ def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path):
         assert process.wait(2 * HANG_S) == 0, job.logs()
     job.assert_whole(12)
     assert job.requeued.read_text().split() == [job.id]
+
+
+def test_a_killed_generator_comes_back_and_the_learners_end_is_the_jobs(tmp_path: Path):
+    job = Job(tmp_path, 5731, run__steps=400)
+    with job.started() as process:
+        until(lambda: job.steps() >= 1 or process.poll() is not None, "a step")
+        job.kill(process, "slipstream.generators.main")
+        until(lambda: "generator 0 ended with exit code" in job.output.read_text(), "its end")
+        before = job.steps()
+        until(lambda: job.steps() >= before + 3 or process.poll() is not None, "further steps")
+        assert process.poll() is None, job.logs()
+        job.kill(process, "slipstream.learner.main")
+        assert process.wait(HANG_S) == 128 + signal.SIGKILL, job.logs()
+    assert not job.requeued.exists()
