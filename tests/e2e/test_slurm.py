@@ -33,10 +33,10 @@ class Job:
         self.output = folder / "slurm.out"
         chosen = {key.replace("__", "."): value for key, value in settings.items()}
         merged = tiny_settings(folder) | {"generators.count": 1, "reward.workers": 1} | chosen
-        (folder / "run.toml").write_text(toml_of(merged))
-        out = folder / "job"
-        config = folder / "run.toml"
-        slipstream("render", "slurm", "--config", config, "--out", out, f"deploy.slurm.port={port}")
+        self.config = folder / "run.toml"
+        self.config.write_text(toml_of(merged))
+        out, setting = folder / "job", f"deploy.slurm.port={port}"
+        slipstream("render", "slurm", "--config", self.config, "--out", out, setting)
         self.script = out / "run.sbatch"
 
     @contextmanager
@@ -60,10 +60,10 @@ class Job:
         try:
             yield process
         finally:
-            for pid in psutil.pids():  # Slurm ends what a step leaves, such as a learner's relay
-                with suppress(ProcessLookupError):
-                    if os.getsid(pid) == process.pid:
-                        os.kill(pid, signal.SIGKILL)
+            for one in psutil.process_iter():  # Slurm ends what a step leaves, such as a relay
+                with suppress(psutil.Error, ProcessLookupError):
+                    if os.getsid(one.pid) == process.pid or str(self.config) in one.cmdline():
+                        one.kill()
             process.wait()
             for scratch in Path("/tmp").glob(f"slipstream-*-{self.id}*"):  # noqa: S108
                 shutil.rmtree(scratch, ignore_errors=True)
