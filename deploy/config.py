@@ -14,7 +14,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.settings.load import Section, Table, section, to_table
-from slipstream.wire.settings.sections import AtLeast0, NotNegative, Positive, RunSection
+from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative, Positive, RunSection
 
 
 class RayTable(Section, frozen=True, kw_only=True):
@@ -45,6 +45,26 @@ class RayTable(Section, frozen=True, kw_only=True):
     in the folder of the same name as this one, which every node must have."""
     runtime_env: dict[str, Json] = msgspec.field(default_factory=dict)
     """Ray's runtime environment, such as { py_modules = ["/srv/slipstream"] }."""
+
+
+class SlurmTable(Section, frozen=True, kw_only=True):
+    """[deploy.slurm]: the script that `slipstream render slurm` writes.
+
+    See [clusters.md](clusters.md). A node has `deploy.gpus_per_host` GPUs.
+    """
+
+    partition: str = ""
+    """Partition of the job; empty is the cluster's default."""
+    account: str = ""
+    """Account that is charged; empty is the user's default."""
+    time_limit: str = "24:00:00"
+    """Slurm ends the job after this long, as Slurm writes times; it is requeued before."""
+    grace_s: AtLeast1 = 300
+    """SIGTERM comes so many seconds before that end: the time to save a checkpoint."""
+    generators_per_node: AtLeast0 = 0
+    """Generators on each node but the first; 0 is as many as its GPUs hold, and 1 on a CPU."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5555
+    """Port of the broker on the first node; weights take the next two."""
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
@@ -88,6 +108,8 @@ class DeploySection(Section, frozen=True, kw_only=True):
     """Time over which waiting is measured, and between two such changes."""
     ray: RayTable = msgspec.field(default_factory=RayTable)
     """A run on a Ray cluster."""
+    slurm: SlurmTable = msgspec.field(default_factory=SlurmTable)
+    """A run under Slurm."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

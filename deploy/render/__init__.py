@@ -1,0 +1,1 @@
+"""Files with which a cluster's own scheduler starts a run: pure functions, one module a target."""
