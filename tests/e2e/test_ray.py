@@ -152,11 +152,17 @@ class RayRun:
             until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
 
     def assert_only_keys_connect(self) -> None:
-        """Beyond loopback nothing of ours has listened but broker and relay, which ask for keys."""
+        """Beyond loopback nothing of ours has listened but broker and relay, which ask for keys.
+
+        The ranks of a learner of several nodes are the exception that docs/security.md names:
+        torch.distributed, on the address of their node alone.
+        """
         ours = [one for one in self.listeners if not one.on_loopback and not is_of_ray(one.program)]
         assert all(one.address.startswith("10.77.0.") for one in ours), ours
         roles = {one.program.partition("slipstream.")[2].partition(".main")[0] for one in ours}
-        assert roles == {"broker", "weightbus.relay"}, ours
+        unknown = [str(one) for one in ours if "slipstream." not in one.program]
+        assert not unknown, "\n".join(unknown)
+        assert roles == {"broker", "weightbus.relay", "learner"}, roles
         endpoint = (
             self.output.read_text().partition("the broker listens on tcp://")[2].split(",")[0]
         )
@@ -166,8 +172,9 @@ class RayRun:
 
 def is_of_ray(program: str) -> bool:
     """True of Ray's processes and of the driver, whose listener is Ray's and asks for the token."""
-    names = ("ray::", "gcs_server", "raylet", "python -u monitor.py")
-    return program.startswith(names) or " run --config" in program
+    names = ("ray::", "gcs_server", "raylet", "python -u monitor.py", "python -m ray.")
+    is_worker = "default_worker.py" in program or "setup_worker.py" in program
+    return program.startswith(names) or is_worker or " run --config" in program
 
 
 def left_on(host: Host) -> list[str]:
@@ -232,7 +239,7 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     run.wait()
     run.assert_complete()
     text = run.output.read_text()
-    assert "left the cluster" in text
+    assert "restarting it" in text
     run.assert_only_keys_connect()
     for host in run.hosts:
         assert not left_on(host)
@@ -247,9 +254,8 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
             "deploy.ray.start_timeout_s=0.1",
             "the cluster has no room for the learner within 0.1 s (deploy.ray.start_timeout_s)",
         ),
-        ("deploy.ray.address=10.77.0.1:1", "no Ray cluster answers at 10.77.0.1:1"),
     ],
-    ids=["no token", "no room", "no cluster"],
+    ids=["no token", "no room"],
 )
 def test_a_cluster_that_cannot_run_it_is_refused_in_one_line(
     open_cluster: Host, settings: str, expected: str
@@ -270,7 +276,7 @@ def open_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     folder = tmp_path_factory.mktemp("open")
     with several_hosts(folder, "head") as hosts, ray_cluster(hosts, folder, has_token=False):
         tiny_inputs(hosts[0].folder)
-        settings = tiny_settings(hosts[0].folder)
+        settings = tiny_settings(hosts[0].folder) | {"generators.count": 1}
         (hosts[0].folder / "run.toml").write_text(toml_of(settings))
         yield hosts[0]
 
