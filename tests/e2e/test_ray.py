@@ -270,11 +270,10 @@ def test_a_cluster_that_cannot_run_it_is_refused_in_one_line(
     assert not left_on(host)
 
 
-@pytest.fixture(scope="module")
-def open_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+@pytest.fixture
+def open_cluster(tmp_path: Path) -> Iterator[Host]:
     """One node of a Ray cluster that asks for no token."""
-    folder = tmp_path_factory.mktemp("open")
-    with several_hosts(folder, "head") as hosts, ray_cluster(hosts, folder, has_token=False):
+    with several_hosts(tmp_path, "head") as hosts, ray_cluster(hosts, tmp_path, has_token=False):
         tiny_inputs(hosts[0].folder)
         settings = tiny_settings(hosts[0].folder) | {"generators.count": 1}
         (hosts[0].folder / "run.toml").write_text(toml_of(settings))
