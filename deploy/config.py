@@ -126,6 +126,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Section [run]."""
         return self.broker.run
 
+    def with_settings(self, name: str, **values: object) -> "RunConfig":
+        """Return this run with other values in one section.
+
+        Raises:
+            ConfigError: naming the setting.
+        """
+        return run_config({**self.table, name: {**self.table.get(name, {}), **values}})
+
 
 def run_config(table: Table) -> RunConfig:
     """Decode all sections and check settings that concern more than one role.

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
+from slipstream.wire.files.run_folder import RUN_LOCK
 from slipstream.wire.files.scale_request import ScaleRequest, read_answer, write_request
 from slipstream.wire.process.processes import is_locked
 
@@ -47,8 +48,7 @@ def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
     pool, equals, number = wanted.partition("=")
     if pool != _POOL or not equals or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected generators=N with N of at least 1, got {wanted}")
-    if not (folder / SETTINGS).is_file():
-        raise ConfigError(f"{folder} is not a run folder: no {SETTINGS} in it")
+    run_of_folder(folder)
     if not is_locked(folder / RUN_LOCK):
         raise ConfigError(f"{folder} is not running: set generators.count where it is started")
     request = ScaleRequest(id=secrets.token_hex(8), generators=int(number))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.deploy.config import RunConfig, run_config, write_resolved
+from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
 from slipstream.deploy.launch.session import Session, lock_run
 from slipstream.deploy.launch.signals import Signals
@@ -40,10 +40,9 @@ def run_locally(config: RunConfig, console: Console) -> int:
         lock = lock_run(config.run)
         try:
             site = LocalSite(config)
-            _, code = Session(site.config, site, console, signals).run()
+            return Session(site.config, site, console, signals).run()
         finally:
             lock.close()
-    return code
 
 
 class LocalSite:
@@ -55,9 +54,7 @@ class LocalSite:
         self.scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
         (self.scratch / _OWNER).write_text(str(config.run.folder.resolve()))
         if not config.run.socket_dir:  # not scratch: reward functions use it, this one is hidden
-            sockets = {"socket_dir": str(self.scratch / _SOCKETS)}
-            table = {**config.table, "run": {**config.table.get("run", {}), **sockets}}
-            config = run_config(table)
+            config = config.with_settings("run", socket_dir=str(self.scratch / _SOCKETS))
         self.config = config
         self.run = config.run
         self.starter = LocalStarter(self.scratch)

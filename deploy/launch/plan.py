@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import RunConfig
 from slipstream.learner.layout import Layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
@@ -73,7 +73,7 @@ def plan_roles(
         environment = {"OMP_NUM_THREADS": "1"}
         if numbers is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in numbers)
-        kind = name.rstrip("-0123456789")
+        kind = kind_of(name)
         is_part = kind == "learner" and len(nodes) > 1
         cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
         return RolePlan(
@@ -114,6 +114,16 @@ def plan_roles(
     ]
 
 
+def kind_of(name: str) -> str:
+    """Return the role of a process of this name."""
+    return name.rstrip("-0123456789")
+
+
+def number_of(name: str) -> int:
+    """Return the number at the end of the name of a process."""
+    return int(name.rpartition("-")[2])
+
+
 def learner_names(layout: Layout) -> list[str]:
     """Return the names of the learner's processes, one per node."""
     return ["learner", *(f"learner-{node}" for node in range(1, layout.nodes))]
@@ -132,14 +142,8 @@ def plan_generator(
     Raises:
         ConfigError: there is no GPU for it.
     """
-    count = int(name.rpartition("-")[2]) + 1
-    table = {**config.table.get("generators", {}), "count": count}
-    deploy = {
-        key: value
-        for key, value in config.table.get("deploy", {}).items()
-        if key not in {"min_generators", "max_generators"}
-    }
-    larger = run_config({**config.table, "generators": table, "deploy": deploy})
+    anywhere = config.with_settings("deploy", min_generators=0, max_generators=0)
+    larger = anywhere.with_settings("generators", count=number_of(name) + 1)
     plans = plan_roles(larger, resolved, gpus=gpus, python=python)
     return next(plan for plan in plans if plan.name == name)
 

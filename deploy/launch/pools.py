@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.plan import learner_names
+from slipstream.deploy.launch.plan import kind_of, learner_names
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -68,7 +68,7 @@ def _pool(
     config: RunConfig, name: str, strategy: Strategy, members: list[str], gpus: Mapping[str, int]
 ) -> Pool:
     ours = config.deploy.ray
-    kinds = [member.rstrip("-0123456789") for member in members]
+    kinds = list(map(kind_of, members))
     bundles = []
     for kind in kinds:
         bundle: dict[str, float] = {"CPU": ours.cpus.get(kind, 1.0)}

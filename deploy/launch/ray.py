@@ -25,8 +25,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from slipstream.broker.config import keys_folder
-from slipstream.deploy.config import RunConfig, resolved_text, run_config
-from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
+from slipstream.deploy.config import RunConfig, resolved_text, write_resolved
+from slipstream.deploy.launch.plan import RolePlan, kind_of, plan_generator, plan_roles
 from slipstream.deploy.launch.pools import Pool, pool_of_one, pools_of
 from slipstream.deploy.launch.role_host import (
     PYTHON,
@@ -36,11 +36,11 @@ from slipstream.deploy.launch.role_host import (
     RoleHost,
     StartRole,
 )
-from slipstream.deploy.launch.session import Session, kind_of, lock_run
+from slipstream.deploy.launch.session import Session, lock_run
 from slipstream.deploy.launch.signals import Signals
+from slipstream.learner.layout import Address
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from slipstream.wire.files.keys import ClientKey, write_client_key
-from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import SETTINGS as SETTINGS_FILE
 from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED
@@ -92,10 +92,9 @@ def run_on_ray(config: RunConfig, console: Console) -> int:
     with signals.handled():
         lock = lock_run(config.run)
         try:
-            _, code = Session(config, site, console, signals).run()
+            return Session(config, site, console, signals).run()
         finally:
             lock.close()
-    return code
 
 
 class RaySite:
@@ -111,8 +110,7 @@ class RaySite:
         self._console = console
         if not config.broker.broker.keys:  # those of one run: it makes its own each time
             keys = str(config.run.folder.absolute() / "keys")
-            table = {**config.table, "broker": {**config.table.get("broker", {}), "keys": keys}}
-            self._config = config = run_config(table)
+            self._config = config = config.with_settings("broker", keys=keys)
         _connect(config)
         self._uses_gpus = _num_gpus() > 0 and config.generators.generators.device != "cpu"
         self._pools = pools_of(config, uses_gpus=self._uses_gpus)
@@ -140,14 +138,13 @@ class RaySite:
         broker, learner = self._hosts["broker"], self._hosts["learner"]
         listen = config.broker.broker.listen
         port = _port_of(listen) or self._free_port(broker, 1)
-        self._broker_endpoint = f"tcp://{_bracketed(broker.address)}:{port}"
+        self._broker_endpoint = f"tcp://{Address(broker.address, port)}"
         self._publish_from(learner)
         self._make_keys([(_OBSERVER, "observer"), *map(self._key_of, plans[1:])])
         key_file = config.run.folder / f"{_OBSERVER}.key"
         write_client_key(key_file, self._keys[_OBSERVER])
-        seen = {"broker": self._broker_endpoint, "key_file": str(key_file)}
-        watched = run_config({**config.table, "run": {**config.table.get("run", {}), **seen}})
-        replace_file(config.run.folder / SETTINGS_FILE, resolved_text(watched).encode())
+        watched = config.with_settings("run", broker=self._broker_endpoint, key_file=str(key_file))
+        write_resolved(watched, config.run.folder / SETTINGS_FILE)
         self.run = watched.run
         for name, host in self._hosts.items():
             self._console.print(f"{name} is on {host.facts.hostname} ({host.address})")
@@ -242,8 +239,7 @@ class RaySite:
         words = [*plan.command, *arguments]
         if plan.part_of:
             if plan.name == "learner":
-                port = self._free_port(host, 1)
-                rendezvous.set_result(f"{_bracketed(host.address)}:{port}")
+                rendezvous.set_result(str(Address(host.address, self._free_port(host, 1))))
             words += ["--rendezvous", rendezvous.result(self._config.deploy.ray.start_timeout_s)]
         if plan.name == "broker":
             words.append(f"broker.listen={self._broker_endpoint}")
@@ -283,7 +279,7 @@ class RaySite:
             return
         port = _port_of(self._config.learner.weightbus.listen) or self._free_port(host, 2)
         self._learner_address = host.address
-        self._bus_endpoint = f"tcp://{_bracketed(host.address)}:{port}"
+        self._bus_endpoint = f"tcp://{Address(host.address, port)}"
 
     # ---- placing -----------------------------------------------------------------
 
@@ -611,10 +607,6 @@ def _free() -> str:
 def _port_of(endpoint: str) -> int:
     """Return the port of tcp://ADDRESS:PORT; 0 if there is none."""
     return int(endpoint.rpartition(":")[2]) if endpoint else 0
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _first_line(error: BaseException) -> str:

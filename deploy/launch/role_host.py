@@ -42,7 +42,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a host says of itself."""
 
     hostname: str
-    folder: str  # in which roles run
     sees: bool  # the file that it was asked about
     authentication: str  # of the cluster, by the environment of its processes
 
@@ -95,7 +94,6 @@ class RoleHost:
         """Return HostFacts; ``variable`` names the authentication of the cluster."""
         facts = HostFacts(
             hostname=socket.gethostname(),
-            folder=str(Path.cwd()),
             sees=Path(path).is_file(),
             authentication=os.environ.get(variable, ""),  # noqa: TID251 it has no setting
         )
@@ -175,10 +173,6 @@ class RoleHost:
         """Send the role a signal, unless it has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
-
-    def sweep(self, name: str) -> None:
-        """Remove the files that a killed role could not remove itself."""
-        self._starter.sweep(name)
 
     def close(self) -> None:
         """End the role and all that it left, and remove the folders."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from slipstream.deploy.launch.plan import number_of
 from slipstream.wire.messages.status import RunStatus
 
 WAITED = 0.25  # share of a window; the advisories call a pool starved from there on
@@ -63,16 +64,12 @@ def changes(present: Mapping[str, bool], count: int) -> tuple[list[str], list[st
         present: those that have not ended: True while one is to stay.
         count: how many are to stay. The highest numbers leave first, the lowest are taken first.
     """
-    staying = sorted((name for name, stays in present.items() if stays), key=_number)
+    staying = sorted((name for name, stays in present.items() if stays), key=number_of)
     leaving = staying[count:]
-    taken = set(map(_number, present))
+    taken = set(map(number_of, present))
     free = (number for number in range(len(present) + count) if number not in taken)
     started = [f"generator-{next(free)}" for _ in range(count - len(staying))]
     return started, leaving[::-1]
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
 
 
 def _share_waited(before: RunStatus, after: RunStatus, role: str) -> float | None:

@@ -18,7 +18,7 @@ from rich.live import Live
 
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.deploy.launch.scaling import Bounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.starters import Starter
@@ -106,8 +106,8 @@ class Session:
         self._bounds = Bounds(deploy.min_generators, deploy.max_generators)
         self._window: tuple[float, RunStatus] | None = None  # its begin, and the run as it was
 
-    def run(self) -> tuple[str, int]:
-        """Run to the end; return the outcome and the exit code."""
+    def run(self) -> int:
+        """Run to the end; return the exit code."""
         run = self._config.run
         reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then
         try:
@@ -134,7 +134,7 @@ class Session:
             self._end_roles(reason if code else "")
             self._site.close()
         finish(run, self._newest, reason, self._console)
-        return reason, code
+        return code
 
     @property
     def _newest(self) -> RunStatus | None:
@@ -244,8 +244,9 @@ class Session:
         if not self._bounds.largest or (status := watcher.newest) is None or status.finished:
             return
         now = time.monotonic()
-        began, before = self._window or (now, status)
-        self._window = (began, before)
+        if self._window is None:
+            self._window = (now, status)
+        began, before = self._window
         if now - began < self._config.deploy.scale_every_s:
             return
         self._window = (now, status)
@@ -314,11 +315,6 @@ class Session:
 
         broker = self._supervisor.children["broker"]
         return Patience("the broker to answer", _BROKER_START_S, broker.signs, log=report)
-
-
-def kind_of(name: str) -> str:
-    """Return the role of a process of this name."""
-    return name.rstrip("-0123456789")
 
 
 def lock_run(run: RunSection) -> TextIO:

@@ -107,10 +107,10 @@ def _check(config: RunConfig) -> None:
         )
     if not config.generators.generators.count:
         raise ConfigError("generators.count = 0: a run under Slurm needs a generator")
-    per_node = getattr(config.learner.learner, "ranks_per_node", 0)
-    if 0 < per_node < ranks:
+    if (layout := config.learner.layout).nodes > 1:
         raise ConfigError(
-            f"learner.ranks_per_node = {per_node} puts learner.ranks = {ranks} on several nodes: "
+            f"learner.ranks_per_node = {layout.ranks_per_node} puts learner.ranks = {ranks} on "
+            "several nodes: "
             "the script for Slurm starts a learner on one node"
         )
     if config.generators.device == "cpu":
