@@ -246,14 +246,12 @@ def private_paths(table: Table) -> tuple[Path, ...]:
         str(run.folder / PAGE_ADDRESS),
         str(teacher.get("api_key_file", "")) if isinstance(teacher, dict) else "",
     )
-    paths = (
+    return (
         keys_folder(run, broker),
         *((Path(run.key_file),) if run.key_file else ()),
         *(path for path in private_folders(run) if not run.broker or path.exists()),
         *(Path(name) for name in files if name and Path(name).exists()),
     )
-    absolute = {path.absolute() for path in paths}  # what is in a hidden folder is hidden with it
-    return tuple(path for path in paths if absolute.isdisjoint(path.absolute().parents))
 
 
 def broker_settings(table: Table) -> BrokerSettings:

@@ -32,13 +32,16 @@ def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
     """
     arguments = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--unshare-pid"]
     arguments += trusted_argv()
-    for path in hide:
-        real = os.path.realpath(path)
-        if Path(real).is_dir():
-            arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", real]
-            arguments += ["--remount-ro", real]
-        elif Path(real).exists():
-            arguments += ["--dev-bind", "/dev/null", real]
+    covered: list[Path] = []
+    for real in sorted(Path(os.path.realpath(path)) for path in hide):  # folders before their files
+        if any(real.is_relative_to(folder) for folder in covered):
+            continue
+        if real.is_dir():
+            arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", str(real)]
+            arguments += ["--remount-ro", str(real)]
+            covered.append(real)
+        elif real.exists():
+            arguments += ["--dev-bind", "/dev/null", str(real)]
     return [*arguments, "--", *init_argv(command)]
 
 

@@ -41,10 +41,3 @@ def test_files_with_a_password_or_a_token_are_private_where_they_are(tmp_path: P
 def test_faults_in_the_learner_section_are_left_to_the_learner(tmp_path: Path, algo: object):
     table: Table = {"run": {"name": "r", "dir": str(tmp_path)}}
     assert private_paths({**table, "algo": algo}) == private_paths(table)
-
-
-def test_what_is_in_a_hidden_folder_is_not_hidden_twice(tmp_path: Path):
-    """A file system that is mounted over the folder has no such file to mount over."""
-    key = tmp_path / "keys" / "clients" / "w.key"
-    run = {"name": "r", "dir": str(tmp_path), "broker": "tcp://h:1", "key_file": str(key)}
-    assert private_paths({"run": run}) == (tmp_path / "keys",)
