@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.deploy.launch.role_host import RoleHost
 from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
 from tests.e2e.hosts import Host, end, several_hosts, toml_of
 from tests.support.listening import Listener, listeners_of
@@ -73,6 +74,7 @@ def ray_cluster(hosts: list[Host], folder: Path, *, has_token: bool = True) -> I
         for host in hosts:
             lose(host)
         subprocess.run(["rm", "-rf", str(temporary)], check=False)
+        RoleHost().close()  # the next one on a host removes what those that were killed left
 
 
 @pytest.fixture

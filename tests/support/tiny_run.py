@@ -258,4 +258,6 @@ def _mapped() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108
+    """Return what is there, but folders of role hosts: of runs on a cluster, beside this one."""
+    found = Path("/dev/shm").iterdir()  # noqa: S108
+    return {path.name for path in found if not (path / "owner").is_file()}

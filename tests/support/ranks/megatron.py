@@ -121,7 +121,8 @@ def kernels_of_many_sequences(model) -> list[int]:  # noqa: ANN001 - known only 
 def published(model, topology, original):  # noqa: ANN001 - known only after prepare()
     """Return what is right in the memory that all ranks wrote, and what a rank then refuses."""
     from slipstream.learner.model.collectives import broadcast_bytes
-    from slipstream.learner.publish.weight_writer import WeightWriter
+    from slipstream.learner.publish.weight_writer import NUM_SLOTS, WeightWriter
+    from slipstream.weightbus.version.shared_memory import SharedSlots
     from slipstream.weightbus.version.snapshot import tensor_views
 
     def agree(text: str) -> str:
@@ -134,9 +135,11 @@ def published(model, topology, original):  # noqa: ANN001 - known only after pre
     bad = writer.write(1)
     assert not bad, bad
     dist.barrier()
-    views = tensor_views(writer.layout, writer._memory.slot(1))
+    size = writer.layout.num_bytes  # the second replica, on this host here, maps nothing itself
+    memory = SharedSlots.open(writer.path, slot_bytes=size, num_slots=NUM_SLOTS)
+    views = tensor_views(writer.layout, memory.slot(1))
     right = sorted(name for name, view in views.items() if torch.equal(view, original[name]))
-    untouched = int(writer._memory.slot(0).sum()) + int(writer._memory.slot(2).sum())
+    untouched = int(memory.slot(0).sum()) + int(memory.slot(2).sum())
     assert untouched == 0
     dist.barrier()
     if topology.rank == topology.world_size - 1:
