@@ -4,12 +4,14 @@ import asyncio
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
+    add_health,
     load_arguments,
     print_json,
     refuse_settings,
     role_parser,
     run_role,
 )
+from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 
 
@@ -34,6 +36,7 @@ def main() -> int:
         action="store_true",
         help="continue from the store: an earlier broker of this run has died",
     )
+    add_health(parser)
     arguments = parser.parse_args()
     from slipstream.broker.config import broker_settings
     from slipstream.broker.data.prompts import load_prompts
@@ -51,7 +54,9 @@ def main() -> int:
     start_logging("broker")
 
     def body() -> int:
-        asyncio.run(serve(settings, restarted=arguments.restarted))
+        health = Health("broker", stuck_s=settings.run.stuck_s)
+        with serving(health, arguments.health):
+            asyncio.run(serve(settings, restarted=arguments.restarted, health=health))
         return 0
 
     return run_role(body)

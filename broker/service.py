@@ -31,6 +31,7 @@ from slipstream.broker.store.redis import RedisStore
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import write_private
 from slipstream.wire.files.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
 from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
@@ -48,14 +49,20 @@ _GARBAGE_AFTER = (
 )  # items hold no cycles, and a collection of all of them stops the loop
 
 
-async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
+async def serve(
+    settings: BrokerSettings, *, restarted: bool = False, health: Health | None = None
+) -> None:
     """Run the broker until SIGTERM or SIGINT; a child or task that fails ends it with an error.
 
     Args:
         settings: the broker's.
         restarted: it replaces one that died in the same run.
+        health: what probes are told of it.
     """
     stop = stop_event()
+    health = health or Health()
+    health.drains_when(stop.is_set)
+    health.waits_for("its store to open")
     least = _LEAST_LISTENING if settings.broker.listen else _LEAST_DESCRIPTORS
     limit = raise_descriptor_limit(least)
     if limit < _FEW_DESCRIPTORS:
@@ -72,8 +79,10 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         redis_server = await start_private_server(settings, cleanup)
         store = await open_store(settings, redis_server, restarted=restarted)
         cleanup.push_async_callback(store.close)
+        health.waits_for("logging.trackers to start")
         trackers = await start_trackers(settings)
         cleanup.callback(trackers.close)
+        health.waits_for("its ledger to be read back")
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         cleanup.callback(context.term)
         ring, key = await _open_to_others(settings, context, cleanup)
@@ -105,7 +114,14 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             jobs.append(recorder.run())
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
-        await run_until(stop.wait(), *jobs)
+
+        def missing() -> str:
+            if not store.is_answering:
+                return "its store does not answer"
+            return "" if server.num_ticks else "it does not listen yet"
+
+        with health.main_loop(lambda: server.num_ticks, missing):
+            await run_until(stop.wait(), *jobs)
 
 
 def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
+    add_health,
     load_arguments,
     own_name,
     refuse_settings,
     role_parser,
     run_role,
 )
+from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 
 _OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers are reproducible
@@ -40,9 +42,12 @@ def main() -> int:
     parser.add_argument(
         "--num-prompts", type=int, default=0, metavar="N", help="with --offline; default is all"
     )
+    add_health(parser)
     arguments = parser.parse_args()
     if arguments.offline != (arguments.out is not None):
         parser.error("--offline and --out FILE go together")
+    if arguments.offline and arguments.health:
+        parser.error("--health is for a generator with a broker, not for --offline")
     if arguments.num_prompts and not arguments.offline:
         parser.error("--num-prompts needs --offline")
     if arguments.offline:
@@ -60,10 +65,13 @@ def main() -> int:
     except ConfigError as error:
         return refuse_settings(error)
     start_logging(name)
-    from slipstream.generators.service import serve
 
     def body() -> int:
-        asyncio.run(serve(settings, name))
+        health = Health(name, stuck_s=settings.run.stuck_s)
+        with serving(health, arguments.health):
+            from slipstream.generators.service import serve
+
+            asyncio.run(serve(settings, name, health))
         return 0
 
     return run_role(body)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -26,15 +26,19 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.messages.weightbus import Join
-from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.health import Health
+from slipstream.wire.process.run_until import Job, running, unless
 from slipstream.wire.process.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 
 
-async def serve(settings: GeneratorSettings, name: str) -> None:
-    """Run a generator, which ends if its engine does."""
+async def serve(settings: GeneratorSettings, name: str, health: Health | None = None) -> None:
+    """Run a generator, which ends if its engine does; probes are told its ``health``."""
     stop = stop_event()
+    health = health or Health()
+    health.drains_when(stop.is_set)
+    health.waits_for("its engine to start")
     codec = TextCodec(settings.model, settings.sampling)
     tensors = model_tensors(settings.model, dtype=settings.dtype)
     async with AsyncExitStack() as cleanup:
@@ -54,6 +58,7 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
                     "reward.inline scores answers one by one, but a reward function takes whole "
                     "groups: leave it to reward workers (reward.inline = false)"
                 )
+        health.waits_for(f"the broker at {settings.run.broker_endpoint}")
         connecting = BrokerClient.connect(
             settings.run.broker_endpoint,
             role="generator",
@@ -88,16 +93,24 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
             take_weights(subscriber, settings.run, client),
             watch(process),
         )
-        async with running(*jobs) as (job, *others):
-            ends = {stopping, job, *others}
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if stopping in done:
-                _log.info("asked to stop")
-                job.cancel()
-                await asyncio.gather(job, return_exceptions=True)
-                await worker.hand_back()
-            for task in done:
-                task.result()
+        with health.main_loop(worker.signs, worker.missing):
+            await _work(worker, jobs, stopping)
+
+
+async def _work(
+    worker: GeneratorWorker, jobs: Sequence[Job], stopping: "asyncio.Task[object]"
+) -> None:
+    """Run jobs, the worker's first, until one ends or the generator is asked to stop."""
+    async with running(*jobs) as (job, *others):
+        ends = {stopping, job, *others}
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stopping in done:
+            _log.info("asked to stop")
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+            await worker.hand_back()
+        for task in done:
+            task.result()
 
 
 @asynccontextmanager

@@ -78,6 +78,7 @@ class GeneratorWorker:
         self._load: EngineLoad | None = None  # as last observed
         self._adopted: PolicyVersion | None = None
         self._situation_changed = asyncio.Event()
+        self._num_answers = 0  # of the broker to a request for work, while the engine had none
         self._finished = False
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
@@ -104,6 +105,22 @@ class GeneratorWorker:
     def _enter_phase(self) -> None:
         phase = "adopt" if self._paused else "generate" if self._groups else WAIT
         self._clock.enter(phase)
+
+    # ---- health --------------------------------------------------------------
+
+    def signs(self) -> tuple[object, ...]:
+        """Return what changes with progress: tokens of the engine, answers sent, versions.
+
+        The broker's answers count only while the engine has nothing to do: a worker goes on asking
+        beside an engine that hangs.
+        """
+        used_tokens = self._load.used_tokens if self._load is not None else 0
+        ended = tuple(self._counters[name] for name in _COUNTED)
+        return used_tokens, ended, self._adopted, self._num_answers
+
+    def missing(self) -> str:
+        """Return what it waits for before it can generate; empty if nothing."""
+        return "" if self._adopted is not None else "its engine has adopted no version yet"
 
     # ---- the loop ------------------------------------------------------------
 
@@ -143,6 +160,7 @@ class GeneratorWorker:
             GroupsLeased,
             extra_wait_s=_POLL_S,
         )
+        self._num_answers += not self._lanes.in_flight
         for work in leased.groups:
             booking = self._lanes.book(len(work.siblings))
             task = group.create_task(self._run_group(work, booking))

@@ -38,6 +38,7 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me
 
@@ -53,6 +54,7 @@ class Launch:
     resumes: bool = False  # resume from the run's newest usable checkpoint
     begun_after: int | None = None  # the newest epoch of a checkpoint as the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)
+    health: Health = field(default_factory=Health)
 
 
 def run_learner(
@@ -260,7 +262,9 @@ def run_rank(
             stop.deferred(when=settings.checkpoint.on_stop or place.node > 0),
         ):
             coordinator = Coordinator(leader, topology, stop)
-            LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()
+            loop = LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock)
+            with launch.health.ending():
+                loop.run(launch.health)
     finally:
         destroy_topology()
 

@@ -39,6 +39,7 @@ from slipstream.wire.errors import PublishError, SlipstreamError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PHASE_TIME, PhaseClock
 
 _ADVICE = {
@@ -92,12 +93,19 @@ class LearnerLoop:
         )
         self._writer: WeightWriter | None = None
         self._rejected_in_a_row = 0
+        self._num_orders = 0  # of rank 0; that to wait longer is one of them
         self._reported_s: dict[str, float] = {}  # by phase, as of the last commit
 
-    def run(self) -> None:
-        """Train until the run is complete or rank 0 is asked to stop; save as configured."""
+    def run(self, health: Health | None = None) -> None:
+        """Train until the run is complete or rank 0 is asked to stop; save as configured.
+
+        Probes are told the ``health`` of this rank.
+        """
+        health = health or Health()
+        health.waits_for("the broker to hand it the run")
         try:
             version = self._start()
+            health.begins(self._signs)
             while isinstance(order := self._next_order(version), StepPlan):
                 version = self._step(version, order)
         finally:
@@ -114,6 +122,10 @@ class LearnerLoop:
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
             save_hf_folder(self._policy.model, folder, self._settings.model)
+
+    def _signs(self) -> tuple[int, int]:
+        """Return what changes with progress: phases of a step, and answers without a batch."""
+        return self._clock.num_changes, self._num_orders
 
     def _start(self) -> PolicyVersion:
         """Take over the run at the step of the weights held, and publish them."""
@@ -139,6 +151,7 @@ class LearnerLoop:
         wait_s = self._settings.learner.timeout_s / 4
         while True:
             order = self._coordinator.next_order(version, max_wait_s=wait_s)
+            self._num_orders += 1
             if not isinstance(order, BatchNotReady):
                 return order
             if version.step >= order.last_step:  # a stop was planned since the commit

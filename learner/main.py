@@ -8,6 +8,7 @@ from pathlib import Path
 from slipstream.learner.gpu_variables import gpu_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
+    add_health,
     load_arguments,
     print_json,
     refuse_settings,
@@ -16,6 +17,7 @@ from slipstream.wire.process.command_line import (
     settings_arguments,
 )
 from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 
@@ -62,6 +64,7 @@ def main() -> int:
     )
     parser.add_argument("--rank", type=int, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
+    add_health(parser)
     arguments = parser.parse_args()
     if arguments.begun_after is not None and arguments.resume is None:
         parser.error("--begun-after goes with --resume auto")
@@ -82,8 +85,12 @@ def main() -> int:
     if arguments.dry_run:
         return print_json(settings)
     rank = place.ranks[0] if arguments.rank is None else arguments.rank
-    start_logging("learner" if rank == 0 else f"learner-rank-{rank}")
+    name = "learner" if rank == 0 else f"learner-rank-{rank}"
+    start_logging(name)
 
+    health = Health(name, stuck_s=settings.run.stuck_s)
+
+    @serving(health, arguments.health if arguments.rank is None else 0)  # of a node's first rank
     def body() -> int:
         if usable_gpus():
             os.environ.update(gpu_variables(os.environ))  # noqa: TID251 libraries read them there
@@ -99,12 +106,15 @@ def main() -> int:
         from slipstream.learner.launch import Launch, join_ranks, run_learner
         from slipstream.learner.publish.relay_process import RelayLaunch
 
+        health.drains_when(lambda: stop.requested)
+        health.waits_for("its policy to load")
         lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from our parent
         launch = Launch(
             replay=arguments.replay,
             resumes=arguments.resume is not None,
             begun_after=arguments.begun_after,
             relay=RelayLaunch(settings_arguments(arguments), int(lifeline) if lifeline else None),
+            health=health,
         )
         if arguments.rank is not None:
             return join_ranks(settings, place, rank=rank, port=arguments.port, launch=launch)

@@ -15,12 +15,14 @@ from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.broker import Done, Goodbye, RoleReport
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.process.command_line import (
+    add_health,
     load_arguments,
     own_name,
     refuse_settings,
     role_parser,
     run_role,
 )
+from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event
@@ -42,14 +44,21 @@ class WorkerSettings:
     hidden: tuple[Path, ...]  # which a function must not see
 
 
-async def serve(settings: WorkerSettings, name: str) -> None:
-    """Score for the broker until the run is over, or until SIGTERM or SIGINT."""
+async def serve(settings: WorkerSettings, name: str, health: Health | None = None) -> None:
+    """Score for the broker until the run is over, or until SIGTERM or SIGINT.
+
+    Probes are told its ``health``.
+    """
     stop = stop_event()
+    health = health or Health()
+    health.drains_when(stop.is_set)
+    health.waits_for("its reward functions to load")
     run, reward = settings.run, settings.reward
     if run.key_file:
         read_client_key(Path(run.key_file))  # before anything that takes long
     pool = await RewardPool.start(reward, function=settings.function, hide=settings.hidden)
     try:
+        health.waits_for(f"the broker at {run.broker_endpoint}")
         connecting = BrokerClient.connect(
             run.broker_endpoint,
             role="reward_worker",
@@ -70,7 +79,8 @@ async def serve(settings: WorkerSettings, name: str) -> None:
             )
             functions = ", ".join(f"{one.name} ({one.version})" for one in pool.functions)
             _log.info("scoring for run %s with %s", welcome.run_name, functions)
-            await _work(client, pool, scorer, stop)
+            with health.main_loop(scorer.signs):
+                await _work(client, pool, scorer, stop)
         finally:
             client.close()
     finally:
@@ -141,6 +151,7 @@ def main() -> int:
     parser.add_argument("--broker", metavar="tcp://HOST:PORT", help="the same as run.broker=...")
     parser.add_argument("--key", metavar="FILE", help="the same as run.key_file=...")
     parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
+    add_health(parser)
     arguments = parser.parse_args()
     name = own_name(arguments.name)
     try:
@@ -155,7 +166,9 @@ def main() -> int:
     start_logging(name)
 
     def body() -> int:
-        asyncio.run(serve(settings, name))
+        health = Health(name, stuck_s=settings.run.stuck_s)
+        with serving(health, arguments.health):
+            asyncio.run(serve(settings, name, health))
         return 0
 
     return run_role(body)

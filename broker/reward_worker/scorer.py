@@ -74,8 +74,13 @@ class Scorer:
         self._scored: asyncio.Queue[tuple[Score, list[int]]] = asyncio.Queue()
         self._sent = asyncio.Event()
         self._stop = asyncio.Event()
+        self._num_answers = 0  # of the broker to a request for work, while none was held
         self.clock = PhaseClock()
         self.counters = dict.fromkeys(("scored", "unavailable", "leases_lost"), 0.0)
+
+    def signs(self) -> tuple[float, int]:
+        """Return what changes with progress: scores that were sent, or answers without any work."""
+        return self.counters["scored"] + self.counters["unavailable"], self._num_answers
 
     def stop(self) -> None:
         """Take on nothing more; ``run`` returns when all held work is scored."""
@@ -106,6 +111,7 @@ class Scorer:
                 if answer is None:
                     return  # later grants go back with Goodbye
                 leased, frames = answer
+                self._num_answers += not self._held
                 self._take_on(group, leased, frames)
                 if leased.finished:
                     return

@@ -117,6 +117,7 @@ class BrokerServer:
         self._jobs: asyncio.TaskGroup | None = None
         self._jobs_of: Counter[str] = Counter()
 
+        self.num_ticks = 0  # of the loop, about one a second while it turns
         self.telemetry = telemetry
         self.frames = FrameCache(cache_bytes, store, committer)
         records = records or RunRecords()
@@ -234,6 +235,7 @@ class BrokerServer:
         every_s = min(1.0, self._ledger.book.rules.lease_s / 4)
         last_s = self._now()
         while True:
+            self.num_ticks += 1
             due_s = last_s + every_s
             await asyncio.sleep(max(0.0, due_s - self._now()))
             now = self._now()

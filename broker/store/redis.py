@@ -142,6 +142,11 @@ class RedisStore:
                     client, run_name, url=url, outage_s=outage_s, socket_timeout_s=socket_timeout_s
                 )
 
+    @property
+    def is_answering(self) -> bool:
+        """False while an operation waits for a server that went away."""
+        return not any(self._outages.copy().values())
+
     async def claim(self) -> int:
         """Become the only writer; return the broker generation, greater than all before."""
         async with self._writing:

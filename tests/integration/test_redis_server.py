@@ -269,11 +269,13 @@ def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.Lo
     async def body(server: RedisServer) -> None:
         async with connected(server) as store:
             await store.commit(Changes([b"0"], change(0).put, snapshot=b"snap"))
+            assert store.is_answering
             kill(server)
+            reads = asyncio.gather(store.fetch([(0, 0)]), store.snapshot(), events_of(store))
+            await until_async(lambda: not store.is_answering)
             async with kept_alive(server):
-                found = await asyncio.gather(
-                    store.fetch([(0, 0)]), store.snapshot(), events_of(store)
-                )
+                found = await reads
+                assert store.is_answering
                 await until_async(lambda: "the Redis server is back after" in caplog.text)
         assert found == [[change(0).put[0, 0]], b"snap", [0]]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
+from slipstream.wire.process.health import MAX_PORT
 from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
 from slipstream.wire.settings.load import Table, load_table
 
@@ -43,6 +44,23 @@ def role_parser(
         "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
     )
     return parser
+
+
+def add_health(parser: argparse.ArgumentParser) -> None:
+    """Add the option of roles that answer probes (health.py)."""
+    parser.add_argument(
+        "--health",
+        type=_port,
+        default=0,
+        metavar="PORT",
+        help="answer probes at http://127.0.0.1:PORT/health; default 0 is off",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"a port is 0 to {MAX_PORT}, not {text!r}")
+    return int(text)
 
 
 def own_name(chosen: str) -> str:

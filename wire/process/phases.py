@@ -16,6 +16,7 @@ class PhaseClock:
         self._phase = WAIT
         self._since = now()
         self._seconds: dict[str, float] = {WAIT: 0.0}
+        self.num_changes = 0  # of phase
 
     def enter(self, phase: str) -> str:
         """Switch to ``phase`` and return the phase that ends."""
@@ -23,6 +24,7 @@ class PhaseClock:
         before = self._phase
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
         self._phase, self._since = phase, now
+        self.num_changes += 1
         return before
 
     @contextmanager

@@ -58,6 +58,8 @@ class RunSection(Section, frozen=True, kw_only=True):
     """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
     outage_s: Positive = 300.0
     """Roles wait this long for a broker that is gone, and the broker for its Redis."""
+    stuck_s: NotNegative = 0.0
+    """A role without progress for so long fails its probe /health/live (--health); 0 is never."""
     seed: int = 0
     """Seed of prompts, sampling and the learner."""
     resume_from: str = ""

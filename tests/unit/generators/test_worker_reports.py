@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from slipstream.broker.dashboard.rates import Rates
-from slipstream.wire.messages.broker import RoleReport, ScoringItem
+from slipstream.wire.messages.broker import LeaseGroups, RoleReport, ScoringItem
 from slipstream.wire.messages.trajectory import Score, Transcript
 from slipstream.wire.process.phases import WAIT
 from tests.support.waiting import until_async
@@ -134,5 +134,25 @@ def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
             before = it.last_report().phase_seconds
             await until_async(lambda: it.last_report().phase_seconds[WAIT] > before[WAIT])
             assert phases() == {"generate", "adopt", WAIT}
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_beside_an_engine_that_hangs_makes_no_progress_though_the_broker_answers(
+    tmp_path: Path,
+):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(1, 2), max_sequences=4) as it:
+            await it.until_held((0, 0), (0, 1))
+            await it.until_asked_again()
+            seen, asked = it.worker.signs(), len(it.client.asked(LeaseGroups))
+            await until_async(lambda: len(it.client.asked(LeaseGroups)) >= asked + 2)
+            assert it.worker.signs() == seen
+            it.engine.let((0, 0))
+            await until_async(lambda: it.worker.signs() != seen, "no progress with an answer")
+            it.engine.let_all()
+            await until_async(lambda: it.last_report().counters["trajectories"] == 2)
+            idle = it.worker.signs()
+            await until_async(lambda: it.worker.signs() != idle, "no progress without work")
 
     asyncio.run(scenario())

@@ -1,0 +1,326 @@
+"""Health of a role over HTTP, for probes of the host that it runs on.
+
+`GET /health/live` is 200 while the role's main loop makes progress, `/health/ready` once the role
+does its work and until it is asked to end, both 503 with the reason otherwise; `/health` has both.
+The server listens on loopback, without authentication, and says nothing secret.
+
+As a program it is a probe: `python -m slipstream.wire.process.health --port 8081 ready`.
+"""
+
+import argparse
+import json
+import logging
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Literal, NamedTuple
+
+from typing_extensions import override
+
+from slipstream.wire.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_HOST = "127.0.0.1"
+_OBSERVE_S = 0.25  # between two looks at the main loop
+_LONGEST_GAP_S = 5.0  # longer gaps are time in which this process did not run either
+_EXCHANGE_S = 5.0  # a request may take no longer to arrive, nor its answer to leave
+_MAX_REQUEST_BYTES = 4096
+_MAX_ANSWER_BYTES = 65_536
+_MAX_EXCHANGES = 16  # at a time; more are closed unanswered
+MAX_PORT = 65_535
+
+State = Literal["starting", "running", "ended"]
+
+
+class Observation(NamedTuple):
+    """A role as its health is judged."""
+
+    state: State  # of its main loop
+    idle_s: float  # since the last sign of progress; before the main loop, since the start
+    missing: str  # what it waits for before it does its work; empty is nothing
+    is_draining: bool  # it was asked to end
+
+
+def why_not_live(seen: Observation, stuck_s: float) -> str:
+    """Return why a role does not work any more, empty if it does.
+
+    While it starts, other limits apply. Without ``stuck_s`` (0) only the end of its loop counts.
+    """
+    if seen.state == "ended":
+        return "its main loop has ended"
+    if seen.state == "running" and stuck_s and seen.idle_s >= stuck_s:
+        return f"no progress for {seen.idle_s:.0f} s (run.stuck_s = {stuck_s:g})"
+    return ""
+
+
+def why_not_ready(seen: Observation, stuck_s: float) -> str:
+    """Return why a role does not do its work now, empty if it does."""
+    if seen.is_draining:
+        return "it was asked to end"
+    if why := why_not_live(seen, stuck_s):
+        return why
+    if seen.missing or seen.state == "running":
+        return seen.missing
+    return "it starts"
+
+
+class Health:
+    """Health of one role: its main thread reports, the server's threads read."""
+
+    def __init__(
+        self, role: str = "", *, stuck_s: float = 0.0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start as a role whose main loop has not begun.
+
+        Args:
+            role: its name, for the answers.
+            stuck_s: seconds without progress after which a role that runs is not live; 0 is never.
+            now: monotonic seconds.
+        """
+        self.role = role
+        self.stuck_s = stuck_s
+        self._now = now
+        self._state: State = "starting"
+        self._waits_for = ""
+        self._missing: Callable[[], str] = str
+        self._signs: Callable[[], object] = object
+        self._is_draining: Callable[[], bool] = bool
+        self._lock = threading.Lock()  # of what follows
+        self._seen: object = None
+        self._observed_s = now()
+        self._idle_s = 0.0
+
+    def waits_for(self, what: str) -> None:
+        """Say what a role that starts waits for, as in "waits for WHAT"."""
+        self._waits_for = f"it waits for {what}"
+
+    def drains_when(self, is_draining: Callable[[], bool]) -> None:
+        """Ask ``is_draining`` whether the role was told to end; any thread may call it."""
+        self._is_draining = is_draining
+
+    def begins(self, signs: Callable[[], object], missing: Callable[[], str] = str) -> None:
+        """Judge the role by its main loop from now on.
+
+        Args:
+            signs: changes, and does so only, when the loop makes progress; any thread may call it.
+            missing: why the role does not do its work now, empty if it does; the same.
+        """
+        with self._lock:
+            self._signs, self._missing = signs, missing
+            self._seen, self._idle_s, self._observed_s = signs(), 0.0, self._now()
+            self._state = "running"
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Report the end of the main loop with the end of the block."""
+        try:
+            yield
+        finally:
+            self._state = "ended"
+
+    @contextmanager
+    def main_loop(
+        self, signs: Callable[[], object], missing: Callable[[], str] = str
+    ) -> Iterator[None]:
+        """Judge the role by its main loop, which is the block: ``begins``, then ``ending``."""
+        self.begins(signs, missing)
+        with self.ending():
+            yield
+
+    def observe(self) -> Observation:
+        """Return the state now. Call it at least every few seconds."""
+        with self._lock:
+            now_s = self._now()
+            self._idle_s += min(now_s - self._observed_s, _LONGEST_GAP_S)
+            self._observed_s = now_s
+            if self._state == "running" and (seen := self._signs()) != self._seen:
+                self._seen, self._idle_s = seen, 0.0
+            missing = self._missing() if self._state == "running" else self._waits_for
+            return Observation(self._state, self._idle_s, missing, self._is_draining())
+
+    def answer(self, path: str) -> tuple[int, dict[str, object]]:
+        """Return the HTTP status and the JSON of the answer to a GET."""
+        seen = self.observe()
+        live, ready = why_not_live(seen, self.stuck_s), why_not_ready(seen, self.stuck_s)
+        figures = {"role": self.role, "state": seen.state, "idle_s": round(seen.idle_s, 1)}
+        match path:
+            case "/health/live":
+                return _status(live), {"live": not live, "reason": live, **figures}
+            case "/health/ready":
+                return _status(ready), {"ready": not ready, "reason": ready, **figures}
+            case "/health":
+                reason = live or ready
+                return 200, {"live": not live, "ready": not ready, "reason": reason, **figures}
+        return 404, {"reason": "there are /health, /health/live and /health/ready"}
+
+
+def _status(why_not: str) -> int:
+    return 503 if why_not else 200
+
+
+@contextmanager
+def serving(health: Health, port: int) -> Iterator[None]:
+    """Answer probes at a port of loopback while the block runs; port 0 serves nothing.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    if not port:
+        yield
+        return
+    try:
+        server = _Server(health, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {_HOST}:{port}: {error.strerror} (--health {port})"
+        ) from error
+    with server:
+        thread = threading.Thread(
+            target=server.serve_forever, args=(_OBSERVE_S,), name="health", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True  # after a connection that has just ended, never beside a listener
+    daemon_threads = True
+    request_queue_size = _MAX_EXCHANGES
+
+    def __init__(self, health: Health, port: int) -> None:
+        self.health = health
+        self._free = threading.BoundedSemaphore(_MAX_EXCHANGES)
+        super().__init__((_HOST, port), _Exchange)
+
+    @override
+    def service_actions(self) -> None:
+        self.health.observe()
+
+    @override
+    def process_request(self, request: object, client_address: object) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)  # type: ignore[arg-type]
+        else:
+            self.shutdown_request(request)  # type: ignore[arg-type]
+
+    @override
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._free.release()
+
+    @override
+    def handle_error(self, request: object, client_address: object) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # a client that went away
+            _log.error("no answer to a probe", exc_info=error)
+
+
+class _Exchange(socketserver.BaseRequestHandler):
+    """One request and its answer."""
+
+    server: _Server
+
+    @override
+    def handle(self) -> None:
+        request = _received(
+            self.request, _MAX_REQUEST_BYTES, is_whole=lambda data: b"\r\n\r\n" in data
+        )
+        words = request.partition(b"\r\n")[0].decode("latin-1").split()
+        if len(words) != 3 or b"\r\n\r\n" not in request:
+            status, body = 400, dict[str, object](reason="not a request of HTTP")
+        elif words[0] != "GET":
+            status, body = 405, {"reason": "only GET is answered"}
+        else:
+            status, body = self.server.health.answer(words[1])
+        text = json.dumps(body).encode() + b"\n"
+        head = (
+            f"HTTP/1.0 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(text)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+        )
+        self.request.settimeout(_EXCHANGE_S)
+        self.request.sendall(head.encode() + text)
+
+
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    503: "Service Unavailable",
+}
+
+
+def _received(
+    connection: socket.socket,
+    most: int,
+    *,
+    is_whole: Callable[[bytes], bool],
+    timeout_s: float = _EXCHANGE_S,
+) -> bytes:
+    """Return what a peer sends until it is whole, ends, is ``most`` bytes or more.
+
+    Raises:
+        TimeoutError: this took more than ``timeout_s``.
+    """
+    until_s = time.monotonic() + timeout_s
+    data = b""
+    while len(data) < most and not is_whole(data):
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"nothing whole within {timeout_s:g} s")
+        connection.settimeout(left_s)
+        piece = connection.recv(most)
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+# ---- the probe -----------------------------------------------------------------
+
+
+def probe(port: int, kind: str, *, timeout_s: float) -> tuple[bool, str]:
+    """Ask a role of this host; return whether it is live or ready, and its answer as one line."""
+    try:
+        with closing(socket.create_connection((_HOST, port), timeout_s)) as connection:
+            connection.sendall(f"GET /health/{kind} HTTP/1.0\r\n\r\n".encode())
+            answer = _received(
+                connection, _MAX_ANSWER_BYTES, is_whole=lambda _: False, timeout_s=timeout_s
+            )
+    except OSError as error:
+        why = error.strerror or str(error)
+        reason = f"no answer at {_HOST}:{port}: {why}"
+        return False, json.dumps({kind: False, "reason": reason})
+    head, _, body = answer.decode("utf-8", "replace").partition("\r\n\r\n")
+    return head.split(" ")[1:2] == ["200"], body.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Probe; print the answer; return 0 if it is yes, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.wire.process.health",
+        description="Ask a role on this host that was started with --health PORT.",
+    )
+    parser.add_argument("--port", type=int, required=True, help="of the role")
+    parser.add_argument(
+        "--timeout-s", type=float, default=_EXCHANGE_S, metavar="S", help="default %(default)g"
+    )
+    parser.add_argument("kind", choices=["live", "ready"])
+    arguments = parser.parse_args(argv)
+    is_so, line = probe(arguments.port, arguments.kind, timeout_s=arguments.timeout_s)
+    print(line)  # noqa: T201
+    return 0 if is_so else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
