@@ -78,7 +78,8 @@ def plan(code: str, *, name: str = "worker", again: tuple[str, ...] = ()) -> Rol
 def wait(supervisor: Supervisor, name: str = "worker") -> int:
     process = supervisor.children[name].process
     assert process is not None
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    if process.poll() is None:  # it may have been waited for
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process.pid
 
 
