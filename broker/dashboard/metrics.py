@@ -1,6 +1,6 @@
 """The state of the run as Prometheus metrics."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.wire.messages.metrics import MetricName
 from slipstream.wire.messages.status import RunStatus
 
@@ -18,13 +19,15 @@ Samples: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the lab
 class _StatusCollector(Collector):
     """Turns one state into metric families."""
 
-    def __init__(self, status: RunStatus) -> None:
-        self._status = status
+    def __init__(self, status: RunStatus, advisories: Sequence[Advisory]) -> None:
+        self._samples = _samples(status) | {
+            MetricName.ADVISORY: {(one.rule, one.level): 1.0 for one in advisories}
+        }
 
     @override
     def collect(self) -> Iterable[Metric]:
         """Yield every metric; names and units are in wire/messages/metrics.py."""
-        for name, samples in _samples(self._status).items():
+        for name, samples in self._samples.items():
             if samples:
                 kind = CounterMetricFamily if name.kind == "counter" else GaugeMetricFamily
                 family = kind(name, name.meaning, labels=name.labels)
@@ -33,10 +36,10 @@ class _StatusCollector(Collector):
                 yield family
 
 
-def render_metrics(status: RunStatus) -> tuple[bytes, str]:
+def render_metrics(status: RunStatus, advisories: Sequence[Advisory] = ()) -> tuple[bytes, str]:
     """Return the exposition text and its content type."""
     registry = CollectorRegistry()
-    registry.register(_StatusCollector(status))
+    registry.register(_StatusCollector(status, advisories))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 

@@ -230,7 +230,8 @@ class Dashboard:
         return _json(self._snapshot().status)
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        body, content_type = render_metrics(self._snapshot().status)
+        snapshot = self._snapshot()
+        body, content_type = render_metrics(snapshot.status, snapshot.advisories)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _find(self, request: web.Request) -> web.StreamResponse:

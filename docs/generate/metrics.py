@@ -30,9 +30,9 @@ scrape_configs:
         replacement: NAME  # of the run
 ```
 
-`deploy/grafana.json` is a dashboard over them: in Grafana, Dashboards, New, Import. Alerts worth
-having: `slipstream_groups_unaccounted != 0`, `slipstream_role_silent_seconds > 30`, and
-`increase(slipstream_learner_steps_total[30m]) == 0`.
+`deploy/grafana.json` is a dashboard over them: in Grafana, Dashboards, New, Import.
+`deploy/alerts.yaml` has alerts for Prometheus, as one of its `rule_files`
+([operations.md](operations.md#alerts)).
 
 A counter falls where the run goes back to an earlier step; Prometheus takes that for a restart.
 

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from docs.generate.metrics import reference
+from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.wire.messages.metrics import MetricName
 from tests.support.wire_samples import STATUS
 
 ROOT = Path(__file__).parents[2]
 GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text("utf-8"))
+ALERTS: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text("utf-8"))["groups"]
+    for rule in group["rules"]
+]
 PANELS = [panel for panel in GRAFANA["panels"] if panel["type"] != "row"]
 EXPORTED = {name.exported: name for name in MetricName}
 PROMETHEUS_OWN = {"job", "instance"}  # labels that the scraper adds
@@ -43,7 +50,8 @@ def test_every_metric_has_a_name_a_unit_and_a_meaning(name: MetricName):
 
 
 def test_what_is_served_has_the_kinds_and_labels_that_are_documented():
-    text = render_metrics(STATUS)[0].decode()
+    advisory = Advisory(rule="broker-gone", level="error", text="t", setting="s", why="broker-gone")
+    text = render_metrics(STATUS, [advisory])[0].decode()
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, flags=re.MULTILINE))
     samples = re.findall(r"^(slipstream_\w+)(?:\{(.*)\})? ", text, flags=re.MULTILINE)
     served = {name for name, _ in samples if name in EXPORTED}
@@ -71,7 +79,8 @@ def test_every_metric_is_on_the_dashboard():
     shown = {name for expression in expressions() for name, _ in SELECTOR.findall(expression)}
     over_the_run = {"slipstream_role_busy_ratio"}  # the dashboard has the share of the last minute
     labeled = {"slipstream_publishes_total", "slipstream_evaluation_step"}
-    assert set(EXPORTED) - shown == over_the_run | labeled
+    for_alerts = {"slipstream_advisory"}  # the page has its text
+    assert set(EXPORTED) - shown == over_the_run | labeled | for_alerts
 
 
 def test_counters_are_shown_as_rates_or_as_what_they_count_so_far():
@@ -98,3 +107,18 @@ def test_the_dashboard_can_be_imported_and_its_panels_do_not_overlap():
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         refs = [target["refId"] for target in panel["targets"]]
         assert len(set(refs)) == len(refs)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: str(alert["alert"]))
+def test_an_alert_asks_for_metrics_that_there_are_and_names_its_section(alert: dict[str, Any]):
+    for name, selector in SELECTOR.findall(alert["expr"]):
+        assert name in EXPORTED
+        asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
+        assert asked <= {*EXPORTED[name].labels, *PROMETHEUS_OWN}
+    assert alert["labels"]["severity"] in {"page", "ticket"}
+    assert re.fullmatch(r"\d+[mh]", alert["for"])
+    guide = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    headings = re.findall(r"^#+ (.+)$", guide, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
+    section = alert["annotations"]["section"].partition("docs/operations.md#")[2]
+    assert section in {*anchors, "{{ $labels.rule }}"}

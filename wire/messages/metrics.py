@@ -136,6 +136,10 @@ class MetricName(StrEnum):
         *("slipstream_evaluation_step", "gauge", "steps", ()),
         "Learner step of the newest evaluation",
     )
+    ADVISORY = (
+        *("slipstream_advisory", "gauge", "1", ("rule", "level")),
+        "1 for each sentence of advice on the page, by its section in docs/operations.md",
+    )
     LAST_STEP = (
         *("slipstream_last_step", "gauge", "as the figure", ("name",)),
         "Figures of the newest learner step, such as reward/sampled or staleness/mismatch_kl",
