@@ -101,6 +101,7 @@ async def serve(
         own_socket = _own_socket(run, beginning.generation, cleanup)
         jobs = [
             committer.run(),
+            store.watch(),
             server.serve(
                 context,
                 f"ipc://{own_socket}",

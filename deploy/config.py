@@ -8,63 +8,19 @@ import msgspec
 import tomli_w
 
 from slipstream.broker.config import BrokerSettings, broker_settings
+from slipstream.deploy.targets import (
+    ComposeTable,
+    KubernetesTable,
+    RayTable,
+    SkyPilotTable,
+    SlurmTable,
+)
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
-from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.settings.load import Section, Table, section, to_table
-from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative, Positive, RunSection
-
-
-class RayTable(Section, frozen=True, kw_only=True):
-    """[deploy.ray]: `slipstream run --on ray`. Roles: broker, learner, generator, reward-worker.
-
-    See [clusters.md](clusters.md).
-    """
-
-    address: str = "auto"
-    """The cluster: `auto` is the one that this host is a node of, or ADDRESS:PORT of its head."""
-    require_token: bool = True
-    """Refuse a cluster that was started without RAY_AUTH_MODE=token."""
-    collectives: bool = False
-    """Let weights go over NCCL or gloo between nodes, which know no authentication: for a network
-    where every host is trusted. Else they go over tcp, encrypted and with keys."""
-    start_timeout_s: Positive = 600.0
-    """Wait this long for the cluster to have room, at the start and when a node is gone."""
-    cpus: dict[str, NotNegative] = msgspec.field(default_factory=dict)
-    """CPUs by role, such as { learner = 8 }; 1 where it is not named."""
-    resources: dict[str, dict[str, Positive]] = msgspec.field(default_factory=dict)
-    """Custom resources by role, such as { generator = { fast_disk = 1 } }."""
-    labels: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
-    """Labels by role that its node must have, such as { broker = { pool = "cpu" } }."""
-    environment: tuple[str, ...] = ()
-    """Variables of this process that roles are given, such as ["WANDB_API_KEY"]."""
-    working_dir: str = ""
-    """Folder or archive that Ray copies to every node, and in which roles run; empty runs them
-    in the folder of the same name as this one, which every node must have."""
-    runtime_env: dict[str, Json] = msgspec.field(default_factory=dict)
-    """Ray's runtime environment, such as { py_modules = ["/srv/slipstream"] }."""
-
-
-class SlurmTable(Section, frozen=True, kw_only=True):
-    """[deploy.slurm]: the script that `slipstream render slurm` writes.
-
-    See [clusters.md](clusters.md). A node has `deploy.gpus_per_host` GPUs.
-    """
-
-    partition: str = ""
-    """Partition of the job; empty is the cluster's default."""
-    account: str = ""
-    """Account that is charged; empty is the user's default."""
-    time_limit: str = "24:00:00"
-    """Slurm ends the job after this long, as Slurm writes times; it is requeued before."""
-    grace_s: AtLeast1 = 300
-    """SIGTERM comes so many seconds before that end: the time to save a checkpoint."""
-    generators_per_node: AtLeast0 = 0
-    """Generators on each node but the first; 0 is as many as its GPUs hold, and 1 on a CPU."""
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5555
-    """Port of the broker on the first node; weights take the next two."""
+from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
@@ -106,10 +62,11 @@ class DeploySection(Section, frozen=True, kw_only=True):
     they wait for it. 0 keeps generators.count, but for `slipstream scale`."""
     scale_every_s: Positive = 120.0
     """Time over which waiting is measured, and between two such changes."""
-    ray: RayTable = msgspec.field(default_factory=RayTable)
-    """A run on a Ray cluster."""
-    slurm: SlurmTable = msgspec.field(default_factory=SlurmTable)
-    """A run under Slurm."""
+    ray: RayTable = RayTable()
+    slurm: SlurmTable = SlurmTable()
+    kubernetes: KubernetesTable = KubernetesTable()
+    compose: ComposeTable = ComposeTable()
+    skypilot: SkyPilotTable = SkyPilotTable()
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,6 +41,8 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
 
 _log = logging.getLogger(__name__)
+_SIGN_OF_LIFE_S = 5.0
+_SIGN_OF_LIFE_EVERY_S = 1.0
 _T = TypeVar("_T")
 _Command: TypeAlias = tuple[str | int | Frame, ...]
 _Reply: TypeAlias = object
@@ -72,6 +74,7 @@ class RedisStore:
         self._outage_s = outage_s
         self._socket_timeout_s = socket_timeout_s
         self._outages: Counter[str] = Counter()
+        self._shows_life = True  # as far as is known
         self._watched = (self._name("generation"), self._name("commits"))
         self._writing = asyncio.Lock()
         self._connection: AbstractConnection | None = None
@@ -144,8 +147,25 @@ class RedisStore:
 
     @property
     def is_answering(self) -> bool:
-        """False while an operation waits for a server that went away."""
-        return not any(self._outages.copy().values())
+        """False while an operation waits for a server that went away, or a sign of life does."""
+        return self._shows_life and not any(self._outages.copy().values())
+
+    async def watch(self) -> None:
+        """Ask the server for a sign of life every second until cancelled, for ``is_answering``.
+
+        A broker with nothing to write would not notice. Nothing is ended by silence here.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(_SIGN_OF_LIFE_S):
+                    await self._client.ping()
+                self._shows_life = True
+            except ResponseError:  # a user who may not ask: an answer all the same
+                self._shows_life = True
+            except (RedisError, OSError) as error:
+                _log.debug("no sign of life of Redis: %s", error)
+                self._shows_life = False
+            await asyncio.sleep(_SIGN_OF_LIFE_EVERY_S)
 
     async def claim(self) -> int:
         """Become the only writer; return the broker generation, greater than all before."""

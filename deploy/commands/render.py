@@ -1,56 +1,111 @@
-"""`slipstream render`: write the files with which a cluster's own scheduler starts a run."""
+"""`slipstream render`: files with which Slurm, Kubernetes, compose or SkyPilot run every role."""
 
 import argparse
 import os
 import shlex
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.config import run_config
-from slipstream.deploy.render.slurm import SCRIPT, Origin, slurm_files
+from slipstream.deploy.render.compose import COMPOSE_FILE, PREPARE, render_compose
+from slipstream.deploy.render.kubernetes import KEYS_SCRIPT, NOT_APPLIED, render_kubernetes
+from slipstream.deploy.render.settings_file import elsewhere
+from slipstream.deploy.render.skypilot import KEYS_SCRIPT as SKY_KEYS
+from slipstream.deploy.render.skypilot import TASK_FILE, render_skypilot
+from slipstream.deploy.render.slurm import JOB_FILE, render_slurm
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
+from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 
 EXAMPLES = """examples:
-  slipstream render slurm --config run.toml --out job
-  slipstream render slurm --config run.toml --out job deploy.slurm.partition=gpu run.steps=500
-  slipstream render slurm --config run.toml --out job --force      replace files that are there
+  slipstream render slurm --config run.toml --out job              then sbatch job/job.sbatch
+  slipstream render kubernetes --config run.toml --out k8s deploy.kubernetes.namespace=rl
+  slipstream render compose --config run.toml --out here --force   writes over earlier files
+  slipstream render skypilot --config run.toml --out sky
 """
+_SCRIPTS = (".sh", ".sbatch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("target", choices=("slurm",), help="the scheduler")
-    add_overrides(parser)
+    parser.add_argument("target", choices=("slurm", "kubernetes", "compose", "skypilot"))
     add_config(parser, required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--force", action="store_true", help="write over files that are there")
+    add_overrides(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    return render(arguments.config, arguments.overrides, arguments.out, force=arguments.force)
+    return render(
+        arguments.target,
+        arguments.config,
+        arguments.overrides,
+        out=arguments.out,
+        force=arguments.force,
+    )
 
 
-def render(config: Path, overrides: list[str], out: Path, *, force: bool) -> int:
-    """Write the files of a run under Slurm into ``out``; return the exit code.
+def render(
+    target: str, path: Path, overrides: Sequence[str], *, out: Path, force: bool = False
+) -> int:
+    """Write the files of a target into ``out``, all or, where one cannot be, none."""
+    config = run_config(load_table(path, overrides))
+    out = out.resolve()
+    match target:
+        case "slurm":
+            texts = render_slurm(config, out=out, folder=Path.cwd())
+            following = f"sbatch {shlex.quote(str(out / JOB_FILE))}"
+        case "kubernetes":
+            there = elsewhere(path, overrides, config.deploy.kubernetes.overrides)
+            texts = render_kubernetes(config, there)
+            files = " ".join(
+                f"-f {shlex.quote(str(out / name))}"
+                for name in texts
+                if name.endswith(".yaml") and name not in NOT_APPLIED
+            )
+            following = f"{shlex.quote(str(out / KEYS_SCRIPT))} && kubectl apply {files}"
+        case "compose":
+            there = elsewhere(path, overrides, config.deploy.compose.overrides)
+            texts = render_compose(
+                config,
+                there,
+                out=out,
+                folder=Path.cwd(),
+                user=f"{os.getuid()}:{os.getgid()}",
+                gpus=config.deploy.gpus_per_host or len(usable_gpus()),
+            )
+            compose = f"docker compose -f {shlex.quote(str(out / COMPOSE_FILE))} up"
+            following = f"{shlex.quote(str(out / PREPARE))} && {compose}"
+        case _:
+            there = elsewhere(path, overrides, config.deploy.skypilot.overrides)
+            texts = render_skypilot(config, there, out=out)
+            launch = f"sky launch -c slipstream {shlex.quote(str(out / TASK_FILE))}"
+            following = f"{shlex.quote(str(out / SKY_KEYS))} && {launch}"
+    write_files(texts, out, force=force)
+    console = make_console()
+    for name in texts:
+        console.print(f"wrote {out / name}", soft_wrap=True, highlight=False)
+    console.print(f"next: {following}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def write_files(texts: dict[str, str], out: Path, *, force: bool) -> None:
+    """Write texts by file name; scripts may be executed.
 
     Raises:
-        ConfigError: a setting that is wrong, or a file that is there already. Nothing is written.
+        ConfigError: a file exists, and ``force`` is not set; then none is written.
     """
-    here = Path.cwd()
-    origin = Origin(here / config, tuple(overrides), here, sys.executable)
-    files = slurm_files(run_config(load_table(config, overrides)), origin)
-    there = [str(out / name) for name in files if os.path.lexists(out / name)]
+    there = [name for name in texts if (out / name).exists()]
     if there and not force:
-        raise ConfigError(f"{', '.join(there)} exists already (--out): --force replaces it")
+        raise ConfigError(
+            f"{out} holds {', '.join(there)} already: give another --out, or --force to write "
+            "over them"
+        )
     out.mkdir(parents=True, exist_ok=True)
-    console = make_console()
-    for name, text in files.items():
-        replace_file(out / name, text.encode())
-        console.print(f"wrote {out / name}", soft_wrap=True, markup=False)
-    console.print(f"next: sbatch {shlex.quote(str(out / SCRIPT))}", soft_wrap=True, markup=False)
-    return 0
+    for name, text in texts.items():
+        mode = 0o755 if name.endswith(_SCRIPTS) else 0o644
+        replace_file(out / name, text.encode(), mode=mode)

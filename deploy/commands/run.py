@@ -1,4 +1,4 @@
-"""`slipstream run`: every role of a run, on this host or on a Ray cluster."""
+"""`slipstream run`: every role of a run, on this host, on several, or on a Ray cluster."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from slipstream.deploy.commands.options import add_config, add_overrides, add_resume
 from slipstream.deploy.config import free_name, run_config
 from slipstream.deploy.launch.dry_run import print_dry_run
+from slipstream.deploy.launch.hosts import print_host_commands
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.deploy.launch.resume import find_resume_point, resumed_table
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   slipstream run --config run.toml --dry-run             check the settings, print the processes
   slipstream run --config run.toml --resume auto         resume from the newest checkpoint
   slipstream run --config run.toml --on ray              the same on the nodes of a Ray cluster
+  slipstream run --config run.toml --on hosts            print what to start on each of deploy.hosts
 """
 
 
@@ -32,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     parser.add_argument(
         "--on",
-        choices=("local", "ray"),
+        choices=("local", "ray", "hosts"),
         default="local",
-        help="where its processes are: this host (the default), or a Ray cluster",
+        help="where its processes are: this host (the default), a Ray cluster, or several hosts, "
+        "whose commands are printed",
     )
     parser.add_argument(
         "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
@@ -67,7 +70,7 @@ def run(
         overrides: of settings.
         dry_run: check, print the processes, and return.
         resume: auto, or the folder to resume from; None begins a new run.
-        place: local, or ray.
+        place: local, ray, or hosts: print the commands for each of deploy.hosts.
     """
     console = make_console()
     table = load_table(path, overrides)
@@ -96,10 +99,13 @@ def run(
                 raise
             raise ConfigError("--on ray needs ray: pip install 'slipstream[cluster]'") from error
         return run_on_ray(config, console)
+    if place == "hosts":
+        print_host_commands(config, console)
+        return 0
     if len(config.deploy.hosts) > 1:
         raise ConfigError(
             f"deploy.hosts names {len(config.deploy.hosts)} hosts; this command starts "
-            "processes on its own host only (--dry-run shows the plan): see docs/weight-bus.md "
-            "for how to start generators on others by hand"
+            "processes on its own host only (--dry-run shows the plan, --on hosts the commands "
+            "for each host): see docs/clusters.md"
         )
     return run_locally(config, console)

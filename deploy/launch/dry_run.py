@@ -40,8 +40,8 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print()
     if hosts > 1:
         console.print(
-            "this command starts processes on its own host only; see docs/weight-bus.md for "
-            "how to start generators on others by hand",
+            "this command starts processes on its own host only; see docs/clusters.md, "
+            "and --on hosts for the commands of each host",
             style="yellow",
         )
     console.print("each reads the settings file that `slipstream run` writes:", style="dim")

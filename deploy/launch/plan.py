@@ -10,7 +10,7 @@ from slipstream.learner.layout import Layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
 
-Place = tuple[str, tuple[int, ...]]  # host, GPUs of it
+Place = tuple[str, tuple[int, ...] | None]  # host, GPUs of it; None on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ def plan_roles(
 ) -> list[RolePlan]:
     """Return the processes in the order of their start; the broker comes first.
 
-    The learner's ranks get the first GPUs of the first host and each generator the next one.
+    The learner's nodes get the first GPUs of the first hosts and each generator the next ones; on
+    CPUs generators are on the hosts after the learner's, where there are any.
 
     Args:
         config: the run.
@@ -61,10 +62,11 @@ def plan_roles(
         names = gpus if is_here else [str(number) for number in range(num_gpus)]
     first = deploy.hosts[0]
     nodes = learner_names(config.learner.layout)
-    if len(nodes) > 1 and gpus is not None and len(deploy.hosts) == 1:
+    if gpus is not None and len(nodes) > len(deploy.hosts):
         raise ConfigError(
             f"learner.ranks_per_node = {config.learner.learner.ranks_per_node} places the learner "
-            f"on {len(nodes)} hosts: start the run with --on ray, or name them in deploy.hosts"
+            f"on {len(nodes)} hosts, and deploy.hosts names {len(deploy.hosts)}: name them all, or "
+            "start the run with --on ray"
         )
 
     def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
@@ -149,24 +151,29 @@ def plan_generator(
 
 
 def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
-    if config.generators.device == "cpu":
-        return {}
-    ranks, count = config.learner.learner.ranks, config.generators.generators.count
+    layout, count = config.learner.layout, config.generators.generators.count
     hosts = config.deploy.hosts
+    nodes = dict(zip(learner_names(layout), hosts, strict=False))
+    if config.generators.device == "cpu":
+        others = hosts[layout.nodes :] or hosts[1:] or hosts
+        places = {f"generator-{i}": others[i % len(others)] for i in range(count)}
+        return {name: (host, None) for name, host in (nodes | places).items()}
+    ranks = layout.ranks_per_node
     if num_gpus < ranks:
         raise ConfigError(f"learner.ranks = {ranks}, but {hosts[0]} has {num_gpus} GPUs")
     size = config.generators.generators.num_ranks  # of an engine, on GPUs of one host
     free = [
         engine
         for host in hosts
-        for engine in _engines(host, ranks if host == hosts[0] else 0, num_gpus, size)
+        for engine in _engines(host, ranks if host in nodes.values() else 0, num_gpus, size)
     ]
     if len(free) < count and not config.deploy.share_gpus:
         where = "this host has" if len(hosts) == 1 else f"{len(hosts)} hosts have"
         each = f" of {size} GPUs each (generators.sglang.tp_size)" if size > 1 else ""
         raise ConfigError(
-            f"{where} {len(hosts) * num_gpus} GPUs; learner.ranks = {ranks} and generators.count = "
-            f"{count}{each} need {ranks + count * size}, unless deploy.share_gpus is on"
+            f"{where} {len(hosts) * num_gpus} GPUs; learner.ranks = {layout.ranks} and "
+            f"generators.count = {count}{each} need {layout.ranks + count * size}, unless "
+            "deploy.share_gpus is on"
         )
     shared = [engine for host in hosts for engine in _engines(host, 0, num_gpus, size)]
     engines = free if len(free) >= count else shared
@@ -175,8 +182,10 @@ def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
             f"generators.sglang.tp_size = {size}, but a host has {num_gpus} GPUs: the ranks of an "
             "engine are on one host"
         )
-    places = {f"generator-{i}": engines[i % len(engines)] for i in range(count)}
-    return {"learner": (hosts[0], tuple(range(ranks))), **places}
+    return {
+        **{name: (host, tuple(range(ranks))) for name, host in nodes.items()},
+        **{f"generator-{i}": engines[i % len(engines)] for i in range(count)},
+    }
 
 
 def _engines(host: str, first: int, num_gpus: int, size: int) -> list[Place]:

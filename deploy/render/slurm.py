@@ -1,128 +1,120 @@
-"""Pure: the batch script with which Slurm starts a run.
+"""Slurm: one batch script that runs every role, and queues itself again until the run is complete.
 
-The broker, the learner and the reward workers are on the first node, where they meet at Unix
-sockets. Generators are on the others; they reach the broker and the weights over TCP, and prove
-a key.
+One plain job, no heterogeneous one: all nodes are alike, the broker needs a core or two and shares
+the first node, and a plain job is preempted, queued again and resumed as a whole.
 """
 
-import math
-import re
 import shlex
-from dataclasses import dataclass
+import sys
+from importlib.resources import files
 from pathlib import Path
 
+from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.render.layout import Layout, layout_of
+from slipstream.deploy.render.settings_file import SETTINGS_FILE, settings_text
 from slipstream.wire.errors import ConfigError
 
-SCRIPT = "run.sbatch"
-_BODY = Path(__file__).with_name("slurm.sh")
-_WORD = re.compile(r"[A-Za-z0-9_.,:-]*")
-_STOP_PATIENCE = 6  # times deploy.stop_timeout_s, as under `slipstream run`
-_MAX_PORT = 65_534  # buckets of weights take the port after weightbus.listen's
+JOB_FILE = "job.sbatch"
+_BODY = files("slipstream.deploy.render") / "slurm_job.sh"
+_NAME_CHARACTERS = "-_."
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a run is started with, as the nodes see it; all paths are absolute."""
+def render_slurm(config: RunConfig, *, out: Path, folder: Path) -> dict[str, str]:
+    """Return the files of a job.
 
-    config: Path
-    overrides: tuple[str, ...]
-    folder: Path  # in which every role runs: relative paths in the settings start here
-    python: str
-
-
-def slurm_files(config: RunConfig, origin: Origin) -> dict[str, str]:
-    """Return the text of each file by its name.
+    Args:
+        config: the run.
+        out: where the files will be, on a file system that every node sees.
+        folder: where relative paths of the settings begin.
 
     Raises:
-        ConfigError: a setting that this script cannot carry out, or that Slurm would misread.
+        ConfigError: the run does not fit on such nodes, or an option is none for a script.
     """
-    _check(config)
     slurm = config.deploy.slurm
-    run, weightbus = config.run, config.learner.weightbus
-    count = config.generators.generators.count
-    on_gpus = config.generators.device != "cpu"
-    size = config.generators.generators.num_ranks if on_gpus else 1
-    gpus = config.deploy.gpus_per_host if on_gpus else 0
-    per_node = slurm.generators_per_node or (gpus // size if gpus else 1)
-    nodes = 1 + math.ceil(count / per_node)
-    options = {
-        "job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", run.name),
-        "nodes": str(nodes),
-        "ntasks-per-node": "1",
-        "exclusive": "",
-        "requeue": "",
-        "open-mode": "append",
-        "signal": f"B:TERM@{slurm.grace_s}",
-        "time": slurm.time_limit,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "gpus-per-node": str(gpus) if gpus else "",
-    }
-    flags = {"exclusive", "requeue"}
-    head = "".join(
-        f"#SBATCH --{name}\n" if name in flags else f"#SBATCH --{name}={value}\n"
-        for name, value in options.items()
-        if value or name in flags
+    layout = layout_of(
+        config,
+        gpus_per_node=slurm.gpus_per_node,
+        generators_per_node=slurm.generators_per_node,
+        setting="deploy.slurm.gpus_per_node",
     )
-    folder = origin.folder / run.folder  # an absolute run.dir stays what it is
-    keys = origin.folder / (config.broker.broker.keys or folder / "keys")
-    overrides = [*origin.overrides, f"broker.keys={keys}"]
-    if weightbus.transport == "auto":
-        overrides.append("weightbus.transport=tcp")  # a collective's sockets prove no keys
-    ranks = config.learner.learner.ranks
-    values = {
-        "python": shlex.quote(origin.python),
-        "config": shlex.quote(str(origin.config)),
-        "work_folder": shlex.quote(str(origin.folder)),
-        "run_folder": shlex.quote(str(folder)),
-        "keys": shlex.quote(str(keys)),
-        "overrides": f"({' '.join(map(shlex.quote, overrides))})",
-        "broker_port": str(slurm.port),
-        "weights_port": str(slurm.port + 1),
-        "generators": str(count),
-        "generators_per_node": str(per_node),
-        "reward_workers": str(config.broker.reward.workers),
-        "gpus_per_generator": str(size if gpus else 0),
-        "learner_gpus": ",".join(map(str, range(ranks))) if gpus else "",
-        "stop_limit_s": str(math.ceil(_STOP_PATIENCE * config.deploy.stop_timeout_s)),
-        "max_restarts": str(config.deploy.max_restarts),
+    return {
+        JOB_FILE: job_text(config, layout, out=out, folder=folder),
+        SETTINGS_FILE: settings_text(config.table),
     }
-    settings = "".join(f"{name}={value}\n" for name, value in values.items())
-    return {SCRIPT: f"#!/bin/bash\n{head}\n{settings}\n{_BODY.read_text()}"}
 
 
-def _check(config: RunConfig) -> None:
-    slurm, ranks = config.deploy.slurm, config.learner.learner.ranks
-    for name in ("partition", "account", "time_limit"):
-        value = getattr(slurm, name)
-        if not _WORD.fullmatch(value):
+def job_text(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> str:
+    """Return the batch script for a layout."""
+    lines = [
+        "#!/bin/bash",
+        "# Written by `slipstream render slurm`. Start: sbatch job.sbatch; end: scancel --batch",
+        "# --signal=TERM JOB saves and queues it again, scancel JOB ends it.",
+        *(f"#SBATCH {option}" for option in _options(config, layout)),
+        "",
+        *_variables(config, layout, out=out, folder=folder),
+        "",
+        "setup() {",
+        *(f"    {line}" for line in config.deploy.slurm.setup or (_own_path(),)),
+        "}",
+    ]
+    return "\n".join(lines) + "\n" + _BODY.read_text("utf-8")
+
+
+def _options(config: RunConfig, layout: Layout) -> list[str]:
+    slurm = config.deploy.slurm
+    uses_gpus = config.generators.device != "cpu"
+    name = "".join(c if c.isalnum() or c in _NAME_CHARACTERS else "-" for c in config.run.name)
+    chosen = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+    for setting, value in chosen.items():
+        if any(c.isspace() for c in value):
+            raise ConfigError(f"deploy.slurm.{setting} must be one word, got {value!r}")
+    for option in slurm.options:
+        if not option.startswith("--") or not option.isprintable():
             raise ConfigError(
-                f"deploy.slurm.{name} = {value!r}: expected letters, digits and any of _.,:-"
+                f"deploy.slurm.options must be like --constraint=h100, one each, got {option!r}"
             )
-    if slurm.port + 1 > _MAX_PORT:
-        raise ConfigError(
-            f"deploy.slurm.port = {slurm.port}: this port and the next two are used, so it is "
-            f"{_MAX_PORT - 1} at most"
-        )
-    if not config.generators.generators.count:
-        raise ConfigError("generators.count = 0: a run under Slurm needs a generator")
-    if (layout := config.learner.layout).nodes > 1:
-        raise ConfigError(
-            f"learner.ranks_per_node = {layout.ranks_per_node} puts learner.ranks = {ranks} on "
-            "several nodes: "
-            "the script for Slurm starts a learner on one node"
-        )
-    if config.generators.device == "cpu":
-        return
-    gpus, size = config.deploy.gpus_per_host, config.generators.generators.num_ranks
-    if not gpus:
-        raise ConfigError("deploy.gpus_per_host = 0: give the number of GPUs that a node has")
-    if ranks > gpus:
-        raise ConfigError(f"learner.ranks = {ranks}, but deploy.gpus_per_host = {gpus}")
-    wanted = max(1, slurm.generators_per_node) * size
-    if wanted > gpus:
-        raise ConfigError(
-            f"deploy.slurm.generators_per_node = {slurm.generators_per_node} engines of {size} "
-            f"GPUs (generators.sglang.tp_size), but deploy.gpus_per_host = {gpus}"
-        )
+    return [
+        f"--job-name={name}",
+        f"--nodes={layout.num_nodes}",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        *([f"--gpus-per-node={slurm.gpus_per_node}"] if uses_gpus else []),
+        f"--time={slurm.time_limit}",
+        "--requeue",
+        "--no-kill",  # a node with generators alone may fail
+        f"--signal=B:TERM@{slurm.grace_s}",
+        "--open-mode=append",
+        "--output=slurm-%j.log",
+        *(f"--{setting}={value}" for setting, value in chosen.items() if value),
+        *slurm.options,
+    ]
+
+
+def _variables(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> list[str]:
+    deploy, run = config.deploy, config.run
+    engines = [f"{place.node}:{place.visible}" for place in layout.generators]
+    values: dict[str, Path | str | int] = {
+        "work": folder,
+        "config": out / SETTINGS_FILE,
+        "run_folder": folder / run.folder,
+        "keys": folder / keys_folder(run, config.broker.broker)
+        if config.broker.broker.keys
+        else folder / run.folder / "keys",
+        "port": deploy.slurm.port,
+        "gpus_per_node": deploy.slurm.gpus_per_node if layout.learner[0].gpus else 0,
+        "learner_nodes": len(layout.learner),
+        "learner_gpus": layout.learner[0].visible,
+        "reward_workers": layout.reward_workers,
+        "max_restarts": deploy.max_restarts,
+        "restart_window_s": int(deploy.restart_window_s),
+        "collectives": int(config.learner.weightbus.transport == "collective"),
+    }
+    return [
+        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
+        f"generators=({' '.join(map(shlex.quote, engines))}) # node:GPUs of each",
+    ]
+
+
+def _own_path() -> str:
+    return f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"

@@ -1,138 +1,191 @@
-"""The script of `slipstream render slurm` is run; srun and scontrol act on this machine alone."""
+"""The rendered batch script really runs the tiny run, beside stand-ins for Slurm's three commands.
+
+The nodes are addresses of loopback: every connection between roles is made as between hosts.
+"""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
+from slipstream.wire.files.run_folder import ACCOUNT
 from tests.e2e.hosts import toml_of
-from tests.support.tiny_run import ROOT, slipstream, tiny_inputs, tiny_settings
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
-BIN = ROOT / "tests" / "support" / "slurm"
+STANDINS = ROOT / "tests" / "support" / "slurm"
+NODES = "127.0.0.2 127.0.0.3"
 
 
 class Job:
-    """A batch script, and the Slurm that would start it."""
+    """A rendered job that is submitted."""
 
-    def __init__(self, folder: Path, port: int, **settings: object) -> None:
+    def __init__(self, folder: Path, **changed: object) -> None:
+        self.folder = folder
+        self.runs = folder / "its runs"  # a space: everything is quoted
+        self.run = self.runs / "tiny"
+        self.state = folder / "slurm"
+        self.state.mkdir()
         tiny_inputs(folder)
-        self.id = f"{os.getpid()}{port}"
-        self.run = folder / "runs" / "tiny"
-        self.requeued = folder / "requeued"
-        self.output = folder / "slurm.out"
-        chosen = {key.replace("__", "."): value for key, value in settings.items()}
-        merged = tiny_settings(folder) | {"generators.count": 1, "reward.workers": 1} | chosen
-        self.config = folder / "run.toml"
-        self.config.write_text(toml_of(merged))
-        out, setting = folder / "job", f"deploy.slurm.port={port}"
-        slipstream("render", "slurm", "--config", self.config, "--out", out, setting)
-        self.script = out / "run.sbatch"
-
-    @contextmanager
-    def started(self) -> Iterator["subprocess.Popen[bytes]"]:
-        """Start it as its own session; every process left in it is ended."""
-        with self.output.open("ab") as output:
-            process = subprocess.Popen(
-                ["bash", self.script],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={
-                    **os.environ,  # noqa: TID251 handed on
-                    "PATH": f"{BIN}:{os.environ['PATH']}",  # noqa: TID251 handed on
-                    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-                    "SLURM_JOB_ID": self.id,
-                    "SLURM_JOB_NODELIST": "127.0.0.11,127.0.0.12",
-                    "SLURM_TEST_REQUEUED": str(self.requeued),
-                },
+        settings = tiny_settings(folder) | {
+            "run.dir": "its runs",
+            "generators.device": "cpu",
+            "generators.count": 1,
+            "checkpoint.export_at_end": False,
+        }
+        (folder / "run.toml").write_text(toml_of(settings | changed))
+        self.environment = {
+            **os.environ,  # noqa: TID251 handed on
+            "PATH": f"{STANDINS}:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "TMPDIR": "/tmp",  # noqa: S108 short enough for sockets
+            "SLURM_STANDIN": str(self.state),
+            "SLURM_STANDIN_NODES": NODES,
+        }
+        self.call("slipstream", "render", "slurm", "--config", "run.toml", "--out", "a job")
+        with (folder / "job.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                ["sbatch", "a job/job.sbatch"],
+                cwd=folder,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
             )
-        try:
-            yield process
-        finally:
-            for one in psutil.process_iter():  # Slurm ends what a step leaves, such as a relay
-                with suppress(psutil.Error, ProcessLookupError):
-                    if os.getsid(one.pid) == process.pid or str(self.config) in one.cmdline():
-                        one.kill()
-            process.wait()
-            for scratch in Path("/tmp").glob(f"slipstream-*-{self.id}*"):  # noqa: S108
-                shutil.rmtree(scratch, ignore_errors=True)
 
-    def kill(self, process: "subprocess.Popen[bytes]", module: str) -> None:
-        """Kill one role, as the kernel does when memory is short."""
-        for one in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if module in one.cmdline():
-                    one.kill()
-                    return
-        raise AssertionError(f"no {module} is running:\n{self.logs()}")
+    def call(self, *words: str) -> str:
+        done = subprocess.run(
+            words,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANG_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def logs(self) -> str:
-        """Return all that a failure may be explained by."""
-        files = [self.output, *sorted((self.run / "logs").glob("*.log"))]
-        return "".join(f"\n== {one.name}\n{one.read_text()[-2500:]}" for one in files)
+        files = [self.folder / "job.log", *sorted((self.run / "logs").glob("*.log"))]
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')}" for file in files)
 
-    def json(self, name: str) -> dict[str, Any]:
-        figures: dict[str, Any] = json.loads((self.run / name).read_text())
-        return figures
+    def steps(self) -> list[str]:
+        return (self.state / "steps").read_text().splitlines()
 
-    def steps(self) -> int:
-        return int(self.json(SUMMARY)["steps"]) if (self.run / SUMMARY).exists() else -1
-
-    def assert_whole(self, steps: int) -> None:
-        """The run has ended, and the ledger knows where every group went."""
-        account = self.json(ACCOUNT)
-        assert (account["finished"], account["unaccounted"]) == (True, 0), account
-        assert self.steps() == steps
+    def account(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads((self.run / ACCOUNT).read_text())
+        return found
 
 
-def test_a_rendered_script_trains_to_the_end(tmp_path: Path):
-    folder = tmp_path / "with space & 'quote'"
-    folder.mkdir()
-    job = Job(folder, 5711)
-    with job.started() as process:
-        assert process.wait(2 * HANG_S) == 0, job.logs()
-    job.assert_whole(4)
-    assert not job.requeued.exists()
-    key = job.run / "keys" / "clients" / "node-1.key"
-    assert key.stat().st_mode & 0o777 == 0o600
-    assert "node-1/generator-0" in {role["name"] for role in job.json(SUMMARY)["roles"]}
+@contextmanager
+def submitted(folder: Path, **changed: object) -> Iterator[Job]:
+    job = Job(folder, **changed)
+    try:
+        yield job
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(job.process.pid).children(recursive=True)
+            job.process.kill()
+            for child in tree:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        job.process.wait()
 
 
-def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path):
-    job = Job(tmp_path, 5721, run__steps=12)
-    with job.started() as process:
-        until(lambda: job.steps() >= 2 or process.poll() is not None, "two steps")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(HANG_S) == 0, job.logs()
-    assert job.requeued.read_text().split() == [job.id], job.logs()
-    assert job.steps() < 12
-    assert list((job.run / "checkpoints").glob("step-*")), job.logs()
-    with job.started() as process:
-        assert process.wait(2 * HANG_S) == 0, job.logs()
-    job.assert_whole(12)
-    assert job.requeued.read_text().split() == [job.id]
+def test_the_job_runs_every_role_and_survives_a_generator(tmp_path: Path):
+    with submitted(tmp_path, **{"generators.count": 2}) as job:
+        victim = wait_for_process(job, "generator-1")
+        victim.kill()  # it is started again, whatever it did
+        assert job.process.wait(HANG_S) == 0, job.logs()
+        account = job.account()
+        assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 16)
+        assert "the run is complete" in (tmp_path / "job.log").read_text()
+        named = [step for step in job.steps() if " --name " in step]
+        nodes = {step.split(" --name ")[1].split()[0]: step.split()[0] for step in named}
+        assert nodes == {
+            "generator-0": "127.0.0.2",
+            "generator-1": "127.0.0.3",
+            "reward-worker-0": "127.0.0.2",
+        }
+        starts = [step for step in job.steps() if "--name generator-1" in step]
+        assert len(starts) == 2
+        keys = [path for path in (job.run / "keys").rglob("*") if path.is_file()]
+        assert len(keys) == 7
+        assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
 
 
-def test_a_killed_generator_comes_back_and_the_learners_end_is_the_jobs(tmp_path: Path):
-    job = Job(tmp_path, 5731, run__steps=400)
-    with job.started() as process:
-        until(lambda: job.steps() >= 1 or process.poll() is not None, "a step")
-        job.kill(process, "slipstream.generators.main")
-        until(lambda: "generator 0 ended with exit code" in job.output.read_text(), "its end")
-        before = job.steps()
-        until(lambda: job.steps() >= before + 3 or process.poll() is not None, "further steps")
-        assert process.poll() is None, job.logs()
-        job.kill(process, "slipstream.learner.main")
-        assert process.wait(HANG_S) == 128 + signal.SIGKILL, job.logs()
-    assert not job.requeued.exists()
+def test_a_learner_of_two_nodes_is_one_step_of_the_job(tmp_path: Path):
+    with submitted(tmp_path, **{"learner.ranks": 2, "learner.ranks_per_node": 1}) as job:
+        assert job.process.wait(HANG_S) == 0, job.logs()
+        account = job.account()
+        assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 16)
+        assert len([step for step in job.steps() if "start-learner" in step]) == 1
+        log = (job.run / "logs" / "learner.log").read_text()
+        assert "node 1 (host" in log, "the second node did not join"
+
+
+def wait_for_process(job: Job, name: str) -> psutil.Process:
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        assert job.process.poll() is None, job.logs()
+        for process in psutil.Process(job.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                if any("start-generator" in word for word in words) and name in words:
+                    found.append(process)
+        return bool(found)
+
+    until(is_there, job.logs)
+    return found[0]
+
+
+@pytest.mark.parametrize("signalled", ["the script", "the script and all steps"])
+def test_a_job_that_is_preempted_is_queued_again_and_completes(signalled: str, tmp_path: Path):
+    with submitted(tmp_path, **{"run.steps": 6}) as job:
+
+        def has_trained() -> bool:
+            assert job.process.poll() is None, job.logs()
+            log = job.run / "logs" / "learner.log"
+            return log.exists() and "step 2 reward" in log.read_text()
+
+        until(has_trained, job.logs)
+        batch = int((job.state / "batch.pid").read_text())
+        steps = [one for one in psutil.Process(batch).children(recursive=True) if is_step(one)]
+        assert len(steps) == 4
+        os.kill(batch, signal.SIGTERM)
+        for step in steps if signalled != "the script" else ():
+            step.terminate()
+        assert job.process.wait(HANG_S) == 0, job.logs()
+        text = (tmp_path / "job.log").read_text()
+        assert "queued again to resume" in text
+        learner = (job.run / "logs" / "learner.log").read_text()
+        assert learner.count("took over as") == 2, learner
+        assert "took over as v1.0" in learner
+        resumed = learner.split("took over as")[2].split()[0]
+        assert int(resumed.removeprefix("v").split(".")[1]) >= 2, "it resumed from what it saved"
+        account = job.account()
+        assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 24)
+
+
+def is_step(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return any("/bin/start-" in word for word in process.cmdline())
+    return False
+
+
+def test_a_job_without_a_single_reward_worker_left_ends_as_failed(tmp_path: Path):
+    """They refuse their settings, which trying again would not change."""
+    with submitted(tmp_path, **{"reward.function": "nowhere.py:score"}) as job:
+        assert job.process.wait(HANG_S) == 1, job.logs()
+        text = (tmp_path / "job.log").read_text()
+        assert "all processes of a role are given up" in text
+        assert "nowhere.py" in (job.run / "logs" / "reward-worker-0.log").read_text()

@@ -1,112 +1,105 @@
-"""What the batch script for Slurm says, and which settings it refuses."""
+"""The batch script: its options, its quoting, and where roles go."""
 
-import shlex
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.render import render
-from slipstream.deploy.config import run_config
-from slipstream.deploy.render.slurm import SCRIPT, Origin, slurm_files
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.render.layout import Layout, Place, layout_of
+from slipstream.deploy.render.slurm import job_text, render_slurm
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.load import Table
+from tests.support.blank_model import write_blank_model
 
-GPUS = ("generators.device=cuda", "deploy.gpus_per_host=8", "generators.count=9")
+
+def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
+    if not (folder / "model").exists():
+        write_blank_model(folder / "model", hidden=16, layers=1)
+    table: Table = {
+        "run": {"name": "demo", "dir": "runs", "model": str(folder / "model")},
+        "data": {"file": "train.jsonl"},
+        "generators": {"device": "cuda", "count": 6},
+        "learner": {"ranks": 4},
+    }
+    for name, values in sections.items():
+        table[name] = {**table.get(name, {}), **values}
+    return run_config(table)
 
 
-@pytest.fixture
-def inputs(tmp_path: Path) -> tuple[str, ...]:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n')
-    return (
-        f"run.model={tmp_path / 'model'}",
-        f"data.file={tmp_path / 'train.jsonl'}",
-        "generators.device=cpu",
+def variables(text: str, *names: str) -> list[str]:
+    """Return what bash makes of variables of the script's head, and that it can read it all."""
+    head = text.partition("# ---- from here on")[0]
+    printed = "".join(f'\nprintf "%s\\n" "${{{name}}}"' for name in names)
+    done = subprocess.run(
+        ["bash", "-uec", head + printed], capture_output=True, text=True, check=True
     )
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return done.stdout.splitlines()
 
 
-def script(*overrides: str, folder: str = "/srv/a b") -> str:
-    origin = Origin(Path("/srv/it's.toml"), overrides, Path(folder), "/usr/bin/python3")
-    return slurm_files(run_config(load_table(None, overrides)), origin)[SCRIPT]
-
-
-def values_of(text: str) -> dict[str, str]:
-    lines = [line.partition("=") for line in text.splitlines() if not line.startswith(("#", " "))]
-    return {name: value for name, _, value in reversed(lines) if name.isidentifier()}
-
-
-def test_generators_get_nodes_and_gpus_of_their_own(inputs: tuple[str, ...]):
-    text = script(*inputs, *GPUS)
-    assert "#SBATCH --nodes=3\n" in text  # 8 generators on the second, 1 on the third
-    assert "#SBATCH --gpus-per-node=8\n" in text
-    assert values_of(text)["learner_gpus"] == "0"
-    text = script(*inputs, *GPUS, "deploy.slurm.generators_per_node=3")
-    assert "#SBATCH --nodes=4\n" in text
-
-
-def test_a_job_can_be_requeued_and_is_told_before_its_end(inputs: tuple[str, ...]):
-    lines = script(*inputs, "deploy.slurm.grace_s=77", "deploy.slurm.account=lab").splitlines()
-    assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@77", "#SBATCH --account=lab"} <= {*lines}
-    assert not [
-        line for line in lines if line.startswith(("#SBATCH --partition", "#SBATCH --gpus"))
+def test_paths_with_spaces_quotes_and_dollars_stay_whole(tmp_path: Path):
+    config = config_of(tmp_path, run={"dir": "$(touch bad) 'runs'"})
+    odd = Path('/home/Jo\'s "files" $HOME/`x`')
+    text = render_slurm(config, out=odd / "job", folder=odd)["job.sbatch"]
+    assert variables(text, "work", "config", "run_folder") == [
+        str(odd),
+        str(odd / "job" / "run.toml"),
+        str(odd / "$(touch bad) 'runs'" / "demo"),
     ]
 
 
-def test_bash_reads_every_path_and_setting_as_it_was_given(inputs: tuple[str, ...]):
-    odd = "run.name=$(touch it) 'a' \"b\" `c`"
-    text = script(*inputs, odd)
-    settings = text.split("\n\n")[1]
-    shown = subprocess.run(
-        ["bash", "-c", settings + '\nprintf "%s\\n" "$config" "$work_folder" "${overrides[@]}"'],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    assert shown[:2] == ["/srv/it's.toml", "/srv/a b"]
-    assert odd in shown
-    assert shlex.split(values_of(text)["config"]) == ["/srv/it's.toml"]
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+def test_engines_fill_the_gpus_beside_the_learner_then_other_nodes(tmp_path: Path):
+    config = config_of(tmp_path, generators={"sglang": {"tp_size": 2}})
+    text = render_slurm(config, out=tmp_path, folder=tmp_path)["job.sbatch"]
+    places = ["0:4,5", "0:6,7", "1:0,1", "1:2,3", "1:4,5", "1:6,7"]
+    assert variables(text, "generators[*]", "learner_gpus") == [" ".join(places), "0,1,2,3"]
+    options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    assert "--nodes=2" in options
+    assert "--gpus-per-node=8" in options
+    assert "--requeue" in options
+    assert "--signal=B:TERM@900" in options
 
 
-def test_weights_go_where_keys_are_proved_unless_the_user_chose(inputs: tuple[str, ...]):
-    assert "weightbus.transport=tcp" in script(*inputs)
-    assert "weightbus.transport=tcp" not in script(*inputs, "weightbus.transport=disk")
+def test_chosen_options_are_handed_on(tmp_path: Path):
+    slurm = {"partition": "gpu", "account": "rl-7", "time_limit": "1-12", "options": ["--mem=0"]}
+    config = config_of(tmp_path, deploy={"slurm": {**slurm, "setup": ["module load cuda"]}})
+    text = render_slurm(config, out=tmp_path, folder=tmp_path)["job.sbatch"]
+    options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    assert {"--partition=gpu", "--account=rl-7", "--time=1-12", "--mem=0"} <= set(options)
+    assert "setup() {\n    module load cuda\n}" in text
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("slurm", "why"),
     [
-        (("deploy.slurm.partition=a b",), "deploy.slurm.partition"),
-        (("deploy.slurm.time_limit=1:00\n#SBATCH --x",), "deploy.slurm.time_limit"),
-        (("deploy.slurm.port=65535",), "deploy.slurm.port"),
-        (("generators.count=0",), "generators.count"),
-        (("generators.device=cuda",), "deploy.gpus_per_host"),
-        ((*GPUS, "learner.ranks=9"), "learner.ranks"),
-        ((*GPUS, "deploy.slurm.generators_per_node=9"), "deploy.slurm.generators_per_node"),
+        ({"partition": "gpu --wrap=x"}, r"deploy.slurm.partition must be one word"),
+        ({"options": ["--mem=0\nrm -rf /"]}, r"deploy.slurm.options must be like"),
+        ({"options": ["-n 5"]}, r"deploy.slurm.options must be like"),
+        ({"gpus_per_node": 2}, r"deploy.slurm.gpus_per_node = 2, but the learner has 4 ranks"),
     ],
 )
-def test_what_the_script_cannot_do_is_refused(
-    inputs: tuple[str, ...], settings: tuple[str, ...], named: str
-):
-    with pytest.raises(ConfigError, match=named):
-        script(*inputs, *settings)
+def test_what_slurm_would_not_take_is_refused(tmp_path: Path, slurm: Table, why: str):
+    config = config_of(tmp_path, deploy={"slurm": slurm})
+    with pytest.raises(ConfigError, match=why):
+        render_slurm(config, out=tmp_path, folder=tmp_path)
 
 
-def test_a_file_is_replaced_on_request_only(
-    inputs: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    config, out = tmp_path / "run.toml", tmp_path / "a job"
-    config.write_text("")
-    with pytest.raises(ConfigError, match=r"deploy\.slurm\.port"):
-        render(config, [*inputs, "deploy.slurm.port=65535"], out, force=False)
-    assert not out.exists()
-    assert render(config, [*inputs], out, force=False) == 0
-    assert f"sbatch '{out / SCRIPT}'" in capsys.readouterr().out
-    (out / SCRIPT).write_text("mine")
-    with pytest.raises(ConfigError, match="--force"):
-        render(config, [*inputs], out, force=False)
-    assert (out / SCRIPT).read_text() == "mine"
-    assert render(config, [*inputs], out, force=True) == 0
-    assert (out / SCRIPT).read_text() != "mine"
+def test_a_time_that_is_none_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="time_limit"):
+        config_of(tmp_path, deploy={"slurm": {"time_limit": "tomorrow"}})
+
+
+def test_a_learner_on_two_nodes_has_one_step_over_both(tmp_path: Path):
+    layout = Layout((Place(0, (0, 1)), Place(1, (0, 1))), (Place(1, (2,)),), reward_workers=0)
+    text = job_text(config_of(tmp_path), layout, out=tmp_path, folder=tmp_path)
+    assert variables(text, "learner_nodes", "learner_gpus", "generators[*]") == ["2", "0,1", "1:2"]
+    assert '--rendezvous "$head:$((port + 3))"' in text
+
+
+def test_on_cpus_nodes_are_counted_by_generators(tmp_path: Path):
+    config = config_of(tmp_path, generators={"device": "cpu", "count": 3})
+    layout = layout_of(config, gpus_per_node=0, generators_per_node=2, setting="x")
+    assert [place.node for place in layout.generators] == [0, 0, 1]
+    assert layout.num_nodes == 2

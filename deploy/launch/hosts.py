@@ -1,0 +1,149 @@
+"""The commands that start a run by hand on several hosts, for `slipstream run --on hosts`.
+
+Roles of the first host, the broker's, meet at its Unix sockets; those of the others connect to it
+with a key for each host and role.
+"""
+
+import re
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, ip_address
+from pathlib import Path
+
+from rich.console import Console
+
+from slipstream.broker.config import keys_folder
+from slipstream.deploy.config import RunConfig, write_resolved
+from slipstream.deploy.launch.plan import RolePlan, plan_roles
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.process.gpus import usable_gpus
+
+_PROGRAMS = {
+    "slipstream.broker.main": "start-broker",
+    "slipstream.learner.main": "start-learner",
+    "slipstream.generators.main": "start-generator",
+    "slipstream.broker.reward_worker.main": "start-reward-worker",
+}
+_ROLES = {
+    "start-learner": "learner",
+    "start-generator": "generator",
+    "start-reward-worker": "reward_worker",
+}
+_BROKER_PORT, _WEIGHTS_PORT, _RENDEZVOUS_PORT = 5555, 5600, 29400
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # characters that no key's name may have
+
+
+@dataclass(slots=True)
+class HostCommands:
+    """What to type on one host: ``once`` before, then ``roles``, each in its own terminal."""
+
+    host: str
+    once: list[str] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
+
+
+def print_host_commands(config: RunConfig, console: Console) -> None:
+    """Write the run's resolved settings, and print what to type on each host.
+
+    Raises:
+        ConfigError: there are not enough GPUs, or the first host has no known IPv4 address.
+    """
+    hosts = config.deploy.hosts
+    listen = config.learner.weightbus.listen.removeprefix("tcp://").rpartition(":")[0]
+    address = listen or address_of(hosts[0]) if len(hosts) > 1 else ""
+    resolved = (config.run.folder / SETTINGS).resolve()
+    plans = plan_roles(config, resolved, gpus=usable_gpus())
+    commands = host_commands(config, plans, resolved=resolved, address=address)
+    resolved.parent.mkdir(parents=True, exist_ok=True)
+    write_resolved(config, resolved)
+    console.print(
+        f"settings in {resolved}; the model is at the same path on each host, and so is run.dir "
+        "where the learner is on several",
+        soft_wrap=True,
+    )
+    for one in commands:
+        if one.once:
+            console.print(f"\non {one.host}, once:", style="bold")
+            for command in one.once:
+                console.print(f"  {command}", soft_wrap=True, highlight=False)
+        console.print(f"\non {one.host}, each in a terminal of its own:", style="bold")
+        for command in one.roles:
+            console.print(f"  {command}", soft_wrap=True, highlight=False)
+    console.print(
+        "\nWhen all steps are trained, every role but the broker ends: end it with Ctrl-C. A role "
+        "that\nfails is started again by the same command, the learner with --resume auto besides: "
+        "on all\nof its hosts, where it is on several."
+    )
+
+
+def host_commands(
+    config: RunConfig, plans: Sequence[RolePlan], *, resolved: Path, address: str
+) -> list[HostCommands]:
+    """Return the commands by host, in the order of deploy.hosts; the broker's comes first.
+
+    Args:
+        config: the run.
+        plans: its processes.
+        resolved: the settings file on the first host.
+        address: of the first host, for the others; empty where there are none.
+    """
+    first = config.deploy.hosts[0]
+    found = {host: HostCommands(host) for host in config.deploy.hosts}
+    is_spread = any(plan.host != first for plan in plans)
+    listen = config.broker.broker.listen or f"tcp://0.0.0.0:{_BROKER_PORT}"
+    broker = f"tcp://{first}:{listen.rpartition(':')[2]}"
+    weights = config.learner.weightbus.listen or f"tcp://{address}:{_WEIGHTS_PORT}"
+    keys = keys_folder(config.run, config.broker.broker).resolve()
+    fetched: set[str] = set()
+    for plan in plans:
+        program = _PROGRAMS[plan.command[2]]
+        words = list(plan.command[3:])
+        if "--node" in words:
+            words += ["--rendezvous", f"{address}:{_RENDEZVOUS_PORT}"]
+        if plan.host == first:
+            if is_spread and program == "start-broker":
+                words.append(f"broker.listen={listen}")
+            if is_spread and program == "start-learner":
+                words.append(f"weightbus.listen={weights}")
+        else:
+            role = _ROLES[program]
+            key = f"{_NO_NAME.sub('-', plan.host)}-{role}"
+            words[words.index("--config") + 1] = resolved.name
+            words += [f"run.broker={broker}", f"run.key_file={key}.key"]
+            if program == "start-learner":
+                words.append(f"run.dir={resolved.parents[1]}")
+            if key not in fetched:
+                fetched.add(key)
+                make = ("slipstream", "keys", "make", key, "--role", role, "--keys", str(keys))
+                found[first].once.append(shlex.join(make))
+                for path in (resolved, keys / "clients" / f"{key}.key"):
+                    found[plan.host].once.append(shlex.join(("scp", f"{first}:{path}", ".")))
+        found[plan.host].roles.append(_line(plan, program, words))
+    return [one for one in found.values() if one.roles]
+
+
+def _line(plan: RolePlan, program: str, words: Sequence[str]) -> str:
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in plan.environment.items())
+    cores = f"taskset -c {','.join(map(str, plan.cores))} " if plan.cores else ""
+    return f"{variables} {cores}{shlex.join((program, *words))}"
+
+
+def address_of(host: str) -> str:
+    """Return the IPv4 address of a host, by which others can reach it.
+
+    Raises:
+        ConfigError: none is known here.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = ""
+    if not address or not isinstance(ip_address(address), IPv4Address):
+        raise ConfigError(
+            f"deploy.hosts begins with {host}, whose IPv4 address is not known here: set "
+            "broker.listen and weightbus.listen to tcp://ADDRESS:PORT"
+        )
+    return address

@@ -1,0 +1,88 @@
+"""Which roles a run has on which of several equal nodes, counted from 0."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slipstream.deploy.config import RunConfig
+from slipstream.wire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node, and the GPUs of it that a process may use; none on a CPU."""
+
+    node: int
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def visible(self) -> str:
+        """The GPUs as CUDA_VISIBLE_DEVICES names them."""
+        return ",".join(map(str, self.gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The processes of a run on nodes.
+
+    Broker and reward workers are on the first, the learner from it on, generators where GPUs are
+    left, and after that.
+    """
+
+    learner: tuple[Place, ...]  # by node of the learner
+    generators: tuple[Place, ...]
+    reward_workers: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are needed."""
+        return 1 + max(place.node for place in (*self.learner, *self.generators))
+
+
+def layout_of(
+    config: RunConfig, *, gpus_per_node: int, generators_per_node: int, setting: str
+) -> Layout:
+    """Return where the processes of a run go.
+
+    Args:
+        config: the run.
+        gpus_per_node: of every node; of no effect on CPUs.
+        generators_per_node: where generators.device is cpu.
+        setting: that gives the number of GPUs.
+
+    Raises:
+        ConfigError: a node has too few GPUs for the learner's ranks on it, or for an engine.
+    """
+    nodes, ranks = config.learner.layout.nodes, config.learner.layout.ranks_per_node
+    count = config.generators.generators.count
+    workers = config.broker.reward.workers
+    if config.generators.device == "cpu":
+        learner = tuple(Place(node) for node in range(nodes))
+        generators = tuple(Place(i // generators_per_node) for i in range(count))
+        return Layout(learner, generators, workers)
+    size = config.generators.generators.num_ranks
+    if ranks > gpus_per_node:
+        raise ConfigError(
+            f"{setting} = {gpus_per_node}, but the learner has {ranks} ranks on a node "
+            "(learner.ranks)"
+        )
+    if count and size > gpus_per_node:
+        raise ConfigError(
+            f"{setting} = {gpus_per_node}, but an engine takes {size} GPUs of one node "
+            "(generators.sglang.tp_size)"
+        )
+    places = _engines(nodes, ranks, gpus_per_node, size)
+    return Layout(
+        tuple(Place(node, tuple(range(ranks))) for node in range(nodes)),
+        tuple(next(places) for _ in range(count)),
+        workers,
+    )
+
+
+def _engines(nodes: int, ranks: int, num_gpus: int, size: int) -> Iterator[Place]:
+    """Yield places of engines: beside the learner's ranks first, then on further nodes."""
+    node = 0
+    while True:
+        first = ranks if node < nodes else 0
+        for start in range(first, num_gpus - size + 1, size):
+            yield Place(node, tuple(range(start, start + size)))
+        node += 1

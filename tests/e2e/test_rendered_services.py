@@ -1,0 +1,199 @@
+"""Commands in the rendered compose file and SkyPilot task really run the tiny run, without either.
+
+What Docker and SkyPilot do around the commands (folders, files, addresses) is done here by hand.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from slipstream.generators.sglang.start_order import free_port
+from slipstream.wire.files.run_folder import ACCOUNT
+from tests.e2e.hosts import toml_of
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S, until
+
+pytestmark = [pytest.mark.e2e]
+ENVIRONMENT = {
+    **os.environ,  # noqa: TID251 handed on
+    "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def rendered(folder: Path, target: str, *overrides: str, **changed: object) -> Path:
+    """Return the folder that a target was rendered into."""
+    tiny_inputs(folder)
+    settings = tiny_settings(folder) | {
+        "run.dir": "runs",
+        "generators.device": "cpu",
+        "generators.count": 1,
+        "checkpoint.export_at_end": False,
+    }
+    (folder / "run.toml").write_text(toml_of(settings | changed))
+    call = ["slipstream", "render", target, "--config", "run.toml", "--out", "o", *overrides]
+    subprocess.run(call, cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
+    return folder / "o"
+
+
+class Processes:
+    """Started commands with a log each; none outlives the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.by_name: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, words: list[str], **environment: str) -> None:
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self.by_name[name] = subprocess.Popen(
+                words, cwd=self._folder, stdout=log, stderr=log, env={**ENVIRONMENT, **environment}
+            )
+
+    def logs(self) -> str:
+        files = (self._folder / f"{name}.log" for name in self.by_name)
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')}" for file in files)
+
+    def wait(self, name: str) -> None:
+        assert self.by_name[name].wait(HANG_S) == 0, self.logs()
+
+
+@contextmanager
+def processes(folder: Path) -> Iterator[Processes]:
+    started = Processes(folder)
+    try:
+        yield started
+    finally:
+        for process in started.by_name.values():
+            with suppress(psutil.NoSuchProcess):
+                tree = psutil.Process(process.pid).children(recursive=True)
+                process.kill()
+                for child in tree:
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
+            process.wait()
+
+
+def check_account(folder: Path) -> None:
+    account = json.loads((folder / "runs" / "tiny" / ACCOUNT).read_text())
+    assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 16)
+
+
+class Compose:
+    """A compose file whose containers are this host."""
+
+    def __init__(self, out: Path) -> None:
+        text = (out / "compose.yaml").read_text()
+        self.services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
+        count = len(self.services)
+        self._ports = {str(8081 + i): str(free_port()) for i in range(count)}
+        self._ports["6379"] = str(free_port())
+        self._paths = {
+            "/etc/slipstream": str(out),
+            "/run/slipstream": str(out / "sockets"),
+            "/run/secrets": str(out),
+            "/data": str(out / "redis"),
+        }
+
+    def here(self, words: list[str]) -> list[str]:
+        """Return a command as it is inside of a container, with this host's paths and ports."""
+        found = []
+        for word in words:
+            one = word.replace("$$", "$")
+            for theirs, ours in self._paths.items():
+                one = one.replace(theirs, ours)
+            for theirs, ours in self._ports.items():
+                one = ours if one == theirs else one
+                if theirs == "6379":
+                    one = one.replace(theirs, ours)
+            found.append(one)
+        return found
+
+    def is_healthy(self, name: str) -> bool:
+        kind, *words = self.services[name]["healthcheck"]["test"]
+        call = self.here(words if kind == "CMD" else ["sh", "-c", *words])
+        done = subprocess.run(call, env=ENVIRONMENT, check=False, capture_output=True)
+        return done.returncode == 0
+
+
+def test_services_of_the_compose_file_run_to_the_end(tmp_path: Path):
+    if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
+        pytest.skip("redis-server and redis-cli are in the image of that service, not here")
+    out = rendered(tmp_path, "compose")
+    subprocess.run(["bash", out / "prepare.sh"], env=ENVIRONMENT, check=True)
+    password = out / "redis_password"
+    assert password.stat().st_mode & 0o777 == 0o600
+    compose = Compose(out)
+    with processes(tmp_path) as started:
+        for name, service in compose.services.items():  # in the order of their dependencies
+            for needed in service.get("depends_on", {}):
+                assert service["depends_on"][needed] == {"condition": "service_healthy"}
+
+                def is_up(needed: str = needed) -> bool:
+                    assert started.by_name[needed].poll() is None, started.logs()
+                    return compose.is_healthy(needed)
+
+                until(is_up, started.logs)
+            environment = service.get("environment", {}) | {"HOME": str(tmp_path)}
+            started.start(name, compose.here(service["command"]), **environment)
+        for process in started.by_name.values():
+            words = " ".join(psutil.Process(process.pid).cmdline())
+            assert password.read_text().strip() not in words
+        for name in ("learner", "generator-0", "reward-worker-0"):
+            started.wait(name)
+        for name in ("broker", "redis"):  # the order in which compose stops them
+            started.by_name[name].terminate()
+            started.wait(name)
+    check_account(tmp_path)
+    assert list((out / "redis").rglob("*.aof")), "its file is kept on the host"
+
+
+def test_docker_accepts_the_compose_file(tmp_path: Path):
+    docker = shutil.which("docker")
+    call = [docker or "docker", "compose", "version"]
+    if docker is None or subprocess.run(call, check=False, capture_output=True).returncode:
+        pytest.skip("docker compose is not here")
+    out = rendered(tmp_path, "compose")
+    subprocess.run(["bash", out / "prepare.sh"], env=ENVIRONMENT, check=True)
+    check = [docker, "compose", "-f", str(out / "compose.yaml"), "config", "--quiet"]
+    subprocess.run(check, check=True)
+
+
+def test_the_task_of_skypilot_runs_on_two_nodes(tmp_path: Path):
+    port = free_port()
+    overrides = (f"deploy.skypilot.port={port}", "generators.count=2")
+    out = rendered(tmp_path, "skypilot", *overrides)
+    subprocess.run(["bash", out / "make-keys.sh"], env=ENVIRONMENT, check=True)
+    task = yaml.safe_load((out / "task.yaml").read_text())
+    assert task["num_nodes"] == 2
+    for there, source in task["file_mounts"].items():
+        target = tmp_path / there.removeprefix("~/")
+        target.parent.mkdir(exist_ok=True)
+        if Path(source).is_dir():
+            shutil.copytree(source, target)
+            target.chmod(0o755)  # a copy need not keep it private
+        else:
+            shutil.copy(source, target)
+    with processes(tmp_path) as started:
+        for rank in range(2):
+            started.start(
+                f"node-{rank}",
+                ["bash", "-c", task["run"]],
+                HOME=str(tmp_path),
+                TMPDIR="/tmp",  # noqa: S108 short enough for sockets
+                SKYPILOT_NODE_RANK=str(rank),
+                SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2",
+            )
+        for rank in range(2):
+            started.wait(f"node-{rank}")
+    check_account(tmp_path)

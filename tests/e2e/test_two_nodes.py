@@ -1,0 +1,119 @@
+"""docs/clusters.md, followed word for word: a generator on another host than the rest."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.deploy.commands.run import run
+from slipstream.wire.files.run_folder import ACCOUNT
+from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S
+
+pytestmark = [pytest.mark.e2e]
+DOCUMENT = ROOT / "docs" / "clusters.md"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path) as both:
+        yield both
+
+
+def settings_of(head: Host) -> dict[str, object]:
+    tiny_inputs(head.folder)
+    return tiny_settings(head.folder) | {
+        "run.dir": "runs",
+        "run.socket_dir": head.folder.parent / "s",
+        "generators.count": 1,
+        "checkpoint.export_at_end": False,
+    }
+
+
+def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path:
+    """Start roles by commands, the broker's first; return the run folder of the complete run."""
+    started: list[subprocess.Popen[bytes]] = []
+    logs: list[Path] = []
+
+    def start(host: Host, command: str) -> None:
+        log = host.folder / f"{len(started)}.log"
+        logs.append(log)
+        started.append(host.start(command, log))
+
+    try:
+        for command in on_head:
+            start(head, command)
+        for command in on_far:
+            start(far, command)
+        broker, *others = started
+        deadline = time.monotonic() + HANG_S
+        while any(one.poll() is None for one in others) and time.monotonic() < deadline:
+            failed = [one for one in started if one.poll() not in {None, 0}]
+            assert not failed, "\n".join(log.read_text() for log in logs)
+            time.sleep(0.2)
+        texts = "\n".join(log.read_text() for log in logs)
+        assert [one.poll() for one in others] == [0] * len(others), texts
+        broker.terminate()
+        assert broker.wait(HANG_S) == 0, texts
+    finally:
+        for one in started:
+            if one.poll() is None:
+                end(one)
+    (folder,) = (head.folder / "runs").glob("tiny*")
+    account = json.loads((folder / ACCOUNT).read_text())
+    assert (account["finished"], account["unaccounted"]) == (True, 0)
+    return folder
+
+
+def test_two_nodes_run_by_the_documented_commands(hosts: tuple[Host, Host]):
+    head, far = hosts
+    kinds, texts = zip(*fences(DOCUMENT, "Two nodes in ten minutes"), strict=True)
+    assert kinds == ("toml", *["bash"] * 6)
+    section, make_key, broker, learner, worker, fetch, generator = texts
+    settings = settings_of(head)
+    of_broker = [key for key in settings if key.startswith("broker.")]
+    own = toml_of({key.removeprefix("broker."): settings.pop(key) for key in of_broker})
+    section = section.replace("10.0.0.1", "10.77.0.1").replace("[broker]\n", f"[broker]\n{own}")
+    text = toml_of(settings) + section
+    (head.folder / "run.toml").write_text(text)
+    head.run(make_key)
+    far.run(fetch)
+    follow(head, far, [broker.strip(), learner.strip(), worker.strip()], [generator.strip()])
+
+
+def test_two_hosts_run_by_the_printed_commands(
+    hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    head, far = hosts
+    config = head.folder / "run.toml"
+    places = {"deploy.hosts": ["head", "far"], "generators.device": "cpu"}
+    config.write_text(toml_of(settings_of(head) | places))
+    monkeypatch.chdir(head.folder)
+    listen = ["broker.listen=tcp://10.77.0.1:5555", "weightbus.listen=tcp://10.77.0.1:5600"]
+    assert run(config, listen, dry_run=False, place="hosts") == 0
+    printed = capsys.readouterr().out
+    once, roles = parse(printed)
+    assert once.keys() == roles.keys() == {"head", "far"}, printed
+    for command in once["head"]:
+        head.run(command)
+    for command in once["far"]:
+        far.run(command.replace(f"head:{head.folder}/", "head:"))
+    started = [[f"env {one}" for one in roles[host]] for host in ("head", "far")]
+    follow(head, far, *started)
+
+
+def parse(printed: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the commands of each host: those to run once, and those of roles."""
+    found: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+    commands: list[str] = []
+    for line in printed.splitlines():
+        if line.startswith("on ") and line.endswith(":"):
+            host = line.split()[1].strip(",")
+            commands = found[0 if line.endswith("once:") else 1].setdefault(host, [])
+        elif line.startswith("  "):
+            commands.append(line.strip())
+    return found

@@ -1,0 +1,81 @@
+"""`slipstream render` writes everything or nothing, and over nothing by accident."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slipstream.deploy.commands.render import render
+from slipstream.wire.errors import ConfigError
+from tests.support.blank_model import write_blank_model
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_blank_model(tmp_path / "model", hidden=16, layers=1)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'run.name = "demo"\nrun.model = "{tmp_path / "model"}"\ndata.file = "train.jsonl"\n'
+        'generators.device = "cpu"\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes", "compose", "skypilot"])
+def test_it_says_what_it_wrote_and_what_is_next(
+    target: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out of it"
+    assert render(target, config, [], out=out) == 0
+    printed = capsys.readouterr().out
+    written = sorted(path.name for path in out.iterdir())
+    assert sorted(line for line in printed.splitlines() if line.startswith("wrote ")) == [
+        f"wrote {out / name}" for name in written
+    ]
+    following = printed.splitlines()[-1].removeprefix("next: ")
+    assert following != printed.splitlines()[-1]
+    subprocess.run(["bash", "-n", "-c", following], check=True)
+    for path in out.iterdir():
+        if path.suffix in {".sh", ".sbatch"}:
+            subprocess.run(["bash", "-n", path], check=True)
+            assert os.access(path, os.X_OK)
+        if path.suffix == ".yaml":
+            assert list(yaml.safe_load_all(path.read_text()))
+
+
+def test_files_that_are_there_are_kept_unless_forced(config: Path, tmp_path: Path):
+    render("slurm", config, [], out=tmp_path / "out")
+    (tmp_path / "out" / "job.sbatch").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds job.sbatch, run.toml already: .* --force"):
+        render("slurm", config, [], out=tmp_path / "out")
+    assert (tmp_path / "out" / "job.sbatch").read_text() == "mine"
+    render("slurm", config, [], out=tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "job.sbatch").read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("run.nmae=x", "did you mean"),
+        ('deploy.kubernetes.overrides=["run.modle=/m"]', "unknown setting run.modle"),
+        ("deploy.kubernetes.namespace=Not_A_Name", "namespace"),
+    ],
+)
+def test_nothing_is_written_where_a_setting_is_bad(
+    override: str, why: str, config: Path, tmp_path: Path
+):
+    with pytest.raises(ConfigError, match=why):
+        render("kubernetes", config, [override], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_script_of_skypilot_is_bash_on_every_node(config: Path, tmp_path: Path):
+    render("skypilot", config, ["generators.count=2"], out=tmp_path / "out")
+    task = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text())
+    assert task["num_nodes"] == 2
+    for part in (task["run"], task["setup"]):
+        subprocess.run(["bash", "-n"], input=part, text=True, check=True)
+    assert "SKYPILOT_NODE_RANK" in task["run"]
+    assert "SKYPILOT_NODE_IPS" in task["run"]
