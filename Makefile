@@ -20,6 +20,8 @@ help:  ## list the targets
 #: Begin
 setup:  ## make .venv with what a CPU machine needs, pinned
 	@./deploy/setup.sh
+setup-gpu:  ## the same for a machine with GPUs, from deploy/locks, every file by its hash; gigabytes
+	@./deploy/setup.sh gpu
 quickstart: setup  ## teach a tiny policy to add, with every role real
 	@$(PY) -m slipstream.deploy.main quickstart
 quickstart-null: setup  ## the same without learning: the evaluation must not move
@@ -90,6 +92,16 @@ test-all: test test-slow rehearsal device-rehearsal chaos  ## every test there i
 #: Make again what is kept in the repository
 policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
 	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy
+locks: setup  ## resolve deploy/locks and deploy/constraints-gpu.txt again, with the newest releases
+	./deploy/locks/lock.sh
+SBOM := cyclonedx-bom==7.5.0
+sbom: setup  ## a bill of materials of each lock, build/sbom/NAME.cdx.json
+	@test -d .cache/sbom || $(PY) -m pip install $(QUIETLY) --target .cache/sbom $(SBOM)
+	@mkdir -p build/sbom
+	@for lock in deploy/locks/*.txt; do \
+		PYTHONPATH=.cache/sbom $(PY) -m cyclonedx_py requirements $$lock --output-format JSON \
+			--output-file build/sbom/$$(basename $$lock .txt).cdx.json && echo "$$lock" || exit 1; \
+	done
 docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
 	$(PY) -m docs.generate.settings > docs/settings.md
 	$(PY) -m docs.generate.metrics > docs/metrics.md
@@ -97,4 +109,4 @@ docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algor
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 .PHONY: help setup quickstart quickstart-null smollm2 format lint unit test-integration test \
 	rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
-	policy docs
+	policy docs setup-gpu locks sbom

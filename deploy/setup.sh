@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that a machine without a GPU needs, pinned. A second call does
 # nothing. uv installs where it can be had; pip does where it cannot, and for what uv could not.
+# On a GPU machine every file is compared with its hash in deploy/locks.
 #   ./deploy/setup.sh
 #   PYTHON=/path/to/python3.11 ./deploy/setup.sh    another interpreter
 #   SETUP_WITH=pip ./deploy/setup.sh                never uv
+#   ./deploy/setup.sh gpu                           .venv for a machine with GPUs; gigabytes
+#   FLASH_ATTN=no ./deploy/setup.sh gpu             without flash-attn, which may compile for an hour
 #   ./deploy/setup.sh rehearsal                     .rehearsal, with the versions of a GPU machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,19 +16,25 @@ cpu)
     venv=.venv target=setup wanted='3.11 or 3.12'
     pythons=(python3.11 python3.12 python3 python)
     ;;
+gpu)
+    venv=.venv target=setup-gpu wanted='3.11 or 3.12'
+    pythons=(python3.12 python3.11 python3 python)
+    ;;
 rehearsal)
     venv=.rehearsal target=rehearsal-setup wanted=3.12
     pythons=(python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python)
     ;;
 *)
-    echo "setup: unknown environment '$1': cpu or rehearsal" >&2
+    echo "setup: unknown environment '$1': cpu, gpu or rehearsal" >&2
     exit 2
     ;;
 esac
 constraints=deploy/constraints-${1:-cpu}.txt
 pins="$constraints deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
+[ "$target" != setup-gpu ] || pins=$(echo deploy/locks/gpu-*.txt deploy/locks/flash-attn.txt)
 # shellcheck disable=SC2086
-stamp=$(cat $pins pyproject.toml deploy/setup.sh deploy/uv_sources.py | sha256sum | cut -d' ' -f1)
+stamp=$({ cat $pins pyproject.toml deploy/setup.sh deploy/uv_sources.py && echo "$target ${FLASH_ATTN:-}"; } |
+    sha256sum | cut -d' ' -f1)
 describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
     "$1" -c 'import sys, platform as p
 print(p.python_implementation(), "%d.%d" % sys.version_info[:2])' 2>/dev/null || true
@@ -128,10 +137,24 @@ install() { # what for, arguments that uv and pip have in common
     printf '%d s (%s)\n' $((SECONDS - began)) "$who"
 }
 
-install "1 of 4, torch" -c "$constraints" torch pip setuptools wheel
-install "2 of 4, libraries" -c "$constraints" -r deploy/requirements-cpu.txt
-install "3 of 4, sglang without its CUDA requirements" \
-    --no-deps -c "$constraints" -r deploy/requirements-cpu-nodeps.txt
-install "4 of 4, slipstream" --no-deps --no-build-isolation --editable .
+if [ "$target" = setup-gpu ]; then
+    locks=deploy/locks
+    series=$(cut -d. -f1,2 <<<"$version")
+    install "1 of 3, learner and generators" --require-hashes \
+        -r "$locks/gpu-learner-$series.txt" -r "$locks/gpu-generator-$series.txt"
+    if [ "${FLASH_ATTN:-}" = no ]; then
+        echo "setup: 2 of 3, flash-attn: left out (FLASH_ATTN=no)"
+    else
+        install "2 of 3, flash-attn" --require-hashes --no-deps --no-build-isolation \
+            -r "$locks/flash-attn.txt"
+    fi
+    install "3 of 3, slipstream" --no-deps --no-build-isolation --editable .
+else
+    install "1 of 4, torch" -c "$constraints" torch pip setuptools wheel
+    install "2 of 4, libraries" -c "$constraints" -r deploy/requirements-cpu.txt
+    install "3 of 4, sglang without its CUDA requirements" \
+        --no-deps -c "$constraints" -r deploy/requirements-cpu-nodeps.txt
+    install "4 of 4, slipstream" --no-deps --no-build-isolation --editable .
+fi
 echo "$stamp" >"$venv/.slipstream-setup"
 echo "setup: done in $((SECONDS - started)) s"

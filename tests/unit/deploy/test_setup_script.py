@@ -35,6 +35,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in (*FILES, NODEPS):
         shutil.copy(ROOT / "deploy" / name, folder / "deploy" / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copytree(ROOT / "deploy" / "locks", folder / "deploy" / "locks")
     return folder
 
 
@@ -130,9 +131,25 @@ def test_the_rehearsal_has_an_environment_and_versions_of_its_own(checkout: Path
 
 
 def test_an_environment_that_there_is_none_of_is_refused(checkout: Path):
-    done = run_setup(checkout, "gpu")
+    done = run_setup(checkout, "tpu")
     assert done.returncode == 2
-    assert done.stderr == "setup: unknown environment 'gpu': cpu or rehearsal\n"
+    assert done.stderr == "setup: unknown environment 'tpu': cpu, gpu or rehearsal\n"
+
+
+@pytest.mark.parametrize("flash_attn", ["", "no"])
+def test_a_gpu_machine_compares_every_file_with_its_hash(
+    checkout: Path, programs: Path, flash_attn: str
+):
+    chosen = {"VERSION": "3.12", "PYTHON": str(programs / "python3.11"), "FLASH_ATTN": flash_attn}
+    output, calls = run_noted(checkout, programs, "gpu", **chosen)
+    *locked, own = calls
+    assert len(locked) == (1 if flash_attn == "no" else 2)
+    assert all("<--require-hashes>" in call for call in locked)
+    named = ["gpu-learner", "gpu-generator"]
+    assert all(f"<deploy/locks/{name}-3.11.txt>" in locked[0] for name in named)
+    assert "<--editable>" in own
+    assert ("left out" in output) == (flash_attn == "no")
+    assert run_noted(checkout, programs, "gpu", **chosen) == ("", [])
 
 
 def test_the_rehearsal_refuses_another_python(checkout: Path, programs: Path):

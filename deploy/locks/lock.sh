@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Resolves what images and GPU machines install, for Linux on x86_64: deploy/constraints-gpu.txt, and a
+# lock with hashes for each kind and Python. Nothing is installed; minutes, and a package index.
+# The CPU locks hold the versions of deploy/constraints-cpu.txt.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+uv=$(command -v uv || echo .venv/bin/uv)
+compile() { # OUTPUT ARGUMENTS...
+    "$uv" pip compile --quiet --upgrade --config-file deploy/locks/uv.toml --no-annotate \
+        --python-platform x86_64-manylinux_2_35 --custom-compile-command 'make locks' --output-file "$@"
+}
+extras() { printf -- '--extra %s ' "$@"; }
+
+learner=$(extras learner cluster redis-server)
+generator=$(extras generators data rewards sandbox)
+build=$PWD/.cache/locks
+mkdir -p "$build"
+for python in 3.11 3.12; do
+    # Learner and generators together, then each of them from what was chosen: one torch, one NCCL.
+    # shellcheck disable=SC2086
+    compile "$build/gpu-$python.txt" --python-version $python pyproject.toml $learner $generator
+    for kind in learner generator; do
+        compile "deploy/locks/gpu-$kind-$python.txt" --python-version $python --generate-hashes \
+            --constraints "$build/gpu-$python.txt" pyproject.toml ${!kind}
+    done
+    # torch for a CPU is in an index of its own, which this may not reach for every Python.
+    "$uv" pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version $python \
+        --config-file deploy/locks/uv.toml --python-platform x86_64-manylinux_2_35 \
+        --custom-compile-command 'make locks' --no-emit-package torch \
+        --output-file "deploy/locks/cpu-$python.txt" deploy/constraints-cpu.txt
+done
+# Compiled on the machine, against its torch: what that takes has a lock of its own, for both.
+printf 'flash-attn>=2.8\neinops\nninja\nsetuptools\nwheel\n' >"$build/flash-attn.in"
+compile deploy/locks/flash-attn.txt --no-deps --generate-hashes --python-version 3.11 \
+    --constraints "$build/gpu-3.11.txt" "$build/flash-attn.in"
+{
+    echo '# What a GPU machine installs, by `make locks`; deploy/locks/gpu-*.txt have the hashes.'
+    for python in 3.11 3.12; do
+        grep '==' "$build/gpu-$python.txt" | sed "s/\$/ ; python_version == '$python'/"
+    done | sort
+} >deploy/constraints-gpu.txt
