@@ -5,6 +5,7 @@ import importlib
 import logging
 import sys
 
+from slipstream.deploy.commands.options import take_config
 from slipstream.wire.process.command_line import run_role
 
 _EXAMPLES = """examples:
@@ -65,6 +66,7 @@ def _called() -> int:
         if "overrides" not in arguments or any(word.startswith("-") for word in left):
             parser.error(f"unrecognized arguments: {' '.join(left)}")
         arguments.overrides += left
+    take_config(parser, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     return int(arguments.main(arguments))
 

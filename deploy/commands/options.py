@@ -14,9 +14,22 @@ def chosen_run(folder: Path | str | None) -> Path:
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool, text: str = "") -> None:
-    """Add ``--config RUN.toml``."""
+    """Add ``--config RUN.toml``; where it is required, the file may stand among the words too."""
     text = text or "the run's settings"
-    parser.add_argument("--config", type=Path, required=required, metavar="RUN.toml", help=text)
+    parser.add_argument("--config", type=Path, metavar="RUN.toml", help=text)
+    parser.set_defaults(needs_config=required)
+
+
+def take_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Take the settings file from the words of a command that needs one, or end with usage."""
+    if not getattr(arguments, "needs_config", False) or arguments.config is not None:
+        return
+    words: list[str] = arguments.overrides
+    found = [word for word in words if word.endswith(".toml") and "=" not in word]
+    if len(found) != 1:
+        parser.error("name one settings file: --config RUN.toml")
+    words.remove(found[0])
+    arguments.config = Path(found[0])
 
 
 def add_overrides(parser: argparse.ArgumentParser, metavar: str = "section.key=value") -> None:
