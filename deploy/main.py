@@ -19,6 +19,7 @@ _EXAMPLES = """examples:
 COMMANDS = {
     "quickstart": ("quickstart", "teach a tiny policy to add, in minutes"),
     "run": ("run", "run every role of a run on this host"),
+    "check": ("check", "find out whether a run would start, before it does"),
     "render": ("render", "write files for Slurm, Kubernetes, compose or SkyPilot"),
     "scale": ("scale", "start or end generators of a run that is under way"),
     "status": ("status", "the screen of a running run, printed once"),

@@ -2,5 +2,5 @@
 
 Knows the ledger's types, decides nothing.
 Imported by broker.dashboard, broker.report, broker.run_ledger, broker.server, broker.service,
-broker.startup and deploy.commands.
+broker.startup, deploy.check and deploy.commands.
 """

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
@@ -54,6 +55,15 @@ _REPLAY_PAGE = 1_000
 _FETCH_BYTES = 16 * 1024 * 1024
 _FIRST_FETCH_PAGE = 4
 _MAX_FETCH_PAGE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Persistence:
+    """Settings of a server that decide whether it keeps what it acknowledged."""
+
+    appendonly: bool
+    appendfsync: str
+    maxmemory_policy: str  # noeviction also where its memory has no limit
 
 
 class RedisStore:
@@ -258,22 +268,36 @@ class RedisStore:
 
     async def durability(self) -> str:
         """Describe the durability of an acknowledged commit."""
-        settings = await self._if_permitted(lambda: self._client.config_get("append*"))
-        if settings is None:
+        seen = await self.persistence()
+        if seen is None:
             return "unknown (CONFIG is not permitted)"
-        limits = await self._if_permitted(lambda: self._client.config_get("maxmemory*")) or {}
-        policy = limits.get("maxmemory-policy", "noeviction")
-        if limits.get("maxmemory", "0") != "0" and policy != "noeviction":
-            return f"maxmemory-policy {policy}: a full server loses acknowledged work"
-        if settings.get("appendonly") != "yes":
+        if seen.maxmemory_policy != "noeviction":
+            return (
+                f"maxmemory-policy {seen.maxmemory_policy}: a full server loses acknowledged work"
+            )
+        if not seen.appendonly:
             return "no append-only file: acknowledged work is lost when the server ends"
-        match settings.get("appendfsync"):
+        match seen.appendfsync:
             case "always":
                 return "appendfsync always"
             case "everysec":
                 return "appendfsync everysec: a crash can lose the last second"
             case other:
                 return f"appendfsync {other}: a crash of the machine can lose acknowledged work"
+
+    async def persistence(self) -> Persistence | None:
+        """Return the settings of the server that decide; None if it does not say."""
+        append = await self._if_permitted(lambda: self._client.config_get("append*"))
+        if append is None:
+            return None
+        memory = await self._if_permitted(lambda: self._client.config_get("maxmemory*")) or {}
+        is_bounded = memory.get("maxmemory", "0") != "0"
+        policy = memory.get("maxmemory-policy") if is_bounded else None
+        return Persistence(
+            appendonly=append.get("appendonly") == "yes",
+            appendfsync=str(append.get("appendfsync")),
+            maxmemory_policy=str(policy or "noeviction"),
+        )
 
     async def figures(self) -> dict[str, int]:
         """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -20,10 +19,11 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         ConfigError: [algo] names no algorithm that this run can train.
     """
     from slipstream.learner.training.algorithm import (
-        algorithm_of,  # torch: seconds that no other command needs
+        algorithm_of,
+        frozen_policies,  # torch: seconds that no other command needs
     )
 
-    choice = algorithm_of(config.learner).choice
+    algorithm = algorithm_of(config.learner)
     hosts = len({plan.host for plan in plans})
     console.print(
         f"run {config.run.name}: {len(plans)} processes on {hosts} "
@@ -58,13 +58,8 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print(
         f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
     )
-    folders: dict[Path, str] = {}  # of policies beside its own, each once
-    if choice.needs_reference:
-        folders[Path(choice.kl.reference or config.learner.model)] = "algo.kl.reference"
-    if choice.has_teacher and choice.teacher.model:
-        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
-    frozen = [load_hf_config(folder, setting) for folder, setting in folders.items()]
-    learner = learner_memory(hf, config, frozen=frozen, has_critic=choice.needs_values)
+    frozen = frozen_policies(algorithm, config.learner)
+    learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
     _print_parts("learner, rank 0", learner, available, console)

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib.metadata import version as package_version
+from pathlib import Path
 
 import msgspec
 
@@ -40,8 +41,7 @@ def facts_of(
     learner = _flat("learner", msgspec.to_builtins(settings.learner))
     first = ("ranks", "ranks_per_node", "tensor_parallel", "dtype")
     facts |= {f"learner.{name}": learner[f"learner.{name}"] for name in first}
-    facts["config.json in run.model"] = _digest((settings.model / "config.json").read_bytes())
-    facts["weights in run.model"] = _weights_digest(settings)
+    facts |= {f"{part} in run.model": one for part, one in model_digests(settings.model).items()}
     facts["run.dir with run.name"] = str(settings.run.folder.resolve())
     facts["--replay"] = "given" if replays else "not given"
     facts["--resume"] = "auto" if resumes else "not given"
@@ -57,6 +57,12 @@ def facts_of(
     facts |= _flat("eval", {k: v for k, v in evaluation.items() if k not in {"file", "sets"}})
     facts["sampling.temperature"] = json.dumps(settings.sampling.temperature)
     return facts
+
+
+def model_digests(folder: Path) -> dict[str, str]:
+    """Return digests of a model folder's config.json and weights."""
+    config = _digest((folder / "config.json").read_bytes())
+    return {"config.json": config, "weights": _weights_digest(folder)}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -91,10 +97,10 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGEST]
 
 
-def _weights_digest(settings: LearnerSettings) -> str:
+def _weights_digest(folder: Path) -> str:
     """Return a digest of names, sizes and samples: it takes no time and tells models apart."""
     state = hashlib.sha256()
-    for path in sorted(settings.model.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         state.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

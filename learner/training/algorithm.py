@@ -1,11 +1,28 @@
 """The run's algorithm, from its settings."""
 
+from pathlib import Path
+
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.parts import PartError
 from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
+
+
+def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
+    """Return the policies that a learner holds beside its own: a reference, a teacher; each once.
+
+    Raises:
+        ConfigError: one has no config.json that can be used.
+    """
+    choice, folders = algorithm.choice, dict[Path, str]()
+    if choice.needs_reference:
+        folders[Path(choice.kl.reference or settings.model)] = "algo.kl.reference"
+    if choice.has_teacher and choice.teacher.model:
+        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
+    return [load_hf_config(folder, setting) for folder, setting in folders.items()]
 
 
 def algorithm_of(settings: LearnerSettings) -> Algorithm:

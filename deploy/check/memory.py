@@ -1,0 +1,76 @@
+"""Pure: how much memory and disk a run takes of a host, in bytes, part by part.
+
+P parameters of the policy, f bytes of each: 4 on a CPU (float32), 2 on a GPU (bfloat16). What lies
+on GPUs is estimated in `deploy/launch/memory.py`.
+
+    learner on a CPU     16 P per replica    weights, gradients, two moments of Adam: float32
+    critic               16 P more           the same
+    frozen policy        4 P'                a reference or a teacher
+    engine on a CPU      4 P + KV            KV: generators.max_cached_tokens tokens
+    reward worker        nothing             its functions take what they do: reward.memory_mb
+    versions             3 f P in /dev/shm   slots of the learner's shared memory
+    checkpoint           12 P or 14 P        float32 weights and moments; bfloat16 weights besides
+"""
+
+from collections.abc import Sequence
+
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.memory import MemoryPart, kv_bytes_per_token
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.wire.settings.sections import CheckpointSection
+
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+def host_memory(
+    hf: HfConfig,
+    config: RunConfig,
+    *,
+    learner_ranks: int,
+    engines: int,
+    frozen: Sequence[HfConfig] = (),
+    has_critic: bool = False,
+) -> list[MemoryPart]:
+    """Return the memory of a host that processes on its CPU take.
+
+    Args:
+        hf: the policy's architecture.
+        config: the run's settings.
+        learner_ranks: of the learner that are on this host and compute on its CPU.
+        engines: that are on this host and compute on its CPU.
+        frozen: policies beside the policy of each replica.
+        has_critic: whether a critic is trained.
+    """
+    generators = config.generators.generators
+    replicas = learner_ranks / config.learner.learner.tensor_parallel
+    trained = hf.num_parameters * (2 if has_critic else 1)
+    cached = generators.max_cached_tokens * kv_bytes_per_token(hf, element_bytes=_FLOAT32)
+    parts = [
+        MemoryPart("learner", 16.0 * trained * replicas, "learner.ranks"),
+        MemoryPart(
+            "frozen policies",
+            replicas * sum(_FLOAT32 * one.num_parameters for one in frozen),
+            "algo.kl, algo.teacher",
+        ),
+        MemoryPart("engines' weights", _FLOAT32 * hf.num_parameters * engines, "generators.count"),
+        MemoryPart("engines' caches", cached * engines, "generators.max_cached_tokens"),
+    ]
+    return [part for part in parts if part.num_bytes]
+
+
+def versions_bytes(hf: HfConfig, *, on_gpu: bool) -> int:
+    """Return the shared memory in which the learner hands versions to the relay."""
+    return NUM_SLOTS * (_BFLOAT16 if on_gpu else _FLOAT32) * hf.num_parameters
+
+
+def checkpoint_bytes(hf: HfConfig, *, on_gpu: bool, has_critic: bool = False) -> int:
+    """Return the size of one checkpoint."""
+    return (14 if on_gpu else 12) * hf.num_parameters * (2 if has_critic else 1)
+
+
+def most_checkpoints(checkpoint: CheckpointSection) -> int:
+    """Return how many checkpoints are on the disk at a time, with the one that is being written."""
+    if not (checkpoint.every_steps or checkpoint.keep_best):
+        return 1
+    return checkpoint.keep_last + checkpoint.keep_best + 1

@@ -1,0 +1,90 @@
+"""One prompt through the chat template, and one answer through the reward function."""
+
+import asyncio
+import dataclasses
+
+import msgspec
+
+from slipstream.broker.config import private_paths
+from slipstream.broker.data.sources import load_source, training_sources
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.deploy.check.facts import Fact, fail, ok
+from slipstream.deploy.config import RunConfig
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
+from slipstream.wire.settings.sections import SamplingSection
+
+_ROWS = 64  # in which a prompt is looked for, where bad rows are skipped
+
+
+def first_prompt(config: RunConfig) -> Prompt:
+    """Return the first prompt of a run's data.
+
+    Raises:
+        ConfigError: there is none, or it is no prompt; naming the setting.
+    """
+    data = config.broker.data
+    source = training_sources(data)[0]
+    rows = min(source.table.max_rows or _ROWS, _ROWS if data.on_bad_row == "skip" else 1)
+    few = msgspec.structs.replace(source.table, max_rows=rows)
+    source = dataclasses.replace(source, table=few)
+    return load_source(source, data, keep_going=data.on_bad_row == "skip").prompts[0]
+
+
+def judge_prompt(num_tokens: int, sampling: SamplingSection) -> Fact:
+    """Return whether a prompt of this many tokens is asked."""
+    found = f"the first one has {num_tokens} tokens, sampling.max_prompt_tokens is "
+    found += f"{sampling.max_prompt_tokens}"
+    refused = num_tokens > sampling.max_prompt_tokens and sampling.overlong_prompts == "error"
+    return (fail if refused else ok)("prompt", found, "sampling.max_prompt_tokens")
+
+
+def observe_prompt(config: RunConfig) -> list[Fact]:
+    """Render the first prompt of a run as its generators do."""
+    try:
+        codec = TextCodec(config.generators.model, config.generators.sampling)
+        tokens = codec.tokens(first_prompt(config))
+    except ConfigError as error:
+        return [fail("prompt", str(error))]
+    return [judge_prompt(len(tokens), config.generators.sampling)]
+
+
+def judge_score(score: Score) -> Fact:
+    """Return whether the reward function could score an answer."""
+    if score.reward is None:
+        return fail("reward", f"{score.function}: {score.unavailable}", "reward.function")
+    found = f"{score.function} gives {score.reward:g} to one answer"
+    return ok("reward", found, "reward.function")
+
+
+def observe_reward(config: RunConfig) -> list[Fact]:
+    """Score one answer to the first prompt, the ground truth if it is text, as a worker does."""
+    try:
+        prompt = first_prompt(config)
+    except ConfigError:
+        return []  # the fact of the prompt says why
+    try:
+        return [judge_score(asyncio.run(_scored(config, prompt)))]
+    except ConfigError as error:
+        return [fail("reward", str(error), "reward.function")]
+
+
+async def _scored(config: RunConfig, prompt: Prompt) -> Score:
+    hidden = [path for path in private_paths(config.table) if path.exists()]
+    settings = msgspec.structs.replace(config.broker.reward, processes=1)
+    truth = prompt.ground_truth
+    answer = Transcript(
+        prompt=prompt,
+        response=truth if isinstance(truth, str) else "",
+        num_response_tokens=1,
+        finish_reason="stop",
+    )
+    pool = await RewardPool.start(settings, hide=hidden)
+    try:
+        item = ScoringItem(group_id=0, sibling=0, lease_id=0)
+        (score,) = [score async for score in pool.score([(item, answer)])]
+        return score
+    finally:
+        await pool.close()

@@ -1,0 +1,121 @@
+"""`slipstream check`: find out before a run whether it will start.
+
+Prints one line for each fact, grouped by host: ok, warn or fail, what was found, and the setting
+that changes it. Exit code 0: all is well; 1: there are warnings; 2: the run would fail.
+"""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.deploy.check.facts import Fact, HostReport, exit_code, fail
+from slipstream.deploy.check.places import LocalPlaces
+from slipstream.deploy.check.run_folder import judge_folder, judge_roles, see_folder
+from slipstream.deploy.check.survey import Places, survey
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
+from slipstream.deploy.config import run_config
+from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.launch.signals import Signals, StopRequestedError
+from slipstream.deploy.terminal.console import make_console
+from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
+from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.settings.load import load_table
+
+EXAMPLES = """examples:
+  slipstream check --config run.toml                       every role on this host
+  slipstream check --config run.toml generators.count=4    with other settings
+  slipstream check --config run.toml --on ray              on the nodes of a Ray cluster
+  slipstream check --config run.toml --json                for programs
+"""
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_config(parser, required=True)
+    parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="where its processes would be: this host (the default), or a Ray cluster",
+    )
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
+    )
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    overrides = list(arguments.overrides)
+    if arguments.address is not None:
+        if arguments.on != "ray":
+            raise ConfigError("--address is that of a Ray cluster: it goes with --on ray")
+        overrides.append(f"deploy.ray.address={arguments.address}")
+    signals = Signals()
+    with signals.handled():
+        try:
+            with signals.raising():
+                reports = check(arguments.config, overrides, arguments.on)
+        except StopRequestedError:
+            return EXIT_INTERRUPTED
+    code = exit_code(reports)
+    if arguments.json:
+        print_json({"exit_code": code, "hosts": reports})
+    else:
+        print_reports(reports, make_console())
+    return code
+
+
+def check(path: Path, overrides: Sequence[str], place: str) -> list[HostReport]:
+    """Look at a run that is to be and at its hosts; return the facts.
+
+    Args:
+        path: of its settings.
+        overrides: of settings.
+        place: local, or ray.
+    """
+    try:
+        config = run_config(load_table(path, overrides))
+    except ConfigError as error:
+        return [_report([fail("settings", str(error))])]
+    facts = [judge_folder(see_folder(config.run))]
+    resolved = config.run.folder / SETTINGS
+    try:
+        plans = plan_roles(config, resolved, gpus=usable_gpus() if place == "local" else None)
+    except ConfigError as error:
+        facts.append(fail("places", str(error)))
+        plans = plan_roles(config, resolved, gpus=None)
+    facts.append(judge_roles([plan.name for plan in plans], config.deploy))
+    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+        try:
+            places: Places = stack.enter_context(LocalPlaces(config, plans))
+        except SlipstreamError as error:
+            return [_report([*facts, fail("hosts", str(error))])]
+        found = survey(places, lambda what: status.update(Text(what)))
+    return [_report(facts), *found]
+
+
+def _report(facts: Sequence[Fact]) -> HostReport:
+    return HostReport(host="the run", roles=(), facts=tuple(facts))
+
+
+def print_reports(reports: Sequence[HostReport], console: Console) -> None:
+    """Print the facts of all hosts, then how many there are of each kind."""
+    for report in reports:
+        roles = f": {', '.join(report.roles)}" if report.roles else ""
+        console.print(Text(f"{report.host}{roles}", style="bold"), soft_wrap=True)
+        for fact in report.facts:
+            line = Text(fact.line)
+            line.stylize(_STYLES[fact.outcome], 0, len(fact.outcome))
+            console.print(line, soft_wrap=True)
+    facts = [fact for report in reports for fact in report.facts]
+    counts = {kind: sum(fact.outcome == kind for fact in facts) for kind in _STYLES}
+    console.print(Text(", ".join(f"{count} {kind}" for kind, count in counts.items())))

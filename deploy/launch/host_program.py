@@ -1,0 +1,116 @@
+"""A program that looks at a host before a run, as a child of this process: asked in lines of JSON.
+
+What it is asked is no business of this module.
+"""
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.process.patience import Patience, signs_of
+from slipstream.wire.process.processes import bound_to_me, last_lines
+
+_IDLE_S = 60.0  # without a sign of life, besides the limit of what it waits for itself
+_END_S = 5.0  # to remove what it made; nothing that it would lose
+_POLL_S = 0.2
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """One process of a run that is to be, and the program that looks at its host in its place."""
+
+    name: str
+    node: str  # equal for posts on one host
+    address: str  # at which other hosts reach it
+    ask: Callable[[bytes, float], bytes]  # HostProgram.ask, or the same on another host
+
+
+class HostProgram:
+    """One process and its temporary folder. Start it on the main thread."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            module: of the program.
+            environment: besides this process's.
+            folder: to run in; None is this process's.
+        """
+        self._scratch = Path(tempfile.mkdtemp(prefix="slipstream-check-"))
+        self._log = self._scratch / "log"
+        inherited = dict(os.environ)  # noqa: TID251 handed on to a child
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 our own program
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=folder,
+                env={**inherited, "TMPDIR": str(self._scratch), **(environment or {})},
+                preexec_fn=bound_to_me(),
+                start_new_session=True,  # Ctrl-C ends it by `close`
+            )
+
+    def ask(self, request: bytes, limit_s: float) -> bytes:
+        """Send a request, return the answer; both are JSON.
+
+        Args:
+            request: without the end of its line.
+            limit_s: that it may wait for others while it works on it.
+
+        Raises:
+            ChildDiedError: it ended, or has given no sign of life.
+        """
+        writer, reader = self._process.stdin, self._process.stdout
+        if writer is None or reader is None:
+            raise ChildDiedError("the program that looks at this host has no pipes")
+        try:
+            writer.write(request + b"\n")
+            writer.flush()
+        except BrokenPipeError as error:
+            raise self._died("ended") from error
+        signs = signs_of(lambda: [self._process.pid], self._log)
+        patience = Patience("what looks at this host", limit_s + _IDLE_S, signs)
+        answer = b""
+        while not answer.endswith(b"\n"):
+            if select.select([reader], [], [], _POLL_S)[0]:
+                part = os.read(reader.fileno(), _READ_BYTES)
+                if not part:
+                    raise self._died("ended")
+                answer += part
+            elif patience.is_over():
+                raise self._died(patience.why)
+        return answer
+
+    def _died(self, why: str) -> ChildDiedError:
+        return ChildDiedError(
+            f"the program that looks at this host {why}:\n{last_lines(self._log)}"
+        )
+
+    def close(self) -> None:
+        """End it and remove its folder."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # in a call of a library
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,302 @@
+"""`slipstream check`: each planted fault is named with its setting, and a sound run has none."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from slipstream.broker.server.keyring import make_client_key
+from slipstream.broker.store.server_binary import find_server
+from slipstream.deploy.check.facts import Fact, HostReport
+from slipstream.wire.files.run_folder import TRAIL
+from slipstream.wire.process.command_line import EXIT_INTERRUPTED
+from tests.e2e.hosts import toml_of
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S, until
+
+pytestmark = [pytest.mark.integration]
+Plant = Callable[[Path, ExitStack], dict[str, object]]  # returns settings
+
+
+@dataclass
+class Checked:
+    """What the command printed."""
+
+    code: int
+    reports: list[HostReport]
+
+    @property
+    def facts(self) -> list[Fact]:
+        return [fact for report in self.reports for fact in report.facts]
+
+    @property
+    def trouble(self) -> list[str]:
+        return [fact.line for fact in self.facts if fact.outcome != "ok"]
+
+
+def command_of(folder: Path, settings: dict[str, object], *words: str) -> list[str]:
+    (folder / "run.toml").write_text(toml_of(tiny_settings(folder) | settings))
+    module = "slipstream.deploy.main"
+    return [sys.executable, "-m", module, "check", "--config", str(folder / "run.toml"), *words]
+
+
+def checked(folder: Path, settings: dict[str, object]) -> Checked:
+    done = subprocess.run(
+        command_of(folder, settings, "--json"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    assert done.stdout, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["exit_code"] == done.returncode
+    return Checked(done.returncode, msgspec.convert(printed["hosts"], list[HostReport]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the inputs of a run."""
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    tiny_inputs(folder)
+    return folder
+
+
+# ---- what is planted -------------------------------------------------------------
+
+
+def name_taken(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    (folder / "runs" / "tiny" / TRAIL).mkdir(parents=True)
+    return {}
+
+
+def port_taken(_folder: Path, stack: ExitStack) -> dict[str, object]:
+    taken = stack.enter_context(socket.socket())
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    return {"broker.dashboard.port": taken.getsockname()[1]}
+
+
+def address_of_no_interface(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"broker.listen": "tcp://203.0.113.7:0"}
+
+
+def key_of_wrong_role(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"run.key_file": make_client_key(folder / "runs" / "keys", "page", "observer")}
+
+
+def revoked_key(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    key = make_client_key(folder / "runs" / "keys", "far", "generator")
+    (folder / "runs" / "keys" / "authorized" / "far.toml").unlink()
+    return {"run.key_file": key}
+
+
+def loose_key(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    key = make_client_key(folder / "runs" / "keys", "far", "generator")
+    key.chmod(0o644)
+    return {"run.key_file": key}
+
+
+@contextmanager
+def redis_with(folder: Path, *words: str) -> Iterator[str]:
+    """Yield the URL of a server of its own that was started with some settings."""
+    path = folder / "redis.sock"
+    options = ["--port", "0", "--unixsocket", "redis.sock", "--save", "", "--dir", ".", *words]
+    with (folder / "redis.log").open("wb") as log:
+        server = subprocess.Popen([find_server(), *options], cwd=folder, stdout=log)
+    try:
+        until(path.exists, lambda: (folder / "redis.log").read_text())
+        yield f"unix://{path}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def evicting_redis(folder: Path, stack: ExitStack) -> dict[str, object]:
+    words = ["--appendonly", "yes", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"]
+    return {"broker.redis.url": stack.enter_context(redis_with(folder, *words))}
+
+
+def forgetful_redis(folder: Path, stack: ExitStack) -> dict[str, object]:
+    return {"broker.redis.url": stack.enter_context(redis_with(folder, "--appendonly", "no"))}
+
+
+def no_redis(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"broker.redis.url": "redis://127.0.0.1:1"}
+
+
+def missing_tokenizer(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    (folder / "model" / "tokenizer.json").unlink()
+    return {}
+
+
+def missing_weights(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    (folder / "model" / "model.safetensors").unlink()
+    return {}
+
+
+def broken_template(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    template = folder / "chat.jinja"
+    template.write_text("{{ messages[0].content.no_such_filter() }}")
+    return {"data.as_chat": True, "sampling.chat_template": template}
+
+
+def wrong_column(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"data.prompt_column": "question"}
+
+
+def raising_reward(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    text = "def score(*_, **__):\n    raise ValueError('no ground truth')\n"
+    (folder / "reward.py").write_text(text)
+    return {}
+
+
+def too_little_memory(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"generators.max_cached_tokens": 10**12}
+
+
+def too_little_disk(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"checkpoint.every_steps": 1, "checkpoint.keep_last": 10**8}
+
+
+def address_for_weights(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"weightbus.host": "203.0.113.7"}
+
+
+def misspelled_role(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"deploy.cores.generater": [0]}
+
+
+def misspelled_setting(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"run.stepz": 3}
+
+
+# exit code, then beginnings of the lines that are not ok, and what each must hold.
+FAULTS: dict[Plant, tuple[int, list[tuple[str, str]]]] = {
+    name_taken: (1, [("warn run folder: ", "a new run would be tiny-2; --resume auto (run.name)")]),
+    port_taken: (2, [("fail dashboard: ", "another process listens broker.dashboard.port")]),
+    address_of_no_interface: (
+        2,
+        [
+            ("fail broker.listen: 203.0.113.7", "no address of this host; it has lo 127.0.0.1"),
+            ("warn broker keys: ", "slipstream keys make (broker.keys)"),
+        ],
+    ),
+    key_of_wrong_role: (2, [("fail key file: ", "of the role observer, expected (run.key_file)")]),
+    revoked_key: (2, [("fail key file: far is unknown to the broker", "(run.key_file)")]),
+    loose_key: (2, [("fail key file: ", "mode 0644 (run.key_file)")]),
+    evicting_redis: (
+        2,
+        [("fail Redis persistence: ", "allkeys-lru, expected noeviction (broker.redis.url)")],
+    ),
+    forgetful_redis: (
+        2,
+        [("fail Redis persistence: ", "appendonly is no, expected yes (broker.redis.url)")],
+    ),
+    no_redis: (2, [("fail Redis: ", "redis://127.0.0.1:1 (broker.redis.url)")]),
+    missing_tokenizer: (
+        2,
+        [
+            ("fail prompt: no tokenizer.json", "(run.model)"),
+            ("fail tokenizer: no tokenizer.json", "(run.model)"),
+        ],
+    ),
+    missing_weights: (2, [("fail model: ", "model.safetensors (run.model)")]),
+    broken_template: (2, [("fail prompt: ", "no_such_filter (sampling.chat_template)")]),
+    wrong_column: (2, [("fail prompt: ", "data.prompt_column question train.jsonl")]),
+    raising_reward: (2, [("fail reward: ", "no ground truth (reward.function)")]),
+    too_little_memory: (2, [("fail memory: ", "caches generators.max_cached_tokens")]),
+    too_little_disk: (2, [("fail disk space: ", "checkpoints checkpoint.keep_last)")]),
+    address_for_weights: (
+        2,
+        [
+            ("fail weightbus.host: 203.0.113.7", "no address of this host (weightbus.host)"),
+            ("fail weights: nothing passes over gloo", "203.0.113.7 (weightbus.host"),
+        ],
+    ),
+    misspelled_role: (1, [("warn roles: there is no generater (deploy.cores)", "broker")]),
+    misspelled_setting: (2, [("fail settings: ", "run.stepz; did you mean steps?")]),
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_named_with_its_setting(folder: Path, plant: Plant):
+    code, expected = FAULTS[plant]
+    with ExitStack() as stack:
+        found = checked(folder, plant(folder, stack))
+    assert (found.code, len(found.trouble)) == (code, len(expected)), "\n".join(found.trouble)
+    for line, (start, words) in zip(found.trouble, expected, strict=True):
+        assert line.startswith(start), line
+        missing = [word for word in words.split() if word not in line]
+        assert not missing, f"{missing} of {line}"
+
+
+def files_in(*folders: Path) -> set[Path]:
+    return {path for folder in folders for path in folder.rglob("*")}
+
+
+def test_a_sound_run_has_no_fault_and_nothing_is_left(folder: Path):
+    before = files_in(folder)
+    found = checked(folder, {})
+    assert (found.code, found.trouble) == (0, [])
+    assert files_in(folder) - before == {folder / "run.toml"}
+    names = {fact.name for fact in found.facts}
+    assert names == {
+        *("settings", "run folder", "roles", "dashboard", "weightbus.host", "interface"),
+        *("memory", "shared memory", "GPUs", "libraries", "flash-attn", "fsync", "disk space"),
+        *("Redis", "prompt", "reward", "model", "clock", "weights"),
+    }
+    (weights,) = [fact.found for fact in found.facts if fact.name == "weights"]
+    assert "over gloo" in weights
+    assert float(weights.rpartition(": ")[2].removesuffix(" MB/s").replace(",", "")) > 0
+
+
+def test_too_few_gpus_fail_and_the_rest_is_looked_at_all_the_same(folder: Path):
+    settings = {"deploy.gpus_per_host": 1, "generators.device": "cuda", "generators.count": 99}
+    found = checked(folder, settings)
+    assert found.code == 2
+    lines = "\n".join(found.trouble)
+    assert "fail places: this host has 1 GPUs; learner.ranks = 1 and generators.count = 99" in lines
+    assert "are needed; NCCL " in lines
+    assert {"reward", "prompt", "model"} <= {fact.name for fact in found.facts}
+
+
+def test_weights_over_tcp_pass_with_keys(folder: Path):
+    found = checked(folder, {"weightbus.transport": "tcp"})
+    (weights,) = [fact.line for fact in found.facts if fact.name == "weights"]
+    assert weights.startswith("ok   weights: 17 MB over tcp from ")
+
+
+def test_ctrl_c_leaves_nothing(folder: Path):
+    """In the middle of a reward that never ends."""
+    began = folder / "began"
+    text = f"import pathlib, time\ndef score(*_, **__):\n    pathlib.Path({str(began)!r}).touch()\n"
+    (folder / "reward.py").write_text(f"{text}    time.sleep({HANG_S})\n")
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        command_of(folder, {"reward.timeout_s": HANG_S}),
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},  # noqa: TID251 handed on
+    )
+    until(began.exists, "call of the reward function")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    assert process.wait(HANG_S) == EXIT_INTERRUPTED
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
+    assert not alive
+    assert not list(temporary.iterdir())
+    assert not (folder / "runs").exists()

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+from slipstream.deploy.check.memory import (
+    checkpoint_bytes,
+    host_memory,
+    most_checkpoints,
+    versions_bytes,
+)
+from slipstream.deploy.config import run_config
+from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.settings.sections import CheckpointSection
+from tests.support.tiny_run import tiny_inputs
+
+
+def test_the_parts_of_a_host_on_the_cpu(tmp_path: Path):
+    tiny_inputs(tmp_path)
+    table = {
+        "run": {"model": str(tmp_path / "model")},
+        "data": {"file": str(tmp_path / "train.jsonl")},
+        "learner": {"ranks": 4, "tensor_parallel": 2},
+        "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 64},
+        "generators": {"device": "cpu", "max_cached_tokens": 1000},
+    }
+    hf = load_hf_config(tmp_path / "model")
+    count = hf.num_parameters
+    parts = host_memory(
+        hf, run_config(table), learner_ranks=4, engines=3, frozen=[hf], has_critic=True
+    )
+    kv = 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * 4
+    assert {part.what: part.num_bytes for part in parts} == {
+        "learner": 2 * 2 * 16 * count,  # two replicas, each with a critic
+        "frozen policies": 2 * 4 * count,
+        "engines' weights": 3 * 4 * count,
+        "engines' caches": 3 * 1000 * kv,
+    }
+    assert host_memory(hf, run_config(table), learner_ranks=0, engines=0) == []
+    assert versions_bytes(hf, on_gpu=True) == 6 * count
+    assert checkpoint_bytes(hf, on_gpu=False) == 12 * count
+    assert checkpoint_bytes(hf, on_gpu=True, has_critic=True) == 28 * count
+
+
+def test_one_checkpoint_more_than_is_kept_is_on_the_disk_while_it_is_written():
+    assert most_checkpoints(CheckpointSection()) == 1
+    assert most_checkpoints(CheckpointSection(every_steps=5, keep_last=3)) == 4
+    assert most_checkpoints(CheckpointSection(keep_best=True)) == 4

@@ -1,0 +1,48 @@
+import socket
+
+from slipstream.deploy.check.network import (
+    Listener,
+    SeenListener,
+    judge_interface,
+    judge_listener,
+    see_listener,
+)
+
+RELAY = Listener("weightbus.listen", "weightbus.listen", "127.0.0.1", 5600, count=2)
+
+
+def test_a_listener_that_is_free_names_its_interface():
+    line = judge_listener(SeenListener(RELAY, "lo")).line
+    assert line == (
+        "ok   weightbus.listen: 127.0.0.1:5600, ports 5600 to 5601 is free, on lo "
+        "(weightbus.listen)"
+    )
+
+
+def test_an_address_of_another_host_is_refused_with_those_of_this_one():
+    seen = SeenListener(RELAY, "", "it is no address of this host", {"eth0": "10.0.0.5"})
+    line = judge_listener(seen).line
+    assert line.startswith("fail weightbus.listen: 127.0.0.1:5600: it is no address of this host")
+    assert "it has eth0 10.0.0.5" in line
+
+
+def test_the_port_after_the_one_that_is_set_must_be_free_too():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first = Listener("weightbus.listen", "weightbus.listen", "127.0.0.1", port - 1, count=2)
+        assert f"port {port}" in see_listener(first).why_not
+
+
+def test_a_name_that_nobody_knows_is_no_traceback():
+    seen = see_listener(Listener("broker.listen", "broker.listen", "no.such.invalid", 1))
+    assert seen.why_not.startswith("it cannot be resolved")
+
+
+def test_an_interface_that_is_not_there_is_named():
+    assert judge_interface("10.0.0.1", "eth0", ["eth0", "lo"]).outcome == "ok"
+    assert judge_interface("10.0.0.1", "", ["eth0"]).found == "no interface leads to 10.0.0.1"
+    wrong = judge_interface("10.0.0.1", "ib9", ["eth0", "lo"])
+    assert (wrong.outcome, wrong.setting) == ("fail", "weightbus.host")
+    assert "GLOO_SOCKET_IFNAME is ib9, expected one of eth0, lo" in wrong.found
