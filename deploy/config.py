@@ -160,6 +160,14 @@ def free_name(run: RunSection) -> str:
     return next(name for name in names if not (Path(run.dir) / name).exists())
 
 
+def nearest_folder(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    folder = path.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
 def write_resolved(config: RunConfig, path: Path) -> None:
     """Write every setting of the run with its value; secrets are not settings."""
     replace_file(path, resolved_text(config).encode())

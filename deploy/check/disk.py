@@ -10,8 +10,7 @@ from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.check.memory import checkpoint_bytes, most_checkpoints
-from slipstream.deploy.check.run_folder import existing_parent
-from slipstream.deploy.config import RunConfig
+from slipstream.deploy.config import RunConfig, nearest_folder
 from slipstream.learner.model.hf_config import HfConfig
 
 _SYNCS, _BLOCK_BYTES = 7, 4096
@@ -34,7 +33,7 @@ def see_disk(folder: Path) -> SeenDisk:
     Raises:
         OSError: nothing can be written there.
     """
-    parent = existing_parent(folder)
+    parent = nearest_folder(folder)
     seconds = []
     with tempfile.TemporaryFile(dir=parent) as file:
         for _ in range(_SYNCS):
@@ -79,7 +78,7 @@ def observe_disk(config: RunConfig, hf: HfConfig, *, on_gpu: bool, has_critic: b
     try:
         seen = see_disk(config.run.folder)
     except OSError as error:
-        why = f"{existing_parent(config.run.folder)} cannot be written: {error.strerror}"
+        why = f"{nearest_folder(config.run.folder)} cannot be written: {error.strerror}"
         return [fail("fsync", why, "run.dir")]
     size = checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic)
     count = most_checkpoints(config.learner.checkpoint)

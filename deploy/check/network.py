@@ -10,7 +10,8 @@ import psutil
 
 from slipstream.deploy.check.facts import Fact, fail, ok
 from slipstream.deploy.config import RunConfig
-from slipstream.weightbus.net.interfaces import interface_variables
+from slipstream.deploy.launch.plan import kind_of
+from slipstream.weightbus.net.interfaces import interface_variables, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +35,23 @@ class SeenListener:
     addresses: Mapping[str, str] | None = None  # of this host by interface, where that is the cause
 
 
-def listeners_of(config: RunConfig, kinds: Collection[str]) -> list[Listener]:
-    """Return where processes of these roles are to listen beside Unix sockets.
+def listeners_of(config: RunConfig, roles: Collection[str]) -> list[Listener]:
+    """Return where processes are to listen beside Unix sockets.
 
     Args:
         config: of the run.
-        kinds: broker, learner, generator, reward-worker.
+        roles: the processes, by name.
     """
     found = []
     broker, bus = config.broker.broker, config.learner.weightbus
-    if "broker" in kinds:
+    if "broker" in roles:
         if broker.listen:
             found.append(_listener("broker.listen", broker.listen))
         if broker.dashboard.enabled:
             page = broker.dashboard
             settings = "broker.dashboard.host, broker.dashboard.port"
             found.append(Listener("dashboard", settings, page.host, page.port))
-    if "learner" in kinds:
+    if "learner" in roles:  # node 0 of it
         if bus.listen:
             found.append(_listener("weightbus.listen", bus.listen, count=2))
         found.append(Listener("weightbus.host", "weightbus.host", bus.host, 0))
@@ -123,9 +124,10 @@ def judge_listener(seen: SeenListener) -> Fact:
         own = ", ".join(f"{name} {address}" for name, address in (seen.addresses or {}).items())
         has = f"; it has {own}" if own else ""
         return fail(wanted.name, f"{shown}: {seen.why_not}{has}", wanted.setting)
-    ports = f", ports {wanted.port} to {wanted.port + wanted.count - 1}" if wanted.count > 1 else ""
-    free = "is free" if wanted.port else "is an address of this host"
-    return ok(wanted.name, f"{shown}{ports} {free}, on {seen.interface}", wanted.setting)
+    free = "is an address of this host"
+    if wanted.port:
+        free = "is free" if wanted.count == 1 else f"and {wanted.count - 1} more are free"
+    return ok(wanted.name, f"{shown} {free}, on {seen.interface}", wanted.setting)
 
 
 def judge_interface(host: str, chosen: str, present: Collection[str]) -> Fact:
@@ -149,10 +151,21 @@ def judge_interface(host: str, chosen: str, present: Collection[str]) -> Fact:
     return ok(name, f"gloo and NCCL take {chosen} towards {host}", "weightbus.host")
 
 
-def observe_network(config: RunConfig, kinds: Collection[str]) -> list[Fact]:
-    """Return the facts of this host's network."""
-    facts = [judge_listener(see_listener(wanted)) for wanted in listeners_of(config, kinds)]
-    if {"learner", "generator"} & set(kinds):
-        host = config.learner.weightbus.host
+def observe_network(config: RunConfig, roles: Collection[str], *, in_cluster: bool) -> list[Fact]:
+    """Return the facts of this host's network.
+
+    Args:
+        config: of the run.
+        roles: the processes that are to be here, by name.
+        in_cluster: nothing of the run goes over loopback, whatever weightbus.host is.
+    """
+    host = config.learner.weightbus.host
+    is_used = not (in_cluster and is_loopback(host))
+    facts = [
+        judge_listener(see_listener(wanted))
+        for wanted in listeners_of(config, roles)
+        if is_used or wanted.setting != "weightbus.host"
+    ]
+    if is_used and {"learner", "generator"} & set(map(kind_of, roles)):
         facts.append(judge_interface(host, towards(host), list(psutil.net_if_addrs())))
     return facts

@@ -5,6 +5,7 @@
 It ends with its input, and writes nothing else to standard output.
 """
 
+import importlib
 import os
 import signal
 import socket
@@ -121,7 +122,7 @@ def _view(begin: Begin) -> _View:
 def _facts(view: _View) -> list[Fact]:
     """Return the facts of this host, those of one part after the other."""
     config, kinds = view.config, view.kinds
-    facts = observe_network(config, kinds)
+    facts = observe_network(config, view.roles, in_cluster=view.keys_by_run)
     facts += observe_keys(config, kinds, made_by_run=view.keys_by_run)
     facts += _resources(view)
     facts.append(judge_installed(installed(), kinds))
@@ -217,6 +218,8 @@ class _Node:
         match request:
             case Begin():
                 self._begin = request
+                if request.receives:
+                    importlib.import_module("slipstream.deploy.check.passage")
                 return Clock(unix_s=time.time())
             case Observe():
                 return _observed(self._begun)

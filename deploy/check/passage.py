@@ -61,7 +61,7 @@ def receive(request: Receive, timeout_s: float) -> Passage:
             invitation.address, invitation.port, 2, timeout=timedelta(seconds=timeout_s)
         )
     except RuntimeError as error:
-        return Passage(interface=interface, failure=_first_line(error))
+        return Passage(interface=interface, failure=_first_sentence(error))
     return _passed(store, 1, request.way, interface, timeout_s)
 
 
@@ -101,7 +101,7 @@ def _passed(store: TCPStore, rank: int, backend: str, interface: str, timeout_s:
         # Rank 0 stays until the other one has everything: its store ends with it.
         groups.pass_first_byte(group, device, timeout_s=timeout_s)
     except (RuntimeError, PublishError) as error:
-        return Passage(interface=interface, failure=_first_line(error))
+        return Passage(interface=interface, failure=_first_sentence(error))
     finally:
         if group is not None:
             groups.release(group)
@@ -180,5 +180,6 @@ async def _receive_over_tcp(request: Receive, timeout_s: float) -> Passage:
     return Passage(interface=interface, num_bytes=len(received), seconds=seconds)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _first_sentence(error: BaseException) -> str:
+    """Return what torch says first; what follows is of a single attempt."""
+    return str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__

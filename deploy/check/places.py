@@ -1,8 +1,6 @@
 """Where the processes of a run on one host are to be."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.host_program import HostProgram, Post
@@ -27,25 +25,22 @@ class LocalPlaces:
         """
         self.config = config
         engines = [plan for plan in plans if kind_of(plan.name) == "generator"]
-        self._programs = [HostProgram(NODE_PROGRAM)]
-        if engines:
-            self._programs.append(HostProgram(NODE_PROGRAM, environment=engines[0].environment))
+        self._programs: list[HostProgram] = []
+        try:
+            self._programs.append(HostProgram(NODE_PROGRAM))
+            if engines:
+                environment = engines[0].environment
+                self._programs.append(HostProgram(NODE_PROGRAM, environment=environment))
+        except BaseException:
+            self.close()
+            raise
         self.posts: Sequence[Post] = [self._post(plan.name) for plan in plans]
 
     def _post(self, name: str) -> Post:
         program = self._programs[-1 if kind_of(name) == "generator" else 0]
         return Post(name, _NODE, _LOOPBACK, program.ask)
 
-    def __enter__(self) -> Self:
-        """Nothing is left to be done."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """End the programs."""
         for program in self._programs:
             program.close()

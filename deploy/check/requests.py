@@ -15,6 +15,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settings: str  # all of them, in TOML, as the processes there read them
     roles: tuple[str, ...]
     keys_by_run: bool = False  # the run makes the keys of its hosts itself
+    receives: bool = False  # Receive follows: no deadline runs yet while torch is loaded
 
 
 class Observe(msgspec.Struct, frozen=True, kw_only=True, tag=True):

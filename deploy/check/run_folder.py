@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
-from slipstream.deploy.config import DeploySection, free_name
+from slipstream.deploy.config import DeploySection, free_name, nearest_folder
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from slipstream.wire.files.run_folder import RUN_LOCK, TRAIL
 from slipstream.wire.process.processes import is_locked
@@ -28,17 +28,9 @@ class SeenFolder:
     unwritable: str = ""  # the folder that would have to be written and cannot be
 
 
-def existing_parent(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
-    path = folder.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
 def see_folder(run: RunSection) -> SeenFolder:
     """Look at the folder of a run; nothing is written."""
-    folder, parent = run.folder, existing_parent(run.folder)
+    folder, parent = run.folder, nearest_folder(run.folder)
     newest = newest_checkpoint(folder)
     return SeenFolder(
         folder=folder,

@@ -50,6 +50,9 @@ class Places(Protocol):
     is_cluster: bool
     """True if the run makes keys for its hosts, and every role reaches the others over TCP."""
 
+    def close(self) -> None:
+        """End the programs and give up the places."""
+
 
 @dataclass(slots=True)
 class _Host:
@@ -184,8 +187,13 @@ class _Survey:
         host.facts += seen.facts
         host.card = seen.card
 
-    def _begin(self, post: Post, roles: tuple[str, ...]) -> None:
-        request = Begin(settings=self._settings, roles=roles, keys_by_run=self._places.is_cluster)
+    def _begin(self, post: Post, roles: tuple[str, ...], *, receives: bool = False) -> None:
+        request = Begin(
+            settings=self._settings,
+            roles=roles,
+            keys_by_run=self._places.is_cluster,
+            receives=receives,
+        )
         self._ask(post, request, Clock)
 
     def _ask(self, post: Post, request: Request, kind: type[_A]) -> _A:
@@ -261,7 +269,7 @@ class _Survey:
         public, secret = (half.decode() for half in zmq.curve_keypair())
         address = self._address(sender, way, kind)
         try:
-            self._begin(receiver, (receiver.name,))
+            self._begin(receiver, (receiver.name,), receives=True)
             listen = Listen(way=way, address=address, public_key=public)
             invitation = self._ask(sender, listen, Invitation)
             sending = self._threads.submit(self._ask, sender, Send(), Passage)

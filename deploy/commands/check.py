@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.deploy.check.facts import Fact, HostReport, exit_code, fail
-from slipstream.deploy.check.places import LocalPlaces
+from slipstream.deploy.check.places import NODE_PROGRAM, LocalPlaces
 from slipstream.deploy.check.run_folder import judge_folder, judge_roles, see_folder
 from slipstream.deploy.check.survey import Places, survey
-from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.config import run_config
-from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides, import_ray
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.plan import RolePlan, plan_roles
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError, SlipstreamError
@@ -62,8 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     signals = Signals()
     with signals.handled():
         try:
-            with signals.raising():
-                reports = check(arguments.config, overrides, arguments.on)
+            reports = check(arguments.config, overrides, arguments.on, signals)
         except StopRequestedError:
             return EXIT_INTERRUPTED
     code = exit_code(reports)
@@ -74,13 +73,17 @@ def main(arguments: argparse.Namespace) -> int:
     return code
 
 
-def check(path: Path, overrides: Sequence[str], place: str) -> list[HostReport]:
+def check(path: Path, overrides: Sequence[str], place: str, signals: Signals) -> list[HostReport]:
     """Look at a run that is to be and at its hosts; return the facts.
 
     Args:
         path: of its settings.
         overrides: of settings.
         place: local, or ray.
+        signals: that end it.
+
+    Raises:
+        StopRequestedError: one of them came.
     """
     try:
         config = run_config(load_table(path, overrides))
@@ -94,13 +97,25 @@ def check(path: Path, overrides: Sequence[str], place: str) -> list[HostReport]:
         facts.append(fail("places", str(error)))
         plans = plan_roles(config, resolved, gpus=None)
     facts.append(judge_roles([plan.name for plan in plans], config.deploy))
-    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
-        try:
-            places: Places = stack.enter_context(LocalPlaces(config, plans))
-        except SlipstreamError as error:
-            return [_report([*facts, fail("hosts", str(error))])]
-        found = survey(places, lambda what: status.update(Text(what)))
+    try:
+        found = _surveyed(config, plans, place, signals)
+    except SlipstreamError as error:
+        return [_report([*facts, fail("hosts", str(error))])]
     return [_report(facts), *found]
+
+
+def _surveyed(
+    config: RunConfig, plans: Sequence[RolePlan], place: str, signals: Signals
+) -> list[HostReport]:
+    console = make_console(stderr=True)
+    with ExitStack() as stack, console.status("placing") as status, signals.raising():
+        if place == "ray":
+            places: Places = import_ray().RayPlaces(config, console, NODE_PROGRAM)
+            stack.enter_context(signals.handled())  # Ray sets a handler of its own
+        else:
+            places = LocalPlaces(config, plans)
+        stack.callback(places.close)
+        return survey(places, lambda what: status.update(Text(what)))
 
 
 def _report(facts: Sequence[Fact]) -> HostReport:

@@ -1,8 +1,11 @@
 """Options that several subcommands take."""
 
 import argparse
+import importlib
 from pathlib import Path
+from types import ModuleType
 
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import newest_run
 
 RUNS = Path("runs")
@@ -47,6 +50,20 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
     """Add ``--resume``."""
     text = "resume from the newest checkpoint of this run (auto), of a run folder, or from one"
     parser.add_argument("--resume", metavar="auto|FOLDER", help=text)
+
+
+def import_ray() -> ModuleType:
+    """Return the module for runs on Ray, which is an extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("slipstream.deploy.launch.ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("--on ray needs ray: pip install 'slipstream[cluster]'") from error
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "everything, for programs") -> None:

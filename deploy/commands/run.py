@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.deploy.commands.options import add_config, add_overrides, add_resume
+from slipstream.deploy.commands.options import add_config, add_overrides, add_resume, import_ray
 from slipstream.deploy.config import free_name, run_config
 from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.hosts import print_host_commands
@@ -92,13 +92,7 @@ def run(
         print_dry_run(config, plans, console)
         return 0
     if place == "ray":
-        try:
-            from slipstream.deploy.launch.ray import run_on_ray  # an extra
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise ConfigError("--on ray needs ray: pip install 'slipstream[cluster]'") from error
-        return run_on_ray(config, console)
+        return int(import_ray().run_on_ray(config, console))
     if place == "hosts":
         print_host_commands(config, console)
         return 0

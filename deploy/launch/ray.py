@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from slipstream.broker.config import keys_folder
-from slipstream.deploy.config import RunConfig, resolved_text, write_resolved
+from slipstream.deploy.config import RunConfig, nearest_folder, resolved_text, write_resolved
+from slipstream.deploy.launch.host_program import Post
 from slipstream.deploy.launch.plan import RolePlan, kind_of, plan_generator, plan_roles
 from slipstream.deploy.launch.pools import Pool, pool_of_one, pools_of
 from slipstream.deploy.launch.role_host import (
@@ -97,6 +98,35 @@ def run_on_ray(config: RunConfig, console: Console) -> int:
             lock.close()
 
 
+class RayPlaces:
+    """The nodes on which a run would be, with a program on each that looks at it."""
+
+    is_cluster = True
+
+    def __init__(self, config: RunConfig, console: Console, module: str) -> None:
+        """Reserve the places of a run, and start nothing there yet.
+
+        Args:
+            config: the run.
+            console: where a wait for the cluster is shown.
+            module: of the program.
+
+        Raises:
+            ConfigError: there is no such cluster, it has no room, or its nodes cannot run this.
+        """
+        self._site = RaySite(config, console)
+        try:
+            self.posts: Sequence[Post] = self._site.posts(module)
+            self.config = self._site.addressed()
+        except BaseException:
+            self._site.close()
+            raise
+
+    def close(self) -> None:
+        """End the programs and give the nodes back."""
+        self._site.close()
+
+
 class RaySite:
     """The nodes of a Ray cluster: one placement group per pool, one actor per role."""
 
@@ -149,6 +179,47 @@ class RaySite:
         for name, host in self._hosts.items():
             self._console.print(f"{name} is on {host.facts.hostname} ({host.address})")
         return plans
+
+    def posts(self, module: str) -> list[Post]:
+        """Place a program that looks at its host in the place of every process.
+
+        Args:
+            module: of the program.
+
+        Raises:
+            ConfigError: the cluster has no room, or its nodes cannot run this.
+        """
+        plans = plan_roles(self._config, Path(SETTINGS), gpus=None, python=PYTHON)
+        self._place_pools()
+        self._place([plan.name for plan in plans])
+        folder = self._folder
+
+        def asks(host: _Host) -> Callable[[bytes, float], bytes]:
+            def ask(request: bytes, limit_s: float) -> bytes:
+                try:
+                    answer: bytes = _got(host.actor.look.remote(module, folder, request, limit_s))
+                except RayError as error:
+                    raise ChildDiedError(f"{host.address}: {_first_line(error)}") from error
+                return answer
+
+            return ask
+
+        found = self._hosts.items()
+        return [Post(name, host.node, host.address, asks(host)) for name, host in found]
+
+    def addressed(self) -> RunConfig:
+        """Return the run with the addresses of its placed hosts; ports that are not set stay open.
+
+        Raises:
+            ConfigError: naming the setting.
+        """
+        bus, broker = self._config.learner.weightbus, self._config.broker.broker
+        at = Address(self._hosts["broker"].address, _port_of(broker.listen))
+        config = self._config.with_settings("broker", listen=f"tcp://{at}")
+        address = self._hosts["learner"].address
+        host = address if self._config.deploy.ray.collectives else bus.host
+        listen = f"tcp://{Address(address, _port_of(bus.listen))}"
+        return config.with_settings("weightbus", listen=listen, host=host)
 
     def generator(self, name: str) -> RolePlan:
         """Return a generator that the run is to have besides, and ask the cluster for its place."""
@@ -268,10 +339,15 @@ class RaySite:
             command=tuple(words),
             settings=resolved_text(self._config),
             environment={**handed_on, **plan.environment},
-            folder="" if ours.working_dir else str(Path.cwd()),
+            folder=self._folder,
             cores=plan.cores,
             key=key,
         )
+
+    @property
+    def _folder(self) -> str:
+        """The folder that roles run in; empty where Ray brings one."""
+        return "" if self._config.deploy.ray.working_dir else str(Path.cwd())
 
     def _publish_from(self, host: _Host) -> None:
         """Have the weights come from this host, on which the first of the learner's ranks is."""
@@ -314,7 +390,7 @@ class RaySite:
         actors = {name: self._actor(name) for name in names}
         waiting = {name: actor.node.remote() for name, actor in actors.items()}
         deadline = time.monotonic() + self._config.deploy.ray.start_timeout_s
-        marker = self._config.run.folder / f".seen-{secrets.token_hex(8)}"
+        marker = nearest_folder(self._config.run.folder) / f".seen-{secrets.token_hex(8)}"
         marker.write_text("")
         try:
             for name, answer in waiting.items():

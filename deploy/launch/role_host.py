@@ -21,6 +21,7 @@ import msgspec
 import psutil
 
 from slipstream.broker.server.keyring import authorize
+from slipstream.deploy.launch.host_program import HostProgram
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.starters import LocalProcess, LocalStarter
 from slipstream.generators.sglang.process import remove_leftovers
@@ -84,6 +85,7 @@ class RoleHost:
         self._memory = _own_folder(_MEMORY if _MEMORY.is_dir() else self.scratch)
         self._starter = LocalStarter(self.scratch)
         self._process: LocalProcess | None = None
+        self._program: HostProgram | None = None  # that looks at this host
         self._log = self.scratch / "role.log"
         # The kernel ends a role with the thread that forked it: this one stays.
         self._forks = ThreadPoolExecutor(1, thread_name_prefix="forks")
@@ -116,6 +118,23 @@ class RoleHost:
         """
         keys = [authorize(Path(folder), name, role) for name, role in names]
         return msgspec.json.encode(keys)
+
+    def look(self, module: str, folder: str, request: bytes, limit_s: float) -> bytes:
+        """Ask a program that looks at this host; it is started the first time.
+
+        Args:
+            module: of the program.
+            folder: to run in; empty is that of this process.
+            request: for HostProgram.ask, as is ``limit_s``.
+            limit_s: that it may wait for others.
+
+        Raises:
+            ChildDiedError: it ended.
+        """
+        if self._program is None:
+            where = Path(folder) if folder else None
+            self._program = self._forks.submit(HostProgram, module, folder=where).result()
+        return self._program.ask(request, limit_s)
 
     def start(self, request: bytes) -> int:
         """Start a role and return its process id. The one before has ended."""
@@ -179,6 +198,8 @@ class RoleHost:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        if self._program is not None:
+            self._program.close()
         self._starter.let_go()
         self._forks.shutdown()
         self._end_children()

@@ -297,3 +297,46 @@ def test_ctrl_c_saves_and_the_run_resumes_on_the_cluster(run_on: Callable[..., R
     run.assert_complete()
     assert run.figures()["steps"] == steps + 3
     run.assert_nothing_left()
+
+
+def test_a_check_looks_at_every_node_and_gives_all_back(nodes: list[Host]):
+    """The learner needs a whole node: what an interrupted check kept, the next one would lack."""
+    head = nodes[0]
+    tiny_inputs(head.folder)
+    gate, began = head.folder / "gate", head.folder / "began"
+    text = GATED_REWARD.format(gate=str(gate)).replace(
+        "while", f"open({str(began)!r}, 'w')\n    while"
+    )
+    (head.folder / "reward.py").write_text(text)
+    settings = tiny_settings(head.folder) | {
+        "generators.count": 2,
+        "reward.timeout_s": HANG_S,
+        "deploy.ray.cpus.learner": 4,
+    }
+    on_head = '[deploy.ray.labels]\nbroker = { node = "head" }\n'
+    (head.folder / "run.toml").write_text(toml_of(settings) + on_head)
+    files = set(head.folder.rglob("*"))
+
+    def start(output: str) -> "subprocess.Popen[bytes]":
+        return head.start("slipstream check --config run.toml --on ray", head.folder / output)
+
+    first = start("first.log")
+    until(began.exists, lambda: (head.folder / "first.log").read_text())
+    first.send_signal(signal.SIGINT)
+    assert first.wait(HANG_S) == 130, (head.folder / "first.log").read_text()
+    for host in nodes:
+        until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
+    gate.touch()
+    second = start("second.log")
+    assert second.wait(HANG_S) == 0, (head.folder / "second.log").read_text()
+    lines = (head.folder / "second.log").read_text().splitlines()
+    headings = [line for line in lines if "(10.77.0." in line and ": " in line and line[:2] == "vm"]
+    assert not [line for line in lines if line.startswith(("warn", "fail"))]
+    roles = {role for line in headings for role in line.rpartition("): ")[2].split(", ")}
+    assert roles == {"broker", "learner", "generator-0", "generator-1", "reward-worker-0"}
+    sent = [line for line in lines if line.startswith("ok   weights: ")]
+    assert len(sent) == len(headings) - 1, "one for each node with a generator"
+    assert all("over tcp from" in line for line in sent)
+    assert not [line for host in nodes for line in left_on(host)]
+    made = {began, gate, head.folder / "first.log", head.folder / "second.log"}
+    assert set(head.folder.rglob("*")) - files == made

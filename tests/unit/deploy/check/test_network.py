@@ -14,8 +14,7 @@ RELAY = Listener("weightbus.listen", "weightbus.listen", "127.0.0.1", 5600, coun
 def test_a_listener_that_is_free_names_its_interface():
     line = judge_listener(SeenListener(RELAY, "lo")).line
     assert line == (
-        "ok   weightbus.listen: 127.0.0.1:5600, ports 5600 to 5601 is free, on lo "
-        "(weightbus.listen)"
+        "ok   weightbus.listen: 127.0.0.1:5600 and 1 more are free, on lo (weightbus.listen)"
     )
 
 

@@ -1,0 +1,197 @@
+"""`slipstream check` between two hosts (network namespaces): a fault of one of them is named."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slipstream.deploy.check.facts import HostReport, exit_code
+from slipstream.deploy.check.places import NODE_PROGRAM
+from slipstream.deploy.check.survey import survey
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.host_program import Post
+from slipstream.wire.settings.load import load_table
+from tests.e2e.hosts import Host, end, ip, toml_of, two_hosts
+from tests.support.random_llama import write_random_weights
+from tests.support.tiny_run import tiny_inputs, tiny_settings, write_policy
+
+pytestmark = [pytest.mark.integration]
+CLOCK_90_S_AHEAD = """
+import sys, time
+if "slipstream.deploy.check.node" in sys.orig_argv:
+    real = time.time
+    time.time = lambda: real() + 90.0
+"""
+
+
+@contextmanager
+def program_on(host: Host, before: str) -> Iterator[Callable[[bytes, float], bytes]]:
+    """Yield what asks the real program on a host; the output of the process is its log."""
+    process = subprocess.Popen(
+        [
+            "ip",
+            "netns",
+            "exec",
+            host.name,
+            "sh",
+            "-ec",
+            f"{before} exec {sys.executable} -m {NODE_PROGRAM}",
+        ],
+        cwd=host.folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=host.environment,
+    )
+
+    def ask(request: bytes, _limit_s: float) -> bytes:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(request + b"\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, "the program on the host ended"
+        return answer
+
+    try:
+        yield ask
+    finally:
+        with process:  # closes its pipes
+            end(process)
+
+
+@dataclass
+class TwoPlaces:
+    """Everything on the first host, but a generator on the second."""
+
+    config: RunConfig
+    posts: Sequence[Post]
+    is_cluster: bool = False
+
+    def close(self) -> None:
+        """The programs are ended by the test."""
+
+
+class Hosts:
+    """Two hosts with the inputs of a run, and what is wrong with the second."""
+
+    def __init__(self, head: Host, far: Host) -> None:
+        self.head, self.far = head, far
+        self.settings: dict[str, object] = {"weightbus.host": "10.77.0.1", "generators.count": 1}
+        self.before = ""  # what the shell on the second host does first
+
+    def reports(self) -> tuple[HostReport, HostReport]:
+        file = self.head.folder / "run.toml"
+        file.write_text(toml_of(tiny_settings(self.head.folder) | self.settings))
+        with ExitStack() as stack:
+            here = stack.enter_context(program_on(self.head, ""))
+            there = stack.enter_context(program_on(self.far, self.before))
+            posts = [
+                *(
+                    Post(n, "1", "10.77.0.1", here)
+                    for n in ("broker", "learner", "reward-worker-0")
+                ),
+                Post("generator-0", "2", "10.77.0.2", there),
+            ]
+            config = run_config(load_table(file))
+            first, second = survey(TwoPlaces(config, posts), lambda _what: None)
+        return first, second
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with two_hosts(tmp_path) as (head, far):
+        tiny_inputs(head.folder)
+        yield Hosts(head, far)
+
+
+def trouble(*reports: HostReport) -> list[str]:
+    return [fact.line for report in reports for fact in report.facts if fact.outcome != "ok"]
+
+
+def test_two_sound_hosts_are_compared_and_send_to_each_other(hosts: Hosts):
+    first, second = hosts.reports()
+    assert (exit_code([first, second]), trouble(first, second)) == (0, [])
+    assert (first.roles, second.roles) == (
+        ("broker", "learner", "reward-worker-0"),
+        ("generator-0",),
+    )
+    found = {fact.name: fact.found for fact in second.facts}
+    assert {"versions", "same model", "clock", "weights", "prompt"} <= set(found)
+    assert found["weights"].startswith("17 MB over gloo from ")
+    assert "(10.77.0.1) (sp" in found["weights"]
+    assert found["weights"].endswith(" MB/s")
+    assert float(found["clock"].split()[0]) < 1
+
+
+def another_model(hosts: Hosts, folder: Path) -> None:
+    other = folder / "other"
+    write_policy(other)
+    write_random_weights(other, scale=0.15, seed=4)
+    hosts.before = f"mount --bind '{other}' '{hosts.head.folder / 'model'}';"
+
+
+def another_torch(hosts: Hosts, folder: Path) -> None:
+    metadata = folder / "odd" / "torch-1.2.3.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    hosts.far.environment = in_front(hosts.far.environment, folder / "odd")
+
+
+def clock_ahead(hosts: Hosts, folder: Path) -> None:
+    (folder / "odd").mkdir()
+    (folder / "odd" / "sitecustomize.py").write_text(CLOCK_90_S_AHEAD)
+    hosts.far.environment = in_front(hosts.far.environment, folder / "odd")
+
+
+def closed_ports(hosts: Hosts, _folder: Path) -> None:
+    """As behind a firewall: no TCP leaves the second host but to privileged ports."""
+    ip("-n", hosts.far.name, "rule", "add", "ipproto", "tcp", "dport", "1024-65534", "unreachable")
+    hosts.settings["weightbus.timeout_s"] = 3.0
+
+
+def closed_ports_for_tcp(hosts: Hosts, folder: Path) -> None:
+    closed_ports(hosts, folder)
+    hosts.settings["weightbus.transport"] = "tcp"
+
+
+def in_front(environment: dict[str, str], folder: Path) -> dict[str, str]:
+    path = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
+    return {**environment, "PYTHONPATH": path}
+
+
+# exit code, the beginning of the one line that is not ok, and what it must hold
+FAULTS: dict[Callable[[Hosts, Path], None], tuple[int, str, str]] = {
+    another_model: (2, "fail same model: weights is ", "on the learner's (run.model)"),
+    another_torch: (2, "fail versions: torch is 1.2.3 here, ", "(weightbus.transport)"),
+    clock_ahead: (1, "warn clock: +90.", "expected at most 1 s"),
+    closed_ports: (
+        2,
+        "fail weights: nothing passes over gloo from ",
+        "(10.77.0.1) (sp (10.77.0.2) (sp failed to connect (weightbus.host, weightbus.timeout_s)",
+    ),
+    closed_ports_for_tcp: (
+        2,
+        "fail weights: nothing passes over tcp from ",
+        "(10.77.0.1) (sp (10.77.0.2) (sp 3 s (weightbus.listen, weightbus.timeout_s)",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_of_one_host_is_named_there(
+    hosts: Hosts, tmp_path: Path, plant: Callable[[Hosts, Path], None]
+):
+    code, start, words = FAULTS[plant]
+    plant(hosts, tmp_path)
+    first, second = hosts.reports()
+    assert trouble(first) == []
+    (line,) = trouble(second)
+    assert exit_code([first, second]) == code
+    assert line.startswith(start), line
+    missing = [word for word in words.split() if word not in line]
+    assert not missing, f"{missing} of {line}"
