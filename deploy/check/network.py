@@ -13,6 +13,8 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import kind_of
 from slipstream.weightbus.net.interfaces import interface_variables, is_loopback
 
+_EVERY = ("0.0.0.0", "::")  # noqa: S104 nothing is bound here for longer than a moment
+
 
 @dataclass(frozen=True, slots=True)
 class Listener:
@@ -65,7 +67,7 @@ def _listener(setting: str, endpoint: str, *, count: int = 1) -> Listener:
 
 def see_listener(wanted: Listener) -> SeenListener:
     """Try whether a process could listen there now."""
-    interface = towards(wanted.host, {})
+    interface = "every interface" if wanted.host in _EVERY else towards(wanted.host, {})
     try:
         family, _, _, _, address = socket.getaddrinfo(
             wanted.host, wanted.port, type=socket.SOCK_STREAM

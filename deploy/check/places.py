@@ -1,4 +1,4 @@
-"""Where the processes of a run on one host are to be."""
+"""This host as the place of a run's processes."""
 
 from collections.abc import Sequence
 
@@ -6,41 +6,49 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.host_program import HostProgram, Post
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 
-_LOOPBACK = "127.0.0.1"
-_NODE = "localhost"
 NODE_PROGRAM = "slipstream.deploy.check.node"
+_LOOPBACK = "127.0.0.1"
 
 
 class LocalPlaces:
-    """This host, with a program for the learner's part and one for the generators'."""
+    """This host: a program for its generators, and one for its other processes."""
 
     is_cluster = False
 
-    def __init__(self, config: RunConfig, plans: Sequence[RolePlan]) -> None:
-        """Start both; on the main thread.
+    def __init__(
+        self,
+        config: RunConfig,
+        plans: Sequence[RolePlan],
+        *,
+        node: str = "localhost",
+        address: str = _LOOPBACK,
+    ) -> None:
+        """Start them; on the main thread.
 
         Args:
             config: of the run.
-            plans: of its processes.
+            plans: of its processes on this host.
+            node: name of this host.
+            address: at which others reach it.
         """
         self.config = config
-        engines = [plan for plan in plans if kind_of(plan.name) == "generator"]
-        self._programs: list[HostProgram] = []
+        self._programs: dict[bool, HostProgram] = {}  # whether it is the generators'
+        kinds = [kind_of(plan.name) == "generator" for plan in plans]
         try:
-            self._programs.append(HostProgram(NODE_PROGRAM))
-            if engines:
-                environment = engines[0].environment
-                self._programs.append(HostProgram(NODE_PROGRAM, environment=environment))
+            for is_engine, plan in zip(kinds, plans, strict=True):
+                if is_engine not in self._programs:
+                    # The one program of a host sees all of its GPUs.
+                    seen = plan.environment if is_engine and not all(kinds) else {}
+                    self._programs[is_engine] = HostProgram(NODE_PROGRAM, environment=seen)
         except BaseException:
             self.close()
             raise
-        self.posts: Sequence[Post] = [self._post(plan.name) for plan in plans]
-
-    def _post(self, name: str) -> Post:
-        program = self._programs[-1 if kind_of(name) == "generator" else 0]
-        return Post(name, _NODE, _LOOPBACK, program.ask)
+        self.posts: Sequence[Post] = [
+            Post(plan.name, node, address, self._programs[is_engine].ask)
+            for is_engine, plan in zip(kinds, plans, strict=True)
+        ]
 
     def close(self) -> None:
         """End the programs."""
-        for program in self._programs:
+        for program in self._programs.values():
             program.close()

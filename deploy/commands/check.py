@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from slipstream.deploy.check.facts import Fact, HostReport, exit_code, fail
@@ -18,9 +19,11 @@ from slipstream.deploy.check.run_folder import judge_folder, judge_roles, see_fo
 from slipstream.deploy.check.survey import Places, survey
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides, import_ray
 from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.hosts import addressed, print_check_commands
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.terminal.console import make_console
+from slipstream.learner.layout import Address, parse_rendezvous
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
@@ -31,6 +34,7 @@ EXAMPLES = """examples:
   slipstream check --config run.toml                       every role on this host
   slipstream check --config run.toml generators.count=4    with other settings
   slipstream check --config run.toml --on ray              on the nodes of a Ray cluster
+  slipstream check --config run.toml --on hosts            print what to call on each host
   slipstream check --config run.toml --json                for programs
 """
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -41,12 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
     parser.add_argument(
         "--on",
-        choices=("local", "ray"),
+        choices=("local", "ray", "hosts"),
         default="local",
-        help="where its processes would be: this host (the default), or a Ray cluster",
+        help="where its processes would be: here (the default), on a Ray cluster, on deploy.hosts",
     )
     parser.add_argument(
         "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
+    )
+    parser.add_argument("--node", type=int, metavar="K", help="number of this host in deploy.hosts")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="where the hosts meet, an address of the first"
     )
     add_json(parser)
     add_overrides(parser)
@@ -59,10 +67,15 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.on != "ray":
             raise ConfigError("--address is that of a Ray cluster: it goes with --on ray")
         overrides.append(f"deploy.ray.address={arguments.address}")
+    meets = _meeting(arguments)
+    if arguments.on == "hosts" and meets is None:
+        config = run_config(load_table(arguments.config, overrides))
+        print_check_commands(config, arguments.config, overrides, make_console())
+        return 0
     signals = Signals()
     with signals.handled():
         try:
-            reports = check(arguments.config, overrides, arguments.on, signals)
+            reports = check(arguments.config, overrides, arguments.on, signals, meets)
         except StopRequestedError:
             return EXIT_INTERRUPTED
     code = exit_code(reports)
@@ -73,14 +86,30 @@ def main(arguments: argparse.Namespace) -> int:
     return code
 
 
-def check(path: Path, overrides: Sequence[str], place: str, signals: Signals) -> list[HostReport]:
+def _meeting(arguments: argparse.Namespace) -> tuple[int, Address] | None:
+    node, rendezvous = arguments.node, arguments.rendezvous
+    if node is None and rendezvous is None:
+        return None
+    if arguments.on != "hosts" or node is None or rendezvous is None:
+        raise ConfigError("--node K and --rendezvous HOST:PORT go together, with --on hosts")
+    return node, parse_rendezvous(rendezvous)
+
+
+def check(
+    path: Path,
+    overrides: Sequence[str],
+    place: str,
+    signals: Signals,
+    meets: tuple[int, Address] | None = None,
+) -> list[HostReport]:
     """Look at a run that is to be and at its hosts; return the facts.
 
     Args:
         path: of its settings.
         overrides: of settings.
-        place: local, or ray.
+        place: local, ray, or hosts.
         signals: that end it.
+        meets: with hosts, the number of this one and where they meet.
 
     Raises:
         StopRequestedError: one of them came.
@@ -92,30 +121,55 @@ def check(path: Path, overrides: Sequence[str], place: str, signals: Signals) ->
     facts = [judge_folder(see_folder(config.run))]
     resolved = config.run.folder / SETTINGS
     try:
-        plans = plan_roles(config, resolved, gpus=usable_gpus() if place == "local" else None)
+        plans = plan_roles(config, resolved, gpus=None if place == "ray" else usable_gpus())
     except ConfigError as error:
         facts.append(fail("places", str(error)))
         plans = plan_roles(config, resolved, gpus=None)
     facts.append(judge_roles([plan.name for plan in plans], config.deploy))
+    if place == "local" and len(config.deploy.hosts) > 1:
+        several = f"deploy.hosts names {len(config.deploy.hosts)} hosts: --on hosts looks at all"
+        return [_report([*facts, fail("hosts", several, "deploy.hosts")])]
     try:
-        found = _surveyed(config, plans, place, signals)
+        with make_console(stderr=True).status("placing") as status:
+            return _surveyed(config, plans, facts, place, signals, meets, status)
     except SlipstreamError as error:
         return [_report([*facts, fail("hosts", str(error))])]
-    return [_report(facts), *found]
 
 
 def _surveyed(
-    config: RunConfig, plans: Sequence[RolePlan], place: str, signals: Signals
+    config: RunConfig,
+    plans: Sequence[RolePlan],
+    facts: Sequence[Fact],
+    place: str,
+    signals: Signals,
+    meets: tuple[int, Address] | None,
+    status: Status,
 ) -> list[HostReport]:
-    console = make_console(stderr=True)
-    with ExitStack() as stack, console.status("placing") as status, signals.raising():
+    def progress(what: str) -> None:
+        status.update(Text(what))
+
+    with ExitStack() as stack, signals.raising():
+        if meets is not None:
+            from slipstream.deploy.check.meeting import FirstHost, answer_first_host  # torch
+
+            node, rendezvous = meets
+            if not 0 <= node < len(config.deploy.hosts):
+                raise ConfigError(f"--node is {node}, deploy.hosts has {len(config.deploy.hosts)}")
+            if node > 0:
+                progress(f"answering the first host, at {rendezvous}")
+                return answer_first_host(config, plans, node, rendezvous)
+            first = FirstHost(addressed(config, rendezvous.host), plans, rendezvous)
+            stack.callback(first.close)
+            reports = [_report(facts), *survey(first, progress)]
+            first.tell(reports)
+            return reports
         if place == "ray":
-            places: Places = import_ray().RayPlaces(config, console, NODE_PROGRAM)
+            places: Places = import_ray().RayPlaces(config, status.console, NODE_PROGRAM)
             stack.enter_context(signals.handled())  # Ray sets a handler of its own
         else:
             places = LocalPlaces(config, plans)
         stack.callback(places.close)
-        return survey(places, lambda what: status.update(Text(what)))
+        return [_report(facts), *survey(places, progress)]
 
 
 def _report(facts: Sequence[Fact]) -> HostReport:

@@ -33,6 +33,7 @@ _ROLES = {
     "start-reward-worker": "reward_worker",
 }
 _BROKER_PORT, _WEIGHTS_PORT, _RENDEZVOUS_PORT = 5555, 5600, 29400
+_OF_A_HOST = ("run.broker=", "run.key_file=")  # settings of a host that is not the first
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # characters that no key's name may have
 
 
@@ -45,15 +46,40 @@ class HostCommands:
     roles: list[str] = field(default_factory=list)
 
 
+def print_check_commands(
+    config: RunConfig, path: Path, overrides: Sequence[str], console: Console
+) -> None:
+    """Print what to type on each host to check the run; keys and settings are fetched as for it.
+
+    Args:
+        config: the run.
+        path: of its settings.
+        overrides: of settings.
+        console: to print on.
+
+    Raises:
+        ConfigError: there are not enough GPUs, or the first host has no known IPv4 address.
+    """
+    address, path = first_address(config), path.resolve()
+    plans = plan_roles(config, path, gpus=usable_gpus())
+    for one in host_commands(config, plans, resolved=path, address=address):
+        node = config.deploy.hosts.index(one.host)
+        meet = ("--node", str(node), "--rendezvous", f"{address}:{_RENDEZVOUS_PORT}")
+        own = [word for word in shlex.split(one.roles[0]) if word.startswith(_OF_A_HOST)]
+        file = str(path) if node == 0 else path.name
+        words = ("slipstream", "check", "--config", file, "--on", "hosts", *meet)
+        console.print(f"\non {one.host}:", style="bold")
+        for command in (*one.once, shlex.join((*words, *overrides, *own))):
+            console.print(f"  {command}", soft_wrap=True, highlight=False)
+
+
 def print_host_commands(config: RunConfig, console: Console) -> None:
     """Write the run's resolved settings, and print what to type on each host.
 
     Raises:
         ConfigError: there are not enough GPUs, or the first host has no known IPv4 address.
     """
-    hosts = config.deploy.hosts
-    listen = config.learner.weightbus.listen.removeprefix("tcp://").rpartition(":")[0]
-    address = listen or address_of(hosts[0]) if len(hosts) > 1 else ""
+    address = first_address(config)
     resolved = (config.run.folder / SETTINGS).resolve()
     plans = plan_roles(config, resolved, gpus=usable_gpus())
     commands = host_commands(config, plans, resolved=resolved, address=address)
@@ -93,9 +119,8 @@ def host_commands(
     first = config.deploy.hosts[0]
     found = {host: HostCommands(host) for host in config.deploy.hosts}
     is_spread = any(plan.host != first for plan in plans)
-    listen = config.broker.broker.listen or f"tcp://0.0.0.0:{_BROKER_PORT}"
+    listen, weights = listeners(config, address)
     broker = f"tcp://{first}:{listen.rpartition(':')[2]}"
-    weights = config.learner.weightbus.listen or f"tcp://{address}:{_WEIGHTS_PORT}"
     keys = keys_folder(config.run, config.broker.broker).resolve()
     fetched: set[str] = set()
     for plan in plans:
@@ -125,10 +150,33 @@ def host_commands(
     return [one for one in found.values() if one.roles]
 
 
+def listeners(config: RunConfig, address: str) -> tuple[str, str]:
+    """Return where the broker and the relay listen on the first host, which has this address."""
+    broker = config.broker.broker.listen or f"tcp://0.0.0.0:{_BROKER_PORT}"
+    return broker, config.learner.weightbus.listen or f"tcp://{address}:{_WEIGHTS_PORT}"
+
+
+def addressed(config: RunConfig, address: str) -> RunConfig:
+    """Return the run as its first host, which has this address, starts it."""
+    broker, weights = listeners(config, address)
+    return config.with_settings("broker", listen=broker).with_settings("weightbus", listen=weights)
+
+
 def _line(plan: RolePlan, program: str, words: Sequence[str]) -> str:
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in plan.environment.items())
     cores = f"taskset -c {','.join(map(str, plan.cores))} " if plan.cores else ""
     return f"{variables} {cores}{shlex.join((program, *words))}"
+
+
+def first_address(config: RunConfig) -> str:
+    """Return the address at which other hosts reach the first one; empty if there are none.
+
+    Raises:
+        ConfigError: none is known here.
+    """
+    hosts = config.deploy.hosts
+    listen = config.learner.weightbus.listen.removeprefix("tcp://").rpartition(":")[0]
+    return listen or address_of(hosts[0]) if len(hosts) > 1 else ""
 
 
 def address_of(host: str) -> str:

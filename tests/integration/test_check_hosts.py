@@ -19,6 +19,7 @@ from slipstream.wire.settings.load import load_table
 from tests.e2e.hosts import Host, end, ip, toml_of, two_hosts
 from tests.support.random_llama import write_random_weights
 from tests.support.tiny_run import tiny_inputs, tiny_settings, write_policy
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.integration]
 CLOCK_90_S_AHEAD = """
@@ -195,3 +196,55 @@ def test_a_fault_of_one_host_is_named_there(
     assert line.startswith(start), line
     missing = [word for word in words.split() if word not in line]
     assert not missing, f"{missing} of {line}"
+
+
+def commands_on(printed: str, host: str) -> list[str]:
+    """Return what is printed to be called on a host."""
+    part = printed.partition(f"\non {host}:\n")[2].partition("\non ")[0]
+    return [line.strip() for line in part.splitlines() if line.strip()]
+
+
+def test_what_is_printed_for_several_hosts_checks_them_all(hosts: Hosts):
+    """Each host reads its own settings, and all print the same facts."""
+    head, far = hosts.head, hosts.far
+    settings = {"generators.count": 1, "deploy.hosts": ["head", "far"]}
+    (head.folder / "run.toml").write_text(toml_of(tiny_settings(head.folder) | settings))
+    far.environment["SLIPSTREAM_TEST_HEAD"] = ""  # what is printed are whole paths
+    printed = head.run("slipstream check --config run.toml --on hosts")
+    *before, check_here = commands_on(printed, "head")
+    *fetch, check_there = commands_on(printed, "far")
+    assert (len(before), len(fetch)) == (1, 2), printed
+    for command in before:
+        head.run(command)
+    for command in fetch:
+        far.run(command)
+    far_output = far.folder / "check.log"
+    process = far.start(check_there, far_output)
+    try:
+        output = head.run(check_here)
+        assert process.wait(HANG_S) == 0, far_output.read_text()
+    finally:
+        end(process)
+    assert far_output.read_text().endswith(output), "torch may log a line before"
+    lines = output.splitlines()
+    (there,) = [i for i, line in enumerate(lines) if line.endswith(" (far): generator-0")]
+    facts = dict(line[5:].split(": ", 1) for line in lines[there + 1 : -1])
+    assert facts["key file"].startswith("far-generator, of the role generator, is known")
+    assert facts["weights"].startswith("17 MB over tcp from ")
+    assert lines[-1].endswith(" ok, 0 warn, 0 fail")
+    assert any("broker.listen: 0.0.0.0:5555 is free, on every interface" in line for line in lines)
+
+
+def test_a_host_that_never_comes_is_named(hosts: Hosts):
+    head = hosts.head
+    settings = {
+        "generators.count": 1,
+        "deploy.hosts": ["head", "far"],
+        "learner.rendezvous_timeout_s": 0.5,
+    }
+    (head.folder / "run.toml").write_text(toml_of(tiny_settings(head.folder) | settings))
+    output = head.folder / "check.log"
+    command = "slipstream check --config run.toml --on hosts --node 0 --rendezvous 10.77.0.1:29400"
+    assert head.start(command, output).wait(HANG_S) == 2
+    (line,) = [line for line in output.read_text().splitlines() if line.startswith("fail")]
+    assert "far has not answered (learner.rendezvous_timeout_s = 0.5)" in line
