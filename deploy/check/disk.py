@@ -73,13 +73,25 @@ def judge_space(free_bytes: int, one_bytes: int, count: int) -> Fact:
     return (ok if need <= free_bytes else fail)("disk space", found, setting)
 
 
-def observe_disk(config: RunConfig, hf: HfConfig, *, on_gpu: bool, has_critic: bool) -> list[Fact]:
-    """Return the facts of the disk that a run folder would be on."""
+def observe_disk(
+    config: RunConfig, hf: HfConfig, *, has_checkpoints: bool, on_gpu: bool, has_critic: bool
+) -> list[Fact]:
+    """Return the facts of the disk that a run folder would be on.
+
+    Args:
+        config: of the run.
+        hf: the policy's architecture.
+        has_checkpoints: the learner is on this host; else the broker's store alone.
+        on_gpu: the learner is on a GPU.
+        has_critic: whether it trains a critic.
+    """
     try:
         seen = see_disk(config.run.folder)
     except OSError as error:
         why = f"{nearest_folder(config.run.folder)} cannot be written: {error.strerror}"
         return [fail("fsync", why, "run.dir")]
+    if not has_checkpoints:
+        return [judge_sync(seen)]
     size = checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic)
     count = most_checkpoints(config.learner.checkpoint)
     return [judge_sync(seen), judge_space(seen.free_bytes, size, count)]

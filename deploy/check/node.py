@@ -129,7 +129,14 @@ def _facts(view: _View) -> list[Fact]:
     if "learner" in kinds:
         failure = import_failure("flash_attn") if view.on_gpu else ""
         facts.append(judge_flash_attn(failure, on_gpu=view.on_gpu))
-        facts += observe_disk(config, view.hf, on_gpu=view.on_gpu, has_critic=view.has_critic)
+    if {"broker", "learner"} & kinds:
+        facts += observe_disk(
+            config,
+            view.hf,
+            has_checkpoints="learner" in kinds,
+            on_gpu=view.on_gpu,
+            has_critic=view.has_critic,
+        )
     if "broker" in kinds:
         facts += observe_store(config.broker)
     if "generator" in kinds:
