@@ -58,8 +58,11 @@ def print_check_commands(
         console: to print on.
 
     Raises:
-        ConfigError: there are not enough GPUs, or the first host has no known IPv4 address.
+        ConfigError: there is one host, there are not enough GPUs, or the first host has no known
+            IPv4 address.
     """
+    if len(config.deploy.hosts) < 2:
+        raise ConfigError("deploy.hosts names one host: call slipstream check without --on hosts")
     address, path = first_address(config), path.resolve()
     plans = plan_roles(config, path, gpus=usable_gpus())
     for one in host_commands(config, plans, resolved=path, address=address):

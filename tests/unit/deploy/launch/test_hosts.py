@@ -1,12 +1,19 @@
 """What `slipstream run --on hosts` prints for each host."""
 
+import io
 import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.launch.hosts import HostCommands, address_of, host_commands
+from slipstream.deploy.launch.hosts import (
+    HostCommands,
+    address_of,
+    host_commands,
+    print_check_commands,
+)
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
@@ -104,3 +111,23 @@ def test_an_address_that_is_not_known_is_asked_for():
     assert address_of("10.0.0.1") == "10.0.0.1"
     with pytest.raises(ConfigError, match=r"deploy.hosts begins with no.such.invalid, .* set "):
         address_of("no.such.invalid")
+
+
+def test_a_check_is_printed_for_each_host_with_its_number_and_key(tmp_path: Path):
+    config = config_of(tmp_path, ["10.0.0.1", "gpu-b"])
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    print_check_commands(config, tmp_path / "run.toml", ["run.steps=3"], console)
+    lines = [shlex.split(line) for line in output.getvalue().splitlines()]
+    here, there = (words for words in lines if words[:2] == ["slipstream", "check"])
+    meet = ["--on", "hosts", "--node", "0", "--rendezvous", "10.0.0.1:29400", "run.steps=3"]
+    assert here[2:] == ["--config", str(tmp_path / "run.toml"), *meet]
+    assert there[2:4] == ["--config", "run.toml"]
+    assert there[6:8] == ["--node", "1"]
+    assert there[-2:] == ["run.broker=tcp://10.0.0.1:5555", "run.key_file=gpu-b-generator.key"]
+
+
+def test_a_check_of_one_host_needs_no_commands(tmp_path: Path):
+    config = config_of(tmp_path, ["localhost"]).with_settings("generators", device="cpu")
+    with pytest.raises(ConfigError, match=r"deploy\.hosts names one host"):
+        print_check_commands(config, tmp_path / "run.toml", [], Console())
