@@ -18,6 +18,8 @@ from slipstream.deploy.targets import (
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.fetched import content_hash
+from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.load import Section, Table, section, to_table
 from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
@@ -152,6 +154,23 @@ def run_config(table: Table) -> RunConfig:
             f"{config.learner.learner.max_tokens_per_microbatch}"
         )
     return config
+
+
+def with_contents(config: RunConfig) -> RunConfig:
+    """Return the run with the hash of what each of its URLs names, so that all roles use the same.
+
+    Raises:
+        ConfigError: one cannot be listed.
+    """
+    run, data, evaluation = config.run, config.broker.data, config.broker.eval
+    files = {"data.file": data.file, "eval.file": evaluation.file}
+    for setting, tables in (("data.sources", data.sources), ("eval.sets", evaluation.sets)):
+        files |= {f"{setting}.{name}.file": table.file for name, table in tables.items()}
+    contents = dict(run.contents)
+    for setting, url in {"run.model": run.model, **files}.items():
+        if is_url(url) and url not in contents:
+            contents[url] = content_hash(url, setting, is_model=setting == "run.model")
+    return config.with_settings("run", contents=contents) if contents else config
 
 
 def free_name(run: RunSection) -> str:

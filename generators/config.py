@@ -115,7 +115,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def model(self) -> Path:
         """Folder of the policy to start from."""
-        return Path(self.run.model)
+        return model_folder(self.run, with_weights=True)
 
     @property
     def device(self) -> Device:

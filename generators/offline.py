@@ -17,7 +17,7 @@ import msgspec
 
 from slipstream.broker.config import private_folders
 from slipstream.broker.data.mixture import PromptSource
-from slipstream.broker.data.sources import load_training_prompts
+from slipstream.broker.data.sources import load_training_prompts, local_data
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.offline_config import OfflineSettings
 from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
@@ -69,7 +69,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     """Write the file; return the exit code. It holds all answers finished before Ctrl-C."""
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
-    source = load_training_prompts(settings.generator.data, seed=run.seed)
+    source = load_training_prompts(local_data(settings.generator.data, run), seed=run.seed)
     folders = private_folders(run)  # of a run in the same place, if there is one
     hidden = [p for p in settings.generator.hidden if p not in folders or p.exists()]
     async with AsyncExitStack() as cleanup:

@@ -130,7 +130,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def model(self) -> Path:
         """The folder of the policy to start from, and always of config and tokenizer."""
-        return Path(self.run.model)
+        return model_folder(self.run, with_weights=True)
 
     @property
     def resume_from(self) -> Path | None:

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 from slipstream.broker.config import BrokerSettings
 from slipstream.broker.data.mixture import PromptSource
-from slipstream.broker.data.sources import load_eval_problems, load_training_prompts
+from slipstream.broker.data.sources import (
+    load_eval_problems,
+    load_training_prompts,
+    local_data,
+    local_eval,
+)
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.eval_metric import check_metric
 
@@ -32,8 +37,9 @@ def load_prompts(settings: BrokerSettings) -> Prompts:
     Raises:
         ConfigError: a file is missing, empty or malformed; or eval.metric does not fit them.
     """
-    training = load_training_prompts(settings.data, seed=settings.run.seed)
-    held_out = load_eval_problems(settings.eval, settings.data) if settings.eval.enabled else []
+    run, evaluation = settings.run, local_eval(settings.eval, settings.run)
+    training = load_training_prompts(local_data(settings.data, run), seed=run.seed)
+    held_out = load_eval_problems(evaluation, settings.data) if evaluation.enabled else []
     if held_out:
         sources = {problem.data_source for problem in held_out}
         check_metric(settings.eval.metric, samples=settings.eval.samples, sources=sources)

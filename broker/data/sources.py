@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from slipstream.broker.config import DataSection
 from slipstream.broker.data.files import RawRow, read_rows, row_name
 from slipstream.broker.data.gym import gym_rows
@@ -12,7 +14,7 @@ from slipstream.broker.data.mixture import PromptSource, checked_weights
 from slipstream.broker.data.rows import BadRowError, RowRules, prompt_from_row
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
-from slipstream.wire.settings.sections import EvalSection, SourceTable
+from slipstream.wire.settings.sections import EvalSection, RunSection, SourceTable, local_file
 
 _log = logging.getLogger(__name__)
 DEFAULT_SOURCE = "default"
@@ -40,6 +42,33 @@ class LoadedSource:
 
     prompts: list[Prompt] = field(default_factory=list)
     bad_rows: list[tuple[str, str]] = field(default_factory=list)  # (row, why)
+
+
+def local_data(data: DataSection, run: RunSection) -> DataSection:
+    """Return [data] with the paths of local copies for URLs, which are fetched.
+
+    Raises:
+        ConfigError: one cannot be fetched.
+    """
+    file = local_file(run, data.file, "data.file")
+    sources = _local(data.sources, run, "data.sources")
+    return msgspec.structs.replace(data, file=file, sources=sources)
+
+
+def local_eval(evaluation: EvalSection, run: RunSection) -> EvalSection:
+    """Return [eval] with the paths of local copies for URLs, which are fetched.
+
+    Raises:
+        ConfigError: one cannot be fetched.
+    """
+    file = local_file(run, evaluation.file, "eval.file")
+    sets = _local(evaluation.sets, run, "eval.sets")
+    return msgspec.structs.replace(evaluation, file=file, sets=sets)
+
+
+def _local(tables: dict[str, SourceTable], run: RunSection, setting: str) -> dict[str, SourceTable]:
+    files = {key: local_file(run, one.file, f"{setting}.{key}.file") for key, one in tables.items()}
+    return {key: msgspec.structs.replace(tables[key], file=file) for key, file in files.items()}
 
 
 def load_training_prompts(data: DataSection, *, seed: int) -> PromptSource:

@@ -60,6 +60,7 @@ from slipstream.weightbus.config import weightbus_section
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.settings.sections import model_folder
 
 if TYPE_CHECKING:
     from slipstream.deploy.check.passage import Sender
@@ -105,13 +106,13 @@ def _view(begin: Begin) -> _View:
     from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
 
     config = run_config(tomllib.loads(begin.settings))
-    algorithm = algorithm_of(config.learner)
+    algorithm, model = algorithm_of(config.learner), model_folder(config.run)
     return _View(
         config=config,
         roles=begin.roles,
         keys_by_run=begin.keys_by_run,
-        hf=load_hf_config(config.learner.model),
-        frozen=frozen_policies(algorithm, config.learner),
+        hf=load_hf_config(model),
+        frozen=frozen_policies(algorithm, model),
         has_critic=algorithm.choice.needs_values,
     )
 

@@ -16,14 +16,21 @@ from rich.text import Text
 
 from slipstream.broker.config import DataSection
 from slipstream.broker.data.files import row_name
-from slipstream.broker.data.sources import Source, eval_sources, load_source, training_sources
+from slipstream.broker.data.sources import (
+    Source,
+    eval_sources,
+    load_source,
+    local_data,
+    local_eval,
+    training_sources,
+)
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.generators.text.codec import BadPromptError, TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.load import load_table, section
-from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection
+from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection, model_folder
 
 _SHOWN_ROWS = 10
 _SHOWN_CHARACTERS = 1500
@@ -79,14 +86,15 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
         raise ConfigError("give one FILE, or the settings of a run with --config RUN.toml")
     table = load_table(config or Path(os.devnull), overrides)
     sampling = section(table, "sampling", SamplingSection)
-    data = section(table, "data", DataSection)
+    data, run = section(table, "data", DataSection), section(table, "run", RunSection)
     if files:
         data = msgspec.structs.replace(data, file=str(files[0]), sources={})
         sources = training_sources(data)
     else:
-        sources = [*training_sources(data), *eval_sources(section(table, "eval", EvalSection))]
-    folder = model or Path(section(table, "run", RunSection).model or os.devnull)
-    codec = TextCodec(folder, sampling) if folder != Path(os.devnull) else None
+        evaluation = local_eval(section(table, "eval", EvalSection), run)
+        sources = [*training_sources(local_data(data, run)), *eval_sources(evaluation)]
+    folder = model_folder(run) if model is None and run.model else model
+    codec = TextCodec(folder, sampling) if folder is not None else None
     reports = [_inspect(source, data, codec, sampling) for source in sources]
     console = make_console()
     for report in reports:

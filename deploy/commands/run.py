@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.deploy.commands.options import add_config, add_overrides, add_resume, import_ray
-from slipstream.deploy.config import free_name, run_config
+from slipstream.deploy.config import free_name, run_config, with_contents
 from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.hosts import print_host_commands
 from slipstream.deploy.launch.local import run_locally
@@ -85,6 +85,7 @@ def run(
             console.print(f"nothing to resume in {section.dir}: a new run starts", soft_wrap=True)
         name = free_name(section)
         config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
+    config = with_contents(config)
     if dry_run:
         resolved = config.run.folder / SETTINGS
         gpus = None if place == "ray" else usable_gpus()

@@ -27,6 +27,7 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.settings.sections import RunSection, local_file
 from slipstream.wire.unreadable import UNREADABLE
 
 EXIT_UNAVAILABLE = 1
@@ -136,7 +137,7 @@ def try_reward(
 
 def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[_Sample]:
     section_ = section(table, "data", DataSection)
-    where = data or section_.file
+    where = data or local_file(section(table, "run", RunSection), section_.file, "data.file")
     if not where:
         raise ConfigError("give the problems with --data FILE, or data.file")
     gym = where.removeprefix(_GYM) if where.startswith(_GYM) else ""

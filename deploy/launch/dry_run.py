@@ -10,6 +10,7 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import GIB, MemoryPart, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.settings.sections import model_folder
 
 
 def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
@@ -50,7 +51,8 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
         console.print(command, soft_wrap=True, highlight=False)
     console.print()
-    hf = load_hf_config(config.learner.model)
+    model = model_folder(config.run)
+    hf = load_hf_config(model)
     if config.generators.device == "cpu":
         console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
         return
@@ -58,7 +60,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print(
         f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
     )
-    frozen = frozen_policies(algorithm, config.learner)
+    frozen = frozen_policies(algorithm, model)
     learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1

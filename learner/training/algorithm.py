@@ -11,15 +11,19 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
 
 
-def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
+def frozen_policies(algorithm: Algorithm, model: Path) -> list[HfConfig]:
     """Return the policies that a learner holds beside its own: a reference, a teacher; each once.
+
+    Args:
+        algorithm: of the run.
+        model: folder of the policy to start from.
 
     Raises:
         ConfigError: one has no config.json that can be used.
     """
     choice, folders = algorithm.choice, dict[Path, str]()
     if choice.needs_reference:
-        folders[Path(choice.kl.reference or settings.model)] = "algo.kl.reference"
+        folders[Path(choice.kl.reference or model)] = "algo.kl.reference"
     if choice.has_teacher and choice.teacher.model:
         folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
     return [load_hf_config(folder, setting) for folder, setting in folders.items()]

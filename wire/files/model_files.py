@@ -10,7 +10,7 @@ from slipstream.wire.unreadable import UNREADABLE
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-_COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ def copied_files(folder: Path) -> list[Path]:
     files = [
         path
         for path in sorted(folder.iterdir())
-        if path.suffix in _COPIED_SUFFIXES and path.name != WEIGHTS_INDEX and path.is_file()
+        if path.suffix in COPIED_SUFFIXES and path.name != WEIGHTS_INDEX and path.is_file()
     ]
     for path in files:
         target = path.resolve()

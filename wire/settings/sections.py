@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.fetched import Fetch, default_cache, fetched_file, fetched_model
 from slipstream.wire.files.model_files import copied_files
+from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.weightbus import RelayAddress
@@ -37,7 +39,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     dir: str = "runs"
     """Folder of all runs."""
     model: str = ""
-    """Hugging Face folder of the policy to start from."""
+    """Hugging Face folder of the policy to start from, or the URL of one, such as s3://BUCKET/MODEL."""
     mode: Literal["async", "sync"] = "async"
     """sync trains on no data older than the policy: the same roles with a staleness bound of 0."""
     steps: AtLeast1 = 100
@@ -70,6 +72,10 @@ class RunSection(Section, frozen=True, kw_only=True):
     """Where the broker listens, for roles on other hosts: tcp://HOST:PORT."""
     key_file: str = ""
     """Key that this host proves to such a broker; `slipstream keys make` writes it."""
+    cache_dir: str = ""
+    """Folder of the local copies of what URLs name; empty is ~/.cache/slipstream."""
+    contents: dict[str, str] = msgspec.field(default_factory=dict)
+    """Hash that the content of a URL must have; `slipstream run` fills it in."""
 
     @property
     def staleness_bound(self) -> int:
@@ -293,18 +299,38 @@ def run_section(table: Table) -> RunSection:
     return run
 
 
-def model_folder(run: RunSection) -> Path:
-    """Return the folder of the policy to start from.
+def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
+    """Return the folder of the policy to start from; that of a URL is fetched.
+
+    Args:
+        run: that names it.
+        with_weights: of a URL too, where config and tokenizer are all there is otherwise.
 
     Raises:
-        ConfigError: run.model is not set, is no Hugging Face folder, or holds a link that an export
-            at the end would have to refuse.
+        ConfigError: run.model is not set, is no Hugging Face folder, cannot be fetched, or holds a
+            link that an export at the end would have to refuse.
     """
-    folder = Path(required(run.model, "run.model"))
+    if is_url(required(run.model, "run.model")):
+        return fetched_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
+    folder = Path(run.model)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"no config.json in {folder} (run.model)")
     copied_files(folder)
     return folder
+
+
+def local_file(run: RunSection, name: str, setting: str) -> str:
+    """Return the path of a file that a setting names; that of a URL is fetched.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
+    return str(fetched_file(_fetch(run, name, setting))) if is_url(name) else name
+
+
+def _fetch(run: RunSection, url: str, setting: str) -> Fetch:
+    cache = Path(run.cache_dir) if run.cache_dir else default_cache()
+    return Fetch(url, setting, cache, run.contents.get(url, ""))
 
 
 def required(value: str, setting: str) -> str:

@@ -1,0 +1,131 @@
+"""What every remote storage promises: a folder, memory, and S3."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.fetched import Fetch, content_hash, fetched_file, fetched_model
+from slipstream.wire.files.remote import RemoteFolder, StorageError
+from tests.support.stores import BUCKET, s3_server
+
+MODEL = {
+    "config.json": b"{}",
+    "model.safetensors": b"w" * 100_000,
+    "modeling.py": b"pass",
+    "pytorch_model.bin": b"a pickle",
+    "original/model.safetensors": b"not read",
+}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server() as variables, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.integration)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of a folder that does not exist yet."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    places = {"file": f"file://{tmp_path}/remote", "memory": "memory://bucket", "s3": BUCKET}
+    return f"{places[request.param]}/{uuid.uuid4().hex}"
+
+
+def put(url: str, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        RemoteFolder(url, "test").write(data, name)
+
+
+def fetch(url: str, cache: Path, expected: str = "", *, with_weights: bool = True) -> Path:
+    """Fetch as another process would."""
+    fetched_model.cache_clear()
+    return fetched_model(Fetch(url, "run.model", cache, expected), with_weights=with_weights)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_objects_are_written_listed_read_and_removed(url: str, tmp_path: Path):
+    folder = RemoteFolder(url, "test")
+    assert folder.files() == []
+    (tmp_path / "large").write_bytes(b"x" * 300_000)
+    folder.put(tmp_path / "large", "below/large")
+    folder.write(b"small", "small")
+    assert [(one.name, one.size) for one in folder.files()] == [
+        ("below/large", 300_000),
+        ("small", 5),
+    ]
+    assert folder.read("small") == b"small"
+    folder.remove("small")
+    assert [one.name for one in folder.files()] == ["below/large"]
+    with pytest.raises(StorageError, match="small"):
+        folder.read("small")
+
+
+def test_folder_beside_of_a_longer_name_is_not_listed(url: str):
+    put(url, {"a": b"1"})
+    put(f"{url}-2", {"b": b"2"})
+    assert [one.name for one in RemoteFolder(url, "test").files()] == ["a"]
+
+
+def test_content_that_changed_is_another(url: str):
+    folder = RemoteFolder(url, "test")
+    folder.write(b"one", "a")
+    before = folder.files()
+    folder.write(b"two", "a")
+    assert folder.files() != before
+    assert folder.files() == folder.files()
+
+
+def test_model_is_fetched_with_the_files_that_roles_read_alone(url: str, tmp_path: Path):
+    put(url, MODEL)
+    copy = fetch(url, tmp_path / "cache")
+    assert contents(copy) == {
+        name: MODEL[name] for name in ("config.json", "model.safetensors", "modeling.py")
+    }
+    assert copy.name == content_hash(url, "run.model", is_model=True)
+    assert set(contents(fetch(url, tmp_path / "cache", with_weights=False))) == {
+        "config.json",
+        "modeling.py",
+    }
+
+
+def test_file_is_fetched_under_its_own_name(url: str, tmp_path: Path):
+    put(url, {"train.jsonl": b"rows"})
+    copy = fetched_file(Fetch(f"{url}/train.jsonl", "data.file", tmp_path / "cache"))
+    assert copy.name == "train.jsonl"
+    assert copy.read_bytes() == b"rows"
+
+
+def test_copy_with_the_expected_content_needs_no_store(url: str, tmp_path: Path):
+    put(url, MODEL)
+    copy = fetch(url, tmp_path / "cache")
+    for one in RemoteFolder(url, "test").files():
+        RemoteFolder(url, "test").remove(one.name)
+    assert fetch(url, tmp_path / "cache", copy.name) == copy
+    with pytest.raises(ConfigError, match=r"no config\.json in .*run\.model"):
+        fetch(url, tmp_path / "cache")
+
+
+def test_content_that_is_not_the_expected_one_is_refused(url: str, tmp_path: Path):
+    put(url, MODEL)
+    expected = content_hash(url, "run.model", is_model=True)
+    put(url, {"model.safetensors": b"v" * 100_000})
+    with pytest.raises(ConfigError, match=f"has changed.*{expected}.*run.contents"):
+        fetch(url, tmp_path / "cache", expected)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_file_and_folder_are_not_taken_for_each_other(url: str, tmp_path: Path):
+    put(url, MODEL)
+    with pytest.raises(ConfigError, match=r"is no file \(data\.file\)"):
+        fetched_file(Fetch(url, "data.file", tmp_path))
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        fetch(f"{url}/model.safetensors", tmp_path)

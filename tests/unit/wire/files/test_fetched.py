@@ -1,0 +1,136 @@
+"""A copy is whole or not there."""
+
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.fetched import Fetch, default_cache, fetched_file
+from slipstream.wire.files.remote import RemoteFolder
+from slipstream.wire.settings.sections import RunSection, model_folder
+from tests.support.faulty_store import FaultyStore
+from tests.support.waiting import HANG_S, until
+
+ROWS = b"rows" * 1000
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    folder = f"faulty://{uuid.uuid4().hex}"
+    RemoteFolder(folder, "test").write(ROWS, "train.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        for hook in ("before_get", "before_put"):
+            patch.setattr(FaultyStore, hook, getattr(FaultyStore, hook))
+        yield f"{folder}/train.jsonl"
+
+
+def fetch(url: str, cache: Path) -> Path:
+    fetched_file.cache_clear()
+    return fetched_file(Fetch(url, "data.file", cache))
+
+
+def copies(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.is_dir()]
+
+
+def is_waiting_for_a_lock() -> bool:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and str(os.getpid()) in line.split() for line in lines)
+
+
+def does(action: Callable[[str], object]) -> None:
+    FaultyStore.before_get = staticmethod(action)
+
+
+def test_object_that_arrives_in_part_is_no_copy(url: str, tmp_path: Path):
+    def cut(path: str) -> None:
+        fsspec.filesystem("faulty").pipe_file(path, ROWS[:7])
+
+    does(cut)
+    with pytest.raises(ConfigError, match=r"train.jsonl.* came with 7 bytes, expected 4000"):
+        fetch(url, tmp_path)
+    assert copies(tmp_path) == []
+
+
+def test_object_that_changes_while_it_is_fetched_is_no_copy(url: str, tmp_path: Path):
+    def change(path: str) -> None:
+        fsspec.filesystem("faulty").pipe_file(path, b"size" * 1000)
+
+    does(change)
+    with pytest.raises(ConfigError, match="changed while it was fetched"):
+        fetch(url, tmp_path)
+    assert copies(tmp_path) == []
+
+
+def test_full_disk_names_the_folder_and_its_setting(url: str, tmp_path: Path):
+    def fill(_path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
+
+    does(fill)
+    with pytest.raises(ConfigError, match=r"No space left on device: .*run\.cache_dir"):
+        fetch(url, tmp_path)
+    assert copies(tmp_path) == []
+
+
+def test_failure_of_the_store_names_the_url_and_its_setting(url: str, tmp_path: Path):
+    def fail(_path: str) -> None:
+        raise PermissionError("Forbidden")
+
+    does(fail)
+    with pytest.raises(ConfigError, match=rf"{url} \(data\.file\): PermissionError: Forbidden"):
+        fetch(url, tmp_path)
+
+
+def test_two_processes_at_once_fetch_once(url: str, tmp_path: Path):
+    fetches: list[str] = []
+    second = threading.Thread(target=lambda: results.append(fetch(url, tmp_path)))
+    results: list[Path] = []
+
+    def count(path: str) -> None:
+        fetches.append(path)
+        if len(fetches) == 1:
+            second.start()
+            until(is_waiting_for_a_lock, "the other to wait")
+
+    does(count)
+    results.append(fetch(url, tmp_path))
+    second.join(HANG_S)
+    assert len(fetches) == 1
+    assert results[0] == results[1]
+    assert results[0].read_bytes() == ROWS
+
+
+def test_process_that_is_killed_leaves_no_copy_and_the_next_one_makes_it(tmp_path: Path):
+    source = tmp_path / "remote" / "train.jsonl"
+    source.parent.mkdir()
+    source.write_bytes(ROWS)
+    cache = tmp_path / "cache"
+    copy = fetch(f"file://{source}", cache)
+    whole = copy.parent
+    whole.rename(cache / f".{whole.name}.unfinished")  # as a process that was killed leaves it
+    (cache / f".{whole.name}.unfinished" / "train.jsonl").write_bytes(b"half")
+    assert fetch(f"file://{source}", cache) == copy
+    assert copy.read_bytes() == ROWS
+    assert copies(cache) == [whole.name]
+
+
+def test_run_section_fetches_a_model_by_url_for_its_checks_without_weights(tmp_path: Path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("weights")
+    run = RunSection(model=f"file://{folder}", cache_dir=str(tmp_path / "cache"))
+    assert [path.name for path in model_folder(run).iterdir()] == ["config.json"]
+    whole = model_folder(run, with_weights=True)
+    assert sorted(path.name for path in whole.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_default_cache_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/large/disk")
+    assert default_cache() == Path("/large/disk/slipstream")

@@ -1,0 +1,71 @@
+"""URLs and object names that are refused."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.remote import RemoteFolder, StorageError, is_url
+
+
+def test_a_path_is_no_url():
+    assert [is_url(text) for text in ("/m", "a/b", "C:\\m", "s3:/b", "", "file.jsonl")] == [
+        False
+    ] * 6
+    assert is_url("s3://bucket/model")
+    assert is_url("file:///m")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://key:S3CRET@bucket/model", "must not hold a user"),
+        ("s3://S3CRET@bucket/model", "must not hold a user"),
+        ("https://host/train.jsonl?X-Amz-Signature=S3CRET", "must not hold a user"),
+        ("https://host/train.jsonl#S3CRET", "must not hold a user"),
+        ("zip://train.jsonl::s3://bucket/a.zip", "one URL"),
+        ("s3://bucket/a\nb", "one URL"),
+        ("s3://bucket/../other", "names no place"),
+        ("s3://", "names no place"),
+        ("nosuch://bucket/model", "Protocol not known: nosuch"),
+        ("gs://bucket/model", r"pip install 'slipstream\[storage\]'"),
+    ],
+)
+def test_url_is_refused_with_its_setting_and_without_its_secret(url: str, why: str):
+    if url.startswith("gs:") and "gcsfs" in fsspec.available_protocols():
+        pytest.skip("its driver is installed")
+    with pytest.raises(ConfigError, match=why) as caught:
+        RemoteFolder(url, "run.model")
+    assert "run.model" in str(caught.value)
+    assert "S3CRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/./b", "a//b", "a\\..\\b", "a\nb"])
+def test_object_whose_name_leads_elsewhere_is_refused(name: str):
+    store = fsspec.filesystem("memory").store
+    path = f"/names/{name}"
+    store[path] = fsspec.filesystem("memory").open("/scratch", "wb")
+    store[path].path = path
+    try:
+        with pytest.raises(StorageError, match="has a name that is refused"):
+            RemoteFolder("memory://names", "run.model").files()
+    finally:
+        del store[path]
+
+
+def test_link_is_refused(tmp_path: Path):
+    (tmp_path / "secret").write_text("of this host")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(StorageError, match=r"config\.json is a link"):
+        RemoteFolder(f"file://{tmp_path}/model", "run.model").files()
+
+
+def test_folder_that_is_a_link_is_refused(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "below").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="below is a link"):
+        RemoteFolder(f"file://{tmp_path}/model", "run.model").files()

@@ -1,0 +1,184 @@
+"""Local copies of a model or a file that a setting names by URL.
+
+A copy is CACHE/HASH/, with the hash of what the store lists: URL, names, sizes and checksums. It
+appears when it is complete and on disk, and is never changed. Several processes of a host that
+need it at once fetch it once.
+"""
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_files import COPIED_SUFFIXES
+from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError
+from slipstream.wire.files.replace import replacing_folder
+
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 10.0
+_HASH_BYTES = 16
+_WEIGHTS = ".safetensors"
+_MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS, ".py")  # what a role may read
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What to have a copy of."""
+
+    url: str
+    setting: str  # that names it, for errors
+    cache: Path  # folder of all copies
+    expected: str = ""  # hash that it must have; empty takes what is there
+
+
+def content_hash(url: str, setting: str, *, is_model: bool) -> str:
+    """Return the hash of what the store lists.
+
+    Raises:
+        ConfigError: it cannot be listed, or holds nothing.
+    """
+    with _settings_to_blame():
+        folder = RemoteFolder(url, setting)
+        return _hash(folder, _listed(folder, is_model=is_model))
+
+
+@functools.cache  # one process uses one content, and asks for it once
+def fetched_model(fetch: Fetch, *, with_weights: bool) -> Path:
+    """Return the folder with a copy of a Hugging Face folder.
+
+    Files below the folder and those that no role reads are not fetched.
+
+    Raises:
+        ConfigError: there is none, it has changed, or it cannot be fetched or kept.
+    """
+    return _fetched(fetch, is_model=True, with_weights=with_weights)
+
+
+@functools.cache
+def fetched_file(fetch: Fetch) -> Path:
+    """Return the copy of a file, under its own name.
+
+    Raises:
+        ConfigError: there is none, it has changed, or it cannot be fetched or kept.
+    """
+    return _fetched(fetch, is_model=False) / PurePosixPath(fetch.url).name
+
+
+def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path:
+    with _settings_to_blame():
+        if fetch.expected:
+            copy = _place(fetch, fetch.expected, with_weights=with_weights)
+            if copy.is_dir():
+                return copy
+        folder = RemoteFolder(fetch.url, fetch.setting)
+        files = _listed(folder, is_model=is_model)
+        found = _hash(folder, files)
+        if fetch.expected not in {"", found}:
+            raise ConfigError(
+                f"{fetch.setting} = {fetch.url} has changed: its content has hash {found}, "
+                f"expected {fetch.expected} (run.contents; without it the new content is taken)"
+            )
+        copy = _place(fetch, found, with_weights=with_weights)
+        wanted = [one for one in files if with_weights or not one.name.endswith(_WEIGHTS)]
+        fetch.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(copy):
+            if not copy.is_dir():
+                with replacing_folder(copy) as unfinished:
+                    _download(folder, wanted, unfinished)
+                    if _listed(folder, is_model=is_model) != files:
+                        raise StorageError(f"{fetch.url} changed while it was fetched")
+        return copy
+
+
+def _place(fetch: Fetch, content: str, *, with_weights: bool) -> Path:
+    return fetch.cache / (content if with_weights else f"{content}-config")
+
+
+def _listed(folder: RemoteFolder, *, is_model: bool) -> list[RemoteFile]:
+    files = folder.files()
+    if is_model:
+        files = [one for one in files if one.name.endswith(_MODEL_SUFFIXES) and "/" not in one.name]
+        if "config.json" not in {one.name for one in files}:
+            raise ConfigError(f"no config.json in {folder.url} ({folder.setting})")
+    elif [one.name for one in files] != [""]:
+        raise ConfigError(f"{folder.url} is no file ({folder.setting})")
+    return files
+
+
+def _hash(folder: RemoteFolder, files: Sequence[RemoteFile]) -> str:
+    facts = msgspec.json.encode([folder.url, *((one.name, one.size, one.content) for one in files)])
+    return hashlib.blake2b(facts, digest_size=_HASH_BYTES).hexdigest()
+
+
+def _download(folder: RemoteFolder, files: Sequence[RemoteFile], target: Path) -> None:
+    paths = {one.name: target / (one.name or PurePosixPath(folder.url).name) for one in files}
+    with _progress(folder.url, target, sum(one.size for one in files)):
+        folder.fetch(paths)
+    for one in files:
+        size = paths[one.name].stat().st_size
+        if size != one.size:
+            raise StorageError(
+                f"{folder.url}/{one.name} came with {size} bytes, expected {one.size}"
+            )
+
+
+@contextmanager
+def _progress(url: str, target: Path, total: int) -> Iterator[None]:
+    """Log how much of a download has arrived, every ten seconds."""
+    ended = threading.Event()
+
+    def report() -> None:
+        size = 0
+        while not ended.wait(_PROGRESS_S):
+            with suppress(FileNotFoundError):  # a driver's temporary file
+                size = sum(path.stat().st_size for path in target.iterdir())
+            _log.info("fetching %s: %d of %d MB", url, size // 10**6, total // 10**6)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def _locked(copy: Path) -> Iterator[None]:
+    """Hold the lock of a copy: requests of its holder are bounded, and it does not outlive it."""
+    with copy.with_name(f".{copy.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("waiting for another process, which fetches %s", copy)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _settings_to_blame() -> Iterator[None]:
+    """A run cannot start without what its settings name."""
+    try:
+        yield
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep a local copy: {error.strerror or error}: {error.filename or ''} "
+            "(run.cache_dir)"
+        ) from error
+
+
+def default_cache() -> Path:
+    """Return the folder of all copies where run.cache_dir is not set."""
+    base = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 where users keep caches
+    return (Path(base) if base else Path.home() / ".cache") / "slipstream"
