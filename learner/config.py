@@ -12,6 +12,7 @@ from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import (
     AtLeast0,
@@ -179,6 +180,8 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         broker=section(table, "broker", BrokerSection),
     )
     model_folder(settings.run)
+    if settings.checkpoint.upload:
+        RemoteCheckpoints(settings.checkpoint.upload)  # its checks
     if settings.resume_from is not None and not may_resume:
         read_checkpoint_info(settings.resume_from)
     endpoint = settings.algo.teacher.get("endpoint")

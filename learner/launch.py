@@ -21,6 +21,7 @@ from slipstream.learner.batches.links import LeadingLink, RankLink
 from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.batches.replay_link import ReplayLink
+from slipstream.learner.checkpoints.resume import fetch_newer
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Address, Place
@@ -73,6 +74,8 @@ def run_learner(
         PeerLostError: another node did, or did not come.
     """
     algorithm = algorithm_of(settings)
+    if launch.resumes and place.node == 0:
+        fetch_newer(settings)
     if algorithm.choice.learns_from_equal_rewards and settings.broker.drop_zero_variance:
         _log.warning(
             "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "

@@ -113,6 +113,8 @@ class LearnerLoop:
         if isinstance(order, StopTraining):
             self._saver.on_stop(version)
             self._coordinator.end()
+            with self._clock.phase("checkpoint"):
+                self._saver.close()
             return
         with self._clock.phase("checkpoint"):
             self._saver.at_end(version)
@@ -122,10 +124,12 @@ class LearnerLoop:
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
             save_hf_folder(self._policy.model, folder, self._settings.model)
+        with self._clock.phase("checkpoint"):
+            self._saver.close()
 
-    def _signs(self) -> tuple[int, int]:
-        """Return what changes with progress: phases of a step, and answers without a batch."""
-        return self._clock.num_changes, self._num_orders
+    def _signs(self) -> tuple[int, int, int]:
+        """Return what changes with progress: phases, answers without a batch, waits for uploads."""
+        return self._clock.num_changes, self._num_orders, self._saver.num_polls
 
     def _start(self) -> PolicyVersion:
         """Take over the run at the step of the weights held, and publish them."""

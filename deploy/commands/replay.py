@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Turn this process into the learner of a new run, NAME-replay.
 
-    It starts from run.model, even where the settings are those of a resumed run, unless an
-    override names run.resume_from.
+    It starts from run.model, even where the settings are those of a resumed run, and uploads
+    nothing, unless an override names run.resume_from or checkpoint.upload.
     """
     config = arguments.config
     file = recorded_file(arguments.target)
-    overrides = ["run.resume_from=", *arguments.overrides]
+    overrides = ["run.resume_from=", "checkpoint.upload=", *arguments.overrides]
     table = load_table(config, overrides)
     named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
     name = free_name(run_section({**table, "run": named}))

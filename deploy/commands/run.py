@@ -10,13 +10,14 @@ from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.hosts import print_host_commands
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import plan_roles
-from slipstream.deploy.launch.resume import find_resume_point, resumed_table
+from slipstream.deploy.launch.resume import find_resume_point, refuse_taken, resumed_table
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import run_section
+from slipstream.wire.settings.load import section as load_section
+from slipstream.wire.settings.sections import CheckpointSection, run_section
 
 EXAMPLES = """examples:
   slipstream run --config run.toml generators.count=4    a run with every role on this host
@@ -75,7 +76,8 @@ def run(
     console = make_console()
     table = load_table(path, overrides)
     section = run_section(table)
-    point = find_resume_point(section, resume) if resume else None
+    upload = load_section(table, "checkpoint", CheckpointSection).upload
+    point = find_resume_point(section, resume, upload) if resume else None
     if point is not None:
         start = point.checkpoint or f"the ledger of {point.run_folder}: no checkpoint was saved yet"
         console.print(f"resuming from {start}", soft_wrap=True)
@@ -85,6 +87,7 @@ def run(
             console.print(f"nothing to resume in {section.dir}: a new run starts", soft_wrap=True)
         name = free_name(section)
         config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
+        refuse_taken(upload)
     config = with_contents(config)
     if dry_run:
         resolved = config.run.folder / SETTINGS

@@ -12,9 +12,11 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
-from slipstream.wire.files.run_folder import SUMMARY, TRAIL
-from slipstream.wire.settings.load import Table
-from slipstream.wire.settings.sections import RunSection
+from slipstream.wire.files.remote import StorageError
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints, refuse_other_run
+from slipstream.wire.files.run_folder import SETTINGS, SUMMARY, TRAIL
+from slipstream.wire.settings.load import Table, load_table
+from slipstream.wire.settings.sections import RunSection, run_section
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
@@ -29,11 +31,14 @@ class ResumePoint:
     step: int
 
 
-def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
+def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumePoint | None:
     """Return the point to resume from.
+
+    With "auto" a checkpoint that is newer in remote storage is fetched into its run folder.
 
     Args:
         run: the section as the user wrote it.
+        upload: URL of the run's checkpoints in remote storage, if it has any there.
         wanted: "auto" for the newest of NAME, NAME-2, ... that has started and not ended (None if
             there is none: then a run starts), or a run folder, or a checkpoint folder.
 
@@ -42,6 +47,8 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
     """
     if wanted != AUTO:
         return _point(Path(wanted), run)
+    if upload and (folder := _fetch_newer(run, upload)) is not None:
+        return _point(folder, run)
     folders = [Path(run.dir) / run.name]
     while (folder := Path(run.dir) / f"{run.name}-{len(folders) + 1}").exists():
         folders.append(folder)
@@ -62,6 +69,56 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
     return None
 
 
+def refuse_taken(upload: str) -> None:
+    """Refuse to start a new run where checkpoints of another one are, or storage is away.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    try:
+        if upload:
+            refuse_other_run(RemoteCheckpoints(upload).known(), "", upload)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _fetch_newer(run: RunSection, upload: str) -> Path | None:
+    """Fetch the newest remote checkpoint, unless the folder of its run has a newer one.
+
+    Returns:
+        The run folder; None if there are no checkpoints in it, nor remote ones.
+
+    Raises:
+        ConfigError: the folder is that of another run, or the remote checkpoints cannot be used.
+    """
+    try:
+        remote = RemoteCheckpoints(upload)
+        if not (known := remote.known()):
+            return None
+        name = run_section({"run": {"name": known[-1].info.run_name}}).name  # a plain one
+        folder = Path(run.dir) / name
+        own = _newest_whole(folder)[0]
+        info = read_checkpoint_info(own) if own is not None else None
+        if info is not None:
+            refuse_other_run(known, info.run_id, upload)
+        newer_than = info.version if info is not None else None
+        remote.fetch_newest(folder / "checkpoints", newer_than=newer_than)
+    except StorageError as error:
+        raise ConfigError(f"{error}; without checkpoint.upload local ones are enough") from error
+    return folder if newest_checkpoint(folder) is not None else None
+
+
+def _newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint of a run that is not damaged, and the damage of newer ones."""
+    damaged: list[str] = []
+    for checkpoint in reversed(checkpoints_in(folder / "checkpoints")):
+        if not (damage := _damage_of(checkpoint)):
+            return checkpoint, damaged
+        damaged.append(f"{checkpoint}: {damage}")
+        _log.warning("%s is passed over: %s", checkpoint, damage)
+    return None, damaged
+
+
 def _damage_of(checkpoint: Path) -> str:
     from slipstream.learner.checkpoints.digests import (
         damage_of,  # xxhash, which a host without a learner may lack
@@ -71,16 +128,11 @@ def _damage_of(checkpoint: Path) -> str:
 
 
 def _point(folder: Path, run: RunSection) -> ResumePoint:
-    if own := checkpoints_in(folder / "checkpoints"):
-        damaged: list[str] = []
-        for checkpoint in reversed(own):
-            if not (damage := _damage_of(checkpoint)):
-                break
-            damaged.append(f"{checkpoint}: {damage}")
-            _log.warning("%s is passed over: %s", checkpoint, damage)
-        else:
-            raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
-        run_folder = folder
+    whole, damaged = _newest_whole(folder)
+    if whole is not None:
+        checkpoint, run_folder = whole, folder
+    elif damaged:
+        raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
     else:
         checkpoint, run_folder = folder, folder.absolute().parent.parent
         if damage := _damage_of(checkpoint):
@@ -99,9 +151,20 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
     return ResumePoint(run_folder, checkpoint, info.step)
 
 
+def _contents(run_folder: Path) -> dict[str, str]:
+    """Return the hash of what each URL named when the run was started last; nothing if unknown."""
+    try:
+        return run_section(load_table(run_folder / SETTINGS)).contents
+    except ConfigError as error:
+        _log.info("the content of URLs is not compared with that of before: %s", error)
+        return {}
+
+
 def resumed_table(table: Table, point: ResumePoint) -> Table:
-    """Return the settings of a run that resumes in its own folder."""
+    """Return the settings of a run that resumes in its own folder, with the content it had."""
+    known = _contents(point.run_folder)
     run = {
+        **({"contents": known} if known else {}),
         **table.get("run", {}),
         "name": point.run_folder.name,
         "dir": str(point.run_folder.parent),

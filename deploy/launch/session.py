@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -31,6 +32,7 @@ from slipstream.wire.files.checkpoints import (
     best_checkpoint,
     newest_checkpoint,
     read_checkpoint_info,
+    read_upload_state,
 )
 from slipstream.wire.files.run_folder import RUN_LOCK
 from slipstream.wire.files.scale_request import ScaleAnswer, take_request, write_answer
@@ -338,6 +340,15 @@ def lock_run(run: RunSection) -> TextIO:
     return lock
 
 
+def missing_upload(checkpoint: Path) -> str:
+    """Return a line if a run's newest checkpoint was to be uploaded, and was not; else nothing."""
+    state = read_upload_state(checkpoint.parent)
+    if state is None or (state.step == read_checkpoint_info(checkpoint).step and not state.error):
+        return ""
+    why = f": {state.error}" if state.error else ""
+    return f"{checkpoint.name} is not in {state.url} (checkpoint.upload){why}"
+
+
 def finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
     """Write the run's outcome into its summary, and show it."""
     path = run.summary_file
@@ -360,6 +371,8 @@ def finish(run: RunSection, newest: RunStatus | None, reason: str, console: Cons
         also = f", best {best}" if best not in {None, checkpoint} else ""
         hint = "" if reason == "finished" else "; resume from it with --resume auto"
         console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
+        if line := missing_upload(checkpoint):
+            console.print(line, style="bold red", highlight=False, soft_wrap=True)
     if reason != "finished":
         console.print(reason, style="bold red", highlight=False, soft_wrap=True)
     console.print(f"figures in {path}")

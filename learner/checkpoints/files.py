@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -48,6 +47,7 @@ from slipstream.wire.files.checkpoints import (
     LEDGER_FILE,
     CheckpointInfo,
     checkpoint_name,
+    encode_info,
     ledger_file,
 )
 from slipstream.wire.files.replace import put_in_place
@@ -189,11 +189,6 @@ def _begin(unfinished: Path, info: CheckpointInfo, ledger: bytes) -> None:
     unfinished.mkdir(parents=True)
     (unfinished / LEDGER_FILE).write_bytes(ledger_file(ledger))
     (unfinished / INFO_FILE).write_bytes(encode_info(info))
-
-
-def encode_info(info: CheckpointInfo) -> bytes:
-    """Return the bytes of checkpoint.json."""
-    return msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
 
 
 def _write_tensors(sharded: dict[str, Any], folder: Path) -> None:

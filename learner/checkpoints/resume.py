@@ -1,10 +1,29 @@
 """Finds the checkpoint that a restarted learner resumes from."""
 
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.wire.files.checkpoints import CheckpointInfo
+from slipstream.learner.config import LearnerSettings
+from slipstream.wire.files.checkpoints import CheckpointInfo, readable_checkpoints
+from slipstream.wire.files.remote import StorageError
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
+
+_log = logging.getLogger(__name__)
+
+
+def fetch_newer(settings: LearnerSettings) -> None:
+    """Fetch a newer checkpoint than the run folder has; where storage fails, its own are enough."""
+    if not settings.checkpoint.upload:
+        return
+    folder = settings.run.checkpoints
+    infos = readable_checkpoints(folder)
+    newest = max((info.version for info in infos.values()), default=None)
+    try:
+        RemoteCheckpoints(settings.checkpoint.upload).fetch_newest(folder, newer_than=newest)
+    except (StorageError, OSError) as error:
+        _log.warning("no newer checkpoint is fetched: %s", error)
 
 
 def resume_order(

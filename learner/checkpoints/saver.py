@@ -11,12 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.learner.checkpoints.files import (
-    CheckpointError,
-    encode_info,
-    prepare_folder,
-    save_checkpoint,
-)
+from slipstream.learner.checkpoints.files import CheckpointError, prepare_folder, save_checkpoint
 from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
 from slipstream.learner.checkpoints.retention import (
     Resumption,
@@ -27,6 +22,7 @@ from slipstream.learner.checkpoints.retention import (
     is_save_due,
     to_remove,
 )
+from slipstream.learner.checkpoints.uploader import Uploader
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.topology import Topology
@@ -37,14 +33,17 @@ from slipstream.wire.files.checkpoints import (
     FORMAT_REVISION,
     INFO_FILE,
     LEDGER_FILE,
+    UPLOAD_FILE,
     BestCheckpoint,
     CheckpointInfo,
     checkpoint_name,
+    encode_info,
     ledger_file,
     read_best,
     read_checkpoint_info,
     readable_checkpoints,
 )
+from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.status import EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
@@ -91,6 +90,10 @@ class Saver:
         if topology.rank == 0:
             prepare_folder(self._folder)
             self._infos = readable_checkpoints(self._folder)
+        uploads = topology.rank == 0 and bool(settings.checkpoint.upload)
+        self._uploader = Uploader(settings, run_id) if uploads else None
+        if topology.rank == 0 and not uploads:
+            (self._folder / UPLOAD_FILE).unlink(missing_ok=True)  # of a start with other settings
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the last save, for a step's metrics."""
@@ -98,7 +101,17 @@ class Saver:
         if self._seconds is not None:
             figures["time/save_checkpoint"] = self._seconds
             self._seconds = None
-        return figures
+        return figures | (self._uploader.figures() if self._uploader is not None else {})
+
+    @property
+    def num_polls(self) -> int:
+        """How often ``close`` has looked whether it may end."""
+        return self._uploader.num_polls if self._uploader is not None else 0
+
+    def close(self) -> None:
+        """Wait until the newest checkpoint is uploaded, or has failed to be."""
+        if self._uploader is not None:
+            self._uploader.close()
 
     def started_from(self, version: PolicyVersion) -> None:
         """Remember the weights that training starts from: they are saved already, or given.
@@ -111,6 +124,7 @@ class Saver:
         """
         self._saved = version
         if self._resumed is None:
+            self._upload()
             return
         self._resumption = Resumption(self._resumed.version, version.epoch)
         overtaken = self._topology.rank == 0 and is_overtaken(
@@ -119,6 +133,7 @@ class Saver:
         if any_rank(overtaken, world_size=self._topology.world_size):
             self._save(version, self._resumed.evaluation)
         else:
+            self._upload()
             self._seal(version)
 
     def save_if_due(self, version: PolicyVersion, *, last_step: int) -> None:
@@ -187,14 +202,14 @@ class Saver:
 
     def _save(self, version: PolicyVersion, evaluation: EvalPoint | None = None) -> None:
         started = time.monotonic()
-        model = self._policy.model
+        model, run = self._policy.model, self._settings.run
         info = CheckpointInfo(
             format_revision=FORMAT_REVISION,
-            run_name=self._settings.run.name,
+            run_name=run.name,
             run_id=self._run_id,
             version=version,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=str(self._settings.model.resolve()),
+            model=run.model if is_url(run.model) else str(self._settings.model.resolve()),
             architecture=architecture_of(model.hf_config),
             parameters=parameters_hash(model),
             dtype=dtype_name(model),
@@ -255,6 +270,12 @@ class Saver:
                 shutil.rmtree(unfinished)
             except OSError as error:
                 _log.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)
+
+        self._upload()
+
+    def _upload(self) -> None:
+        if self._uploader is not None:
+            self._uploader.offer(self._infos, self._resumption)
 
     def _mark_best(self) -> None:
         metric = self._settings.eval.metric

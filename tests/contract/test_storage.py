@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import CheckpointInfo, read_checkpoint_info
 from slipstream.wire.files.fetched import Fetch, content_hash, fetched_file, fetched_model
 from slipstream.wire.files.remote import RemoteFolder, StorageError
+from slipstream.wire.files.remote_checkpoints import MANIFEST, RemoteCheckpoints
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.checkpoint_infos import saved_checkpoint
 from tests.support.stores import BUCKET, s3_server
 
 MODEL = {
@@ -129,3 +134,77 @@ def test_file_and_folder_are_not_taken_for_each_other(url: str, tmp_path: Path):
         fetched_file(Fetch(url, "data.file", tmp_path))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         fetch(f"{url}/model.safetensors", tmp_path)
+
+
+def save(folder: Path, step: int, epoch: int = 1) -> tuple[Path, CheckpointInfo]:
+    return saved_checkpoint(folder, PolicyVersion(epoch, step))
+
+
+def upload(url: str, folder: Path, *steps: int) -> RemoteCheckpoints:
+    remote = RemoteCheckpoints(url)
+    for step in steps:
+        remote.upload(*save(folder, step), None)
+    return remote
+
+
+def labels(remote: RemoteCheckpoints) -> list[str]:
+    return [one.version.label for one in remote.known()]
+
+
+def test_fetched_checkpoint_is_the_one_that_was_uploaded(url: str, tmp_path: Path):
+    remote = upload(url, tmp_path / "a", 1, 2)
+    fetched = remote.fetch_newest(tmp_path / "b", newer_than=PolicyVersion(1, 1))
+    assert fetched == tmp_path / "b" / "step-000002"
+    original = tmp_path / "a" / "checkpoints" / "step-000002"
+    assert contents(fetched) == contents(original)
+    assert damage_of(fetched) == ""
+    assert remote.fetch_newest(tmp_path / "b", newer_than=PolicyVersion(1, 2)) is None
+
+
+def test_same_step_of_a_later_epoch_is_another_checkpoint(url: str, tmp_path: Path):
+    remote = upload(url, tmp_path / "a", 4, 6)
+    remote.upload(*save(tmp_path / "a", 4, epoch=2), None)
+    assert labels(remote) == ["v1.4", "v1.6", "v2.4"]
+    fetched = remote.fetch_newest(tmp_path / "b", newer_than=None)
+    assert fetched is not None
+    assert read_checkpoint_info(fetched).version == PolicyVersion(2, 4)
+
+
+def test_checkpoint_without_its_manifest_does_not_exist(url: str, tmp_path: Path):
+    remote = upload(url, tmp_path / "a", 1, 2)
+    RemoteFolder(url, "test").remove(f"step-000002-epoch-1/{MANIFEST}")
+    assert labels(remote) == ["v1.1"]
+
+
+@pytest.mark.parametrize("damage", [b"tensors", b""])
+def test_object_that_was_cut_is_noticed_before_a_download(url: str, tmp_path: Path, damage: bytes):
+    remote = upload(url, tmp_path / "a", 1, 2)
+    RemoteFolder(url, "test").write(damage, "step-000002-epoch-1/__0_0.distcp")
+    assert labels(remote) == ["v1.1"]
+
+
+@pytest.mark.parametrize("manifest", [b"{", b"[]", b"", b"\xff"])
+def test_manifest_that_is_none_is_passed_over(url: str, tmp_path: Path, manifest: bytes):
+    remote = upload(url, tmp_path / "a", 1, 2)
+    RemoteFolder(url, "test").write(manifest, f"step-000002-epoch-1/{MANIFEST}")
+    assert labels(remote) == ["v1.1"]
+
+
+def test_object_that_was_changed_is_passed_over_for_the_checkpoint_before(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    remote = upload(url, tmp_path / "a", 1, 2)
+    RemoteFolder(url, "test").write(b"tensors of v9.9", "step-000002-epoch-1/__0_0.distcp")
+    fetched = remote.fetch_newest(tmp_path / "b", newer_than=None)
+    assert fetched == tmp_path / "b" / "step-000001"
+    assert [path.name for path in fetched.parent.iterdir()] == ["step-000001"]
+    assert "__0_0.distcp is not as it was uploaded" in caplog.text
+
+
+def test_removed_checkpoint_leaves_no_object(url: str, tmp_path: Path):
+    remote = upload(url, tmp_path / "a", 1, 2)
+    remote.remove(remote.known()[0])
+    assert labels(remote) == ["v1.2"]
+    assert {one.name.partition("/")[0] for one in RemoteFolder(url, "test").files()} == {
+        "step-000002-epoch-1"
+    }

@@ -1,6 +1,8 @@
 """Storage in memory that fails as it is told to: ``faulty://``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from uuid import uuid4
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
@@ -11,7 +13,7 @@ def nothing(_path: str) -> None:
 
 
 class FaultyStore(MemoryFileSystem):
-    """Calls a hook before each download or upload; the hook may raise, or change the store."""
+    """Calls a hook before each download or upload; it may raise, or change the store."""
 
     protocol = "faulty"
     before_get: Callable[[str], object] = staticmethod(nothing)
@@ -27,3 +29,12 @@ class FaultyStore(MemoryFileSystem):
 
 
 fsspec.register_implementation("faulty", FaultyStore)
+
+
+@contextmanager
+def faulty_folder() -> Iterator[str]:
+    """Yield the URL of an empty folder; hooks that are set meanwhile are taken off again."""
+    try:
+        yield f"faulty://{uuid4().hex}"
+    finally:
+        FaultyStore.before_get = FaultyStore.before_put = staticmethod(nothing)

@@ -22,6 +22,7 @@ FORMAT_REVISION = 2
 INFO_FILE = "checkpoint.json"
 LEDGER_FILE = "ledger.bin"
 BEST_FILE = "best.json"
+UPLOAD_FILE = "upload.json"
 _LEDGER_MARK = b"slipstream-ledger-1\n"
 _DIGEST_BYTES = 16
 _NAME = re.compile(r"step-([0-9]{6,})")
@@ -35,7 +36,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""  # as in the run folder's identity.json; empty without a broker
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
-    model: str  # absolute path of the Hugging Face folder with config and tokenizer
+    model: str  # absolute path, or URL, of the Hugging Face folder with config and tokenizer
     architecture: dict[str, int | float | bool | str]  # that decides the shape of the model
     parameters: str  # hash of all names and whole shapes
     dtype: str  # of the parameters
@@ -63,6 +64,29 @@ class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     oldest_version: str = ""  # label of the oldest and of the newest version that answered
     newest_version: str = ""
+
+
+class UploadState(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of upload.json: what remote storage has of the run's checkpoints."""
+
+    url: str
+    step: int = 0  # of the newest checkpoint there that this learner has seen
+    num_failed: int = 0
+    error: str = ""  # why the newest is not there; empty once it is
+
+
+def read_upload_state(folder: Path) -> UploadState | None:
+    """Return the content of RUN/checkpoints/upload.json, None if there is none that can be read."""
+    try:
+        return msgspec.json.decode((folder / UPLOAD_FILE).read_bytes(), type=UploadState)
+    except (OSError, *UNREADABLE) as error:
+        _log.debug("no %s: %s", folder / UPLOAD_FILE, error)
+        return None
+
+
+def encode_info(info: CheckpointInfo) -> bytes:
+    """Return the bytes of checkpoint.json."""
+    return msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
 
 
 def checkpoint_name(step: int) -> str:

@@ -85,7 +85,7 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
         if fetch.expected not in {"", found}:
             raise ConfigError(
                 f"{fetch.setting} = {fetch.url} has changed: its content has hash {found}, "
-                f"expected {fetch.expected} (run.contents; without it the new content is taken)"
+                f"expected {fetch.expected} (run.contents; run.contents={{}} takes the new content)"
             )
         copy = _place(fetch, found, with_weights=with_weights)
         wanted = [one for one in files if with_weights or not one.name.endswith(_WEIGHTS)]

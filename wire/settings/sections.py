@@ -281,6 +281,8 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
     """Save at every evaluation too, and keep the best by eval.metric."""
     export_at_end: bool = False
     """Write the trained policy as a Hugging Face folder, model/ in the run folder."""
+    upload: str = ""
+    """URL to upload checkpoints to, such as s3://BUCKET/runs/NAME; for one run alone."""
 
 
 def run_section(table: Table) -> RunSection:

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from slipstream.broker.dashboard.advisories.view import Finding, Rules, View
+from slipstream.broker.dashboard.advisories.view import FIGURE_STEPS, Finding, Rules, View, known
 
 WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything
@@ -107,6 +107,22 @@ def _kv_thrashing(view: View) -> Finding | None:
         "generators.sglang.mem_fraction_static) or let fewer be under way "
         '(generators.max_sequences, generators.concurrency = "adaptive").',
         "generators.max_sequences",
+    )
+
+
+@RULES.add
+def _uploads_failing(view: View) -> Finding | None:
+    steps = view.history.steps
+    failed = known(steps.get("checkpoint/upload_failed", ()))[-FIGURE_STEPS:]
+    there = known(steps.get("checkpoint/uploaded_step", ()))
+    if not there or (count := failed[-1] - failed[0]) <= 0:
+        return None
+    newest = f"the newest one there is of step {there[-1]:.0f}" if there[-1] else "none is there"
+    return Finding(
+        f"{count:.0f} uploads of checkpoints failed in the last "
+        f"{FIGURE_STEPS * view.history.every_steps} steps, {newest}: the log of the "
+        "learner has the reason; check the bucket, its rights and the network (checkpoint.upload).",
+        "checkpoint.upload",
     )
 
 

@@ -118,6 +118,12 @@ def falling(before: float, after: float) -> list[float]:
     return [n + (before if step < STEPS - 14 else after) for step, n in enumerate(noise)]
 
 
+def uploads(failed_before: float, failed: float) -> dict[str, Column]:
+    """Uploads of checkpoints, of which some failed in the last steps."""
+    counts = [*flat(failed_before, STEPS - 5), *flat(failed, 5)]
+    return {"checkpoint/upload_failed": counts, "checkpoint/uploaded_step": flat(40.0, STEPS)}
+
+
 def drops(zero_variance: float, trained: float) -> dict[str, Column]:
     return {"dropped:zero_variance": rising(zero_variance), "trained": rising(trained)}
 
@@ -185,6 +191,11 @@ CASES: list[Case] = [
         "kv-thrashing",
         *(HERE, history({"answers": rising(10.0), "retracted": rising(0.51)})),
         *(HERE, history({"answers": rising(10.0), "retracted": rising(0.49)})),
+    ),
+    (
+        "uploads-failing",
+        *(HERE, history(steps=uploads(0.0, 3.0))),
+        *(HERE, history(steps=uploads(3.0, 3.0))),
     ),
     (
         "dead-letters-growing",

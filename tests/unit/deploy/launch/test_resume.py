@@ -3,14 +3,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.deploy.launch.resume import ResumePoint, find_resume_point, resumed_table
+from slipstream.deploy.launch.resume import (
+    ResumePoint,
+    find_resume_point,
+    refuse_taken,
+    resumed_table,
+)
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE, checkpoint_name, ledger_file
-from slipstream.wire.files.run_folder import SUMMARY
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
+from slipstream.wire.files.run_folder import SETTINGS, SUMMARY
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import RunSection
-from tests.support.checkpoint_infos import checkpoint_info
+from tests.support.checkpoint_infos import checkpoint_info, saved_checkpoint
 
 
 def save(run_folder: Path, step: int) -> Path:
@@ -167,3 +173,93 @@ def test_a_cut_ledger_has_auto_take_the_checkpoint_before(tmp_path: Path):
     write_digests(newer)
     (newer / LEDGER_FILE).write_bytes(ledger_file(b"ledger")[:-1])
     assert find_resume_point(section(tmp_path), "auto") == ResumePoint(tmp_path / "first", older, 2)
+
+
+def bucket(tmp_path: Path, *versions: tuple[int, int], run_id: str = "1f") -> str:
+    """Return a URL with checkpoints of run "first"."""
+    url = f"file://{tmp_path}/bucket"
+    for version in versions:
+        saved = saved_checkpoint(
+            tmp_path / "lost" / "first", PolicyVersion(*version), run_id=run_id
+        )
+        RemoteCheckpoints(url).upload(*saved, None)
+    return url
+
+
+def saved_here(folder: Path, epoch: int, step: int) -> Path:
+    version = PolicyVersion(epoch, step)
+    return saved_checkpoint(folder / "first", version, run_id="1f")[0]
+
+
+def test_auto_fetches_a_checkpoint_that_this_host_lacks(tmp_path: Path):
+    url = bucket(tmp_path, (1, 2), (1, 4))
+    point = find_resume_point(section(tmp_path / "runs"), "auto", url)
+    assert point is not None
+    assert point.run_folder == tmp_path / "runs" / "first"
+    assert point.checkpoint == point.run_folder / "checkpoints" / "step-000004"
+    assert damage_of(point.checkpoint) == ""
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "newest"),
+    [
+        ((1, 4), (1, 6), "tensors of v1.6"),
+        ((1, 6), (1, 4), "tensors of v1.6"),
+        ((2, 4), (1, 6), "tensors of v2.4"),  # the run went back since
+        ((1, 4), (1, 4), "tensors of v1.4"),
+    ],
+)
+def test_auto_takes_the_newest_of_local_and_remote_checkpoints(
+    tmp_path: Path, local: tuple[int, int], remote: tuple[int, int], newest: str
+):
+    url = bucket(tmp_path, remote)
+    saved_here(tmp_path, *local)
+    point = find_resume_point(section(tmp_path), "auto", url)
+    assert point is not None
+    assert point.checkpoint is not None
+    assert (point.checkpoint / "__0_0.distcp").read_text() == newest
+
+
+def test_damaged_local_checkpoint_is_replaced_by_the_remote_one(tmp_path: Path):
+    url = bucket(tmp_path, (1, 4))
+    (saved_here(tmp_path, 1, 4) / "__0_0.distcp").write_bytes(b"")
+    point = find_resume_point(section(tmp_path), "auto", url)
+    assert point is not None
+    assert point.checkpoint is not None
+    assert damage_of(point.checkpoint) == ""
+
+
+def test_remote_checkpoints_of_another_run_are_refused_and_nothing_is_fetched(tmp_path: Path):
+    url = bucket(tmp_path, (5, 40), run_id="2e")
+    saved_here(tmp_path, 1, 4)
+    with pytest.raises(ConfigError, match=r"holds checkpoints of another run, 'first'"):
+        find_resume_point(section(tmp_path), "auto", url)
+    with pytest.raises(ConfigError, match=r"--resume auto, or choose another URL"):
+        refuse_taken(url)
+    assert [path.name for path in (tmp_path / "first" / "checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_run_name_in_a_bucket_that_leads_elsewhere_is_refused(tmp_path: Path):
+    url = f"file://{tmp_path}/bucket"
+    path, info = saved_checkpoint(tmp_path / "lost", PolicyVersion(1, 1))
+    RemoteCheckpoints(url).upload(path, msgspec.structs.replace(info, run_name="../evil"), None)
+    with pytest.raises(ConfigError, match=r"run\.name must be a plain folder name"):
+        find_resume_point(section(tmp_path / "runs"), "auto", url)
+
+
+def test_empty_or_fresh_place_starts_a_run_there(tmp_path: Path):
+    url = bucket(tmp_path)
+    refuse_taken(url)
+    refuse_taken("")
+    assert find_resume_point(section(tmp_path / "runs"), "auto", url) is None
+
+
+def test_resumed_run_uses_the_content_that_it_was_started_with_unless_told_otherwise(
+    tmp_path: Path,
+):
+    (tmp_path / SETTINGS).write_text('[run.contents]\n"s3://b/m" = "1f"\n')
+    point = ResumePoint(tmp_path, None, 0)
+    assert resumed_table({"run": {}}, point)["run"]["contents"] == {"s3://b/m": "1f"}
+    assert resumed_table({"run": {"contents": {}}}, point)["run"]["contents"] == {}
+    (tmp_path / SETTINGS).unlink()
+    assert "contents" not in resumed_table({}, point)["run"]

@@ -3,15 +3,17 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.learner.checkpoints.resume import resume_order
+from slipstream.learner.checkpoints.resume import fetch_newer, resume_order
 from slipstream.wire.files.checkpoints import (
     INFO_FILE,
     CheckpointInfo,
     checkpoint_name,
     readable_checkpoints,
 )
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.checkpoint_infos import checkpoint_info
+from tests.support.checkpoint_infos import checkpoint_info, saved_checkpoint
+from tests.support.learner_settings import learner_settings_of
 
 
 def info(epoch: int, step: int) -> CheckpointInfo:
@@ -79,3 +81,27 @@ def test_what_cannot_be_read_is_logged_and_left_out(
     for number in (2, 4, 6):
         assert f"{tmp_path / checkpoint_name(number)} is passed over: " in caplog.text
     assert readable_checkpoints(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(("remote", "found"), [((1, 6), [4, 6]), ((1, 2), [4])])
+def test_newer_remote_checkpoint_is_fetched_beside_the_others(
+    tmp_path: Path, remote: tuple[int, int], found: list[int]
+):
+    url = f"file://{tmp_path}/bucket"
+    path, of_it = saved_checkpoint(tmp_path / "lost", PolicyVersion(*remote))
+    RemoteCheckpoints(url).upload(path, of_it, None)
+    saved_checkpoint(tmp_path / "a", PolicyVersion(1, 4))
+    settings = learner_settings_of(tmp_path, url)
+    fetch_newer(settings)
+    here = readable_checkpoints(settings.run.checkpoints)
+    assert sorted(info.step for info in here.values()) == found
+
+
+def test_storage_that_fails_leaves_the_learner_its_own_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "bucket").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    fetch_newer(learner_settings_of(tmp_path, f"file://{tmp_path}/bucket"))
+    assert "no newer checkpoint is fetched" in caplog.text
+    fetch_newer(learner_settings_of(tmp_path, ""))

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.fetched import Fetch, default_cache, fetched_file
 from slipstream.wire.files.remote import RemoteFolder
 from slipstream.wire.settings.sections import RunSection, model_folder
-from tests.support.faulty_store import FaultyStore
+from tests.support.faulty_store import FaultyStore, faulty_folder
 from tests.support.waiting import HANG_S, until
 
 ROWS = b"rows" * 1000
@@ -22,11 +21,8 @@ ROWS = b"rows" * 1000
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    folder = f"faulty://{uuid.uuid4().hex}"
-    RemoteFolder(folder, "test").write(ROWS, "train.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
-        for hook in ("before_get", "before_put"):
-            patch.setattr(FaultyStore, hook, getattr(FaultyStore, hook))
+    with faulty_folder() as folder:
+        RemoteFolder(folder, "test").write(ROWS, "train.jsonl")
         yield f"{folder}/train.jsonl"
 
 
