@@ -11,8 +11,8 @@ compile() { # OUTPUT ARGUMENTS...
 }
 extras() { printf -- '--extra %s ' "$@"; }
 
-learner=$(extras learner cluster redis-server)
-generator=$(extras generators data rewards sandbox)
+learner=$(extras learner cluster redis-server storage)
+generator=$(extras generators data rewards sandbox storage)
 build=$PWD/.cache/locks
 mkdir -p "$build"
 for python in 3.11 3.12; do
