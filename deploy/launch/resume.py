@@ -105,6 +105,8 @@ def _fetch_newer(run: RunSection, upload: str) -> Path | None:
         remote.fetch_newest(folder / "checkpoints", newer_than=newer_than)
     except StorageError as error:
         raise ConfigError(f"{error}; without checkpoint.upload local ones are enough") from error
+    except OSError as error:
+        raise ConfigError(f"cannot fetch a checkpoint to {run.dir} (run.dir): {error}") from error
     return folder if newest_checkpoint(folder) is not None else None
 
 

@@ -343,7 +343,7 @@ def lock_run(run: RunSection) -> TextIO:
 def missing_upload(checkpoint: Path) -> str:
     """Return a line if a run's newest checkpoint was to be uploaded, and was not; else nothing."""
     state = read_upload_state(checkpoint.parent)
-    if state is None or (state.step == read_checkpoint_info(checkpoint).step and not state.error):
+    if state is None or state.step == read_checkpoint_info(checkpoint).step:
         return ""
     why = f": {state.error}" if state.error else ""
     return f"{checkpoint.name} is not in {state.url} (checkpoint.upload){why}"

@@ -1,5 +1,5 @@
 """Checkpoints: written and read by all ranks, kept or removed, checked, exported.
 
 Their format is documented in docs/checkpoints.md.
-Imported by deploy.launch, learner.loop and learner.starting_policy.
+Imported by deploy.launch, learner.launch, learner.loop and learner.starting_policy.
 """

@@ -102,18 +102,17 @@ class Uploader:
             return wanted
 
     def _attempt(self, wanted: _Wanted) -> None:
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self._mirror(wanted)
             except (SlipstreamError, OSError) as error:
                 self._note(num_failed=self._state.num_failed + 1, error=str(error))
-                _log.error("checkpoints are not uploaded (%d): %s", attempt + 1, error)
+                _log.error("checkpoints are not uploaded (%d): %s", attempt, error)
             else:
                 return
+            pause_s = self._pause_s * 2 ** (attempt - 1) if attempt < _ATTEMPTS else 0.0
             with self._changed:
-                if self._changed.wait_for(
-                    lambda: self._wanted is not None, self._pause_s * 2**attempt
-                ):
+                if self._changed.wait_for(lambda: self._wanted is not None, pause_s):
                     return  # with a newer checkpoint, all is tried again
 
     def _mirror(self, wanted: _Wanted) -> None:

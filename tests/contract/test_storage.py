@@ -27,9 +27,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[None]:
-    with s3_server() as variables, pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+    with s3_server():
         yield
 
 

@@ -1,13 +1,16 @@
 """A run whose model, data and checkpoints are in a bucket."""
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from slipstream.wire.files.remote import RemoteFolder
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
+from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from slipstream.wire.settings.load import load_table
 from tests.support.stores import BUCKET, s3_server
 from tests.support.tiny_run import TinyRun, tiny_inputs
@@ -20,9 +23,7 @@ UPLOAD = f"{BUCKET}/runs/tiny"
 def bucket(tmp_path: Path) -> Iterator[None]:
     """A bucket with the inputs of a run."""
     tiny_inputs(tmp_path)
-    with s3_server() as variables, pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+    with s3_server():
         for path in (tmp_path / "model").iterdir():
             RemoteFolder(f"{BUCKET}/model", "test").put(path, path.name)
         RemoteFolder(BUCKET, "test").put(tmp_path / "train.jsonl", "train.jsonl")
@@ -34,7 +35,7 @@ def remove_inputs(folder: Path) -> None:
     (folder / "train.jsonl").unlink()
 
 
-def train(folder: Path, steps: int, *options: str) -> TinyRun:
+def started(folder: Path, steps: int, *options: str) -> TinyRun:
     settings = {
         "run.model": f"{BUCKET}/model",
         "data.file": f"{BUCKET}/train.jsonl",
@@ -43,7 +44,11 @@ def train(folder: Path, steps: int, *options: str) -> TinyRun:
         "checkpoint.every_steps": 1,
         "checkpoint.upload": UPLOAD,
     }
-    run = TinyRun(folder, settings, options=options, before=remove_inputs)
+    return TinyRun(folder, settings, options=options, before=remove_inputs)
+
+
+def train(folder: Path, steps: int, *options: str) -> TinyRun:
+    run = started(folder, steps, *options)
     assert run.wait() == 0, run.output
     assert run.summary()["outcome"] == "finished"
     return run
@@ -51,6 +56,19 @@ def train(folder: Path, steps: int, *options: str) -> TinyRun:
 
 def uploaded() -> list[str]:
     return [one.version.label for one in RemoteCheckpoints(UPLOAD).known()]
+
+
+@pytest.mark.usefixtures("bucket")
+def test_ctrl_c_ends_when_the_last_checkpoint_is_in_the_bucket(tmp_path: Path):
+    run = started(tmp_path, 1000)
+    run.wait_until(lambda: run.steps() >= 2, "the second step")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == EXIT_INTERRUPTED, run.output
+    newest = newest_checkpoint(run.folder)
+    assert newest is not None
+    assert uploaded()[-1] == read_checkpoint_info(newest).version.label
+    assert "is not in" not in run.output
+    run.assert_nothing_left()
 
 
 @pytest.mark.usefixtures("bucket")

@@ -15,6 +15,7 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
     read_ledger,
 )
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.recorded import LAYOUTS, Replays, rows
 from tests.support.ranks.run import outputs, start
@@ -72,6 +73,18 @@ def test_the_best_is_one_that_is_there(tmp_path: Path):
     assert (marked.checkpoint, marked.value) == ("step-000006", 0.1)
     assert (marked.oldest_version, marked.newest_version) == ("v1.6", "v1.6")
     assert best_checkpoint(run) == newest_checkpoint(run)
+
+
+def test_two_ranks_upload_what_they_saved_by_the_end(tmp_path: Path):
+    replays = Replays(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    settings = ("checkpoint.every_steps=2", "checkpoint.keep_last=2", f"checkpoint.upload={url}")
+    run = replays.train("a", *settings, *LAYOUTS["tp2"])
+    local = [read_checkpoint_info(path) for path in checkpoints_in(run / "checkpoints")]
+    remote = RemoteCheckpoints(url).known()
+    assert [one.info for one in remote] == local
+    assert len(local) == 2
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {one.name for one in remote[-1].objects}
 
 
 def test_round_open_at_the_stop_is_written_to_the_checkpoint_resumed_from(tmp_path: Path):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-import fsspec
 import pytest
 
 from slipstream.wire.errors import ConfigError
@@ -18,7 +17,7 @@ from slipstream.wire.files.remote import RemoteFolder, StorageError
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.checkpoint_infos import saved_checkpoint
-from tests.support.stores import BUCKET, s3_server
+from tests.support.stores import BUCKET, s3_server, variables_set
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S
 
@@ -60,12 +59,8 @@ else:
 
 @pytest.fixture
 def s3() -> Iterator[dict[str, str]]:
-    with s3_server() as variables, pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        forget_drivers()
+    with s3_server() as variables:
         yield variables
-        forget_drivers()
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -74,11 +69,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         request.getfixturevalue("s3")
         return f"{BUCKET}/remote"
     return f"file://{tmp_path}/remote"
-
-
-def forget_drivers() -> None:
-    """Have drivers read the environment again."""
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def killed(what: str, url: str, path: Path, count: int) -> None:
@@ -138,13 +128,11 @@ def test_fetch_that_is_killed_leaves_no_copy_and_the_next_one_makes_it(tmp_path:
 def test_server_that_is_away_is_one_line(tmp_path: Path):
     with s3_server() as variables:
         pass
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        forget_drivers()
-        with pytest.raises(ConfigError, match=r"cannot list s3://bucket/a ") as caught:
-            fetched_file(Fetch("s3://bucket/a", "data.file", tmp_path))
-    forget_drivers()
+    with (
+        variables_set(variables),
+        pytest.raises(ConfigError, match=r"cannot list s3://bucket/a \(data\.file\)") as caught,
+    ):
+        fetched_file(Fetch("s3://bucket/a", "data.file", tmp_path))
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -164,23 +152,22 @@ def asking_for_keys(address: str) -> Iterator[None]:
         after(b"inf")
 
 
-@pytest.mark.parametrize("key", ["another", None])
-def test_key_that_is_refused_or_missing_is_one_line_without_it(s3: dict[str, str], key: str | None):
+@pytest.mark.parametrize("key", ["another", ""])
+def test_key_that_is_refused_or_missing_is_one_line_without_it(s3: dict[str, str], key: str):
     RemoteFolder(BUCKET, "test").write(b"rows", "train.jsonl")
+    secret = "S3CRET" if key else ""
     with (
         asking_for_keys(f"{s3['AWS_ENDPOINT_URL']}/moto-api/reset-auth"),
-        pytest.MonkeyPatch.context() as patch,
+        variables_set(
+            {
+                "AWS_ACCESS_KEY_ID": key,
+                "AWS_SECRET_ACCESS_KEY": secret,
+                "AWS_EC2_METADATA_DISABLED": "true",
+            }
+        ),
+        pytest.raises(StorageError, match=r"cannot list s3://bucket/train") as caught,
     ):
-        if key is None:
-            patch.delenv("AWS_ACCESS_KEY_ID")
-            patch.delenv("AWS_SECRET_ACCESS_KEY")
-            patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        else:
-            patch.setenv("AWS_ACCESS_KEY_ID", key)
-            patch.setenv("AWS_SECRET_ACCESS_KEY", "S3CRET")
-        forget_drivers()
-        with pytest.raises(StorageError, match=r"cannot list s3://bucket/train") as caught:
-            RemoteFolder(f"{BUCKET}/train.jsonl", "data.file").files()
+        RemoteFolder(f"{BUCKET}/train.jsonl", "data.file").files()
     text = str(caught.value)
     assert "(data.file)" in text
     assert "S3CRET" not in text

@@ -10,9 +10,8 @@ import functools
 import hashlib
 import logging
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -24,7 +23,6 @@ from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError
 from slipstream.wire.files.replace import replacing_folder
 
 _log = logging.getLogger(__name__)
-_PROGRESS_S = 10.0
 _HASH_BYTES = 16
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS, ".py")  # what a role may read
@@ -121,35 +119,13 @@ def _hash(folder: RemoteFolder, files: Sequence[RemoteFile]) -> str:
 
 def _download(folder: RemoteFolder, files: Sequence[RemoteFile], target: Path) -> None:
     paths = {one.name: target / (one.name or PurePosixPath(folder.url).name) for one in files}
-    with _progress(folder.url, target, sum(one.size for one in files)):
-        folder.fetch(paths)
+    folder.fetch(paths, total=sum(one.size for one in files))
     for one in files:
         size = paths[one.name].stat().st_size
         if size != one.size:
             raise StorageError(
                 f"{folder.url}/{one.name} came with {size} bytes, expected {one.size}"
             )
-
-
-@contextmanager
-def _progress(url: str, target: Path, total: int) -> Iterator[None]:
-    """Log how much of a download has arrived, every ten seconds."""
-    ended = threading.Event()
-
-    def report() -> None:
-        size = 0
-        while not ended.wait(_PROGRESS_S):
-            with suppress(FileNotFoundError):  # a driver's temporary file
-                size = sum(path.stat().st_size for path in target.iterdir())
-            _log.info("fetching %s: %d of %d MB", url, size // 10**6, total // 10**6)
-
-    thread = threading.Thread(target=report, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @contextmanager

@@ -5,8 +5,10 @@ request is bounded and repeated by the driver.
 """
 
 import errno
+import logging
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,13 @@ from typing import Any
 
 from slipstream.wire.errors import ConfigError, SlipstreamError
 
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 10.0
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CHECKSUMS = ("ETag", "etag", "md5Hash", "checksum")  # as drivers name them
+_AUTHORITY = re.compile(r"[^@:]*(:[0-9]+)?")  # a bucket, or a host with a port
+_CHECKSUMS = ("ETag", "md5Hash", "etag", "checksum")  # as drivers name them
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+_SECRETS = re.compile(r"(?<=://)[^/\s@]*@|\?[^\s\"']*")  # users and queries of addresses
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}  # a disk of this host, not the store
 _SHOWN_CHARACTERS = 300  # of a driver's error
 
@@ -87,11 +93,12 @@ class RemoteFolder:
                 files.append(RemoteFile(name, int(info["size"] or 0), self._content(path, info)))
         return sorted(files)
 
-    def fetch(self, targets: Mapping[str, Path]) -> None:
+    def fetch(self, targets: Mapping[str, Path], *, total: int) -> None:
         """Download objects, several at a time where the driver can.
 
         Args:
             targets: local path of each, by name as listed.
+            total: bytes of all of them, for the log.
 
         Raises:
             StorageError: one could not be downloaded.
@@ -99,7 +106,7 @@ class RemoteFolder:
         """
         for path in targets.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        with self._requesting("download"):
+        with self._requesting("download"), _progress(self.url, targets.values(), total):
             self._fs.get([self._at(name) for name in targets], list(map(str, targets.values())))
 
     def read(self, name: str) -> bytes:
@@ -171,9 +178,28 @@ class RemoteFolder:
         except Exception as error:  # drivers raise whatever their libraries do
             if isinstance(error, OSError) and error.errno in _DISK_FULL:
                 raise
-            lines = str(error).splitlines() or [""]
-            reason = f"{type(error).__name__}: {lines[0][:_SHOWN_CHARACTERS]}"
+            line = _SECRETS.sub("", (str(error).splitlines() or [""])[0])
+            reason = f"{type(error).__name__}: {line[:_SHOWN_CHARACTERS]}"
             raise StorageError(f"cannot {what} {where} ({self.setting}): {reason}") from error
+
+
+@contextmanager
+def _progress(url: str, targets: Collection[Path], total: int) -> Iterator[None]:
+    """Log how much of a download has arrived, every ten seconds."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_PROGRESS_S):
+            size = sum(path.stat().st_size for path in targets if path.exists())
+            _log.info("fetching %s: %d of %d MB", url, size // 10**6, total // 10**6)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def refuse_unusable(url: str, setting: str) -> None:
@@ -184,9 +210,9 @@ def refuse_unusable(url: str, setting: str) -> None:
     """
     scheme = _SCHEME.match(url)
     if scheme is None or "::" in url or not url.isprintable():
-        raise ConfigError(f"{setting} must be SCHEME://PATH, one URL, got {url!r:.200}")
+        raise ConfigError(f"{setting} must be one URL, SCHEME://PATH, such as s3://BUCKET/PATH")
     rest = url[scheme.end() :]
-    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
+    if not _AUTHORITY.fullmatch(rest.partition("/")[0]) or "?" in rest or "#" in rest:
         raise ConfigError(
             f"{setting} = {scheme[0]}... must not hold a user, a password or a query: settings are "
             "written down; credentials are the driver's, in its environment variables or files"

@@ -170,7 +170,10 @@ class RemoteCheckpoints:
         final = checkpoints / checkpoint_name(manifest.info.step)
         with replacing_folder(final) as unfinished:
             names = [one.name for one in manifest.objects]
-            self._remote.fetch({f"{manifest.folder}/{name}": unfinished / name for name in names})
+            self._remote.fetch(
+                {f"{manifest.folder}/{name}": unfinished / name for name in names},
+                total=sum(one.size for one in manifest.objects),
+            )
             for one in manifest.objects:
                 if _described(unfinished / one.name) != one:
                     raise StorageError(

@@ -15,7 +15,7 @@ from tests.support.checkpoint_infos import saved_checkpoint
     ("state", "line"),
     [
         (None, ""),
-        (UploadState(url="s3://b/r", step=4), ""),
+        (UploadState(url="s3://b/r", step=4, error="an older one cannot be removed"), ""),
         (UploadState(url="s3://b/r", step=2), "step-000004 is not in s3://b/r (checkpoint.upload)"),
         (
             UploadState(url="s3://b/r", step=2, num_failed=3, error="Forbidden"),

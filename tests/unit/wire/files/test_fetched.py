@@ -83,6 +83,15 @@ def test_failure_of_the_store_names_the_url_and_its_setting(url: str, tmp_path: 
         fetch(url, tmp_path)
 
 
+def test_address_in_an_error_is_shown_without_user_and_query(url: str, tmp_path: Path):
+    def fail(_path: str) -> None:
+        raise OSError('no answer of "https://me:S3CRET@host:1/b?sig=S3CRET" in time\nS3CRET')
+
+    does(fail)
+    with pytest.raises(ConfigError, match=r'OSError: no answer of "https://host:1/b" in time$'):
+        fetch(url, tmp_path)
+
+
 def test_two_processes_at_once_fetch_once(url: str, tmp_path: Path):
     fetches: list[str] = []
     second = threading.Thread(target=lambda: results.append(fetch(url, tmp_path)))

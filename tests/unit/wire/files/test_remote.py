@@ -1,12 +1,13 @@
 """URLs and object names that are refused."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.remote import RemoteFolder, StorageError, is_url
+from slipstream.wire.files.remote import RemoteFolder, StorageError, is_url, refuse_unusable
 
 
 def test_a_path_is_no_url():
@@ -24,7 +25,9 @@ def test_a_path_is_no_url():
         ("s3://S3CRET@bucket/model", "must not hold a user"),
         ("https://host/train.jsonl?X-Amz-Signature=S3CRET", "must not hold a user"),
         ("https://host/train.jsonl#S3CRET", "must not hold a user"),
-        ("zip://train.jsonl::s3://bucket/a.zip", "one URL"),
+        ("s3://key:S3/CRET@bucket/model", "must not hold a user"),
+        ("zip://train.jsonl::https://user:S3CRET@host/a.zip", "one URL"),
+        ("user:S3CRET@host/model", "one URL"),
         ("s3://bucket/a\nb", "one URL"),
         ("s3://bucket/../other", "names no place"),
         ("s3://", "names no place"),
@@ -33,12 +36,17 @@ def test_a_path_is_no_url():
     ],
 )
 def test_url_is_refused_with_its_setting_and_without_its_secret(url: str, why: str):
-    if url.startswith("gs:") and "gcsfs" in fsspec.available_protocols():
+    if url.startswith("gs:") and find_spec("gcsfs") is not None:
         pytest.skip("its driver is installed")
     with pytest.raises(ConfigError, match=why) as caught:
         RemoteFolder(url, "run.model")
     assert "run.model" in str(caught.value)
-    assert "S3CRET" not in str(caught.value)
+    assert "CRET" not in str(caught.value)
+
+
+def test_port_and_at_sign_in_a_path_are_no_secret():
+    for url in ("https://host:8080/a", "s3://bucket/a@b", "file:///a:b"):
+        refuse_unusable(url, "run.model")
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/./b", "a//b", "a\\..\\b", "a\nb"])
