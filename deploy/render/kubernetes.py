@@ -425,8 +425,9 @@ class Rendering:
             },
             "name": {"as": _METRIC},
             "metricsQuery": (
-                f"clamp_max({wanted} / clamp_min(sum(<<.Series>>{{<<.LabelMatchers>>}}) "
-                "by (<<.GroupBy>>), 1), 4)"
+                f"clamp_max({wanted} / clamp_min(sum("
+                '<<.Series>>{queue="ready",<<.LabelMatchers>>}'  # the matchers hold no queue
+                ") by (<<.GroupBy>>), 1), 4)"
             ),
         }
         text = documents({"rules": [rule]})

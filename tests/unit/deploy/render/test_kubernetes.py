@@ -144,6 +144,9 @@ def test_the_autoscaler_asks_for_a_metric_that_the_rule_makes_of_ours(objects: O
     ][0]
     assert scaler["metrics"][0]["object"]["metric"]["name"] == rule["name"]["as"]
     assert rule["seriesQuery"].startswith(MetricName.QUEUE_DEPTH.exported + '{queue="ready"')
+    # The adapter fills in namespace and service alone: the other queues must not be added up.
+    query = rule["metricsQuery"].replace("<<.Series>>", rule["seriesQuery"].partition("{")[0])
+    assert 'sum(slipstream_queue_depth{queue="ready",<<.LabelMatchers>>}) by' in query
 
 
 def test_the_settings_are_those_of_the_cluster_and_hold_no_key(config: RunConfig):
