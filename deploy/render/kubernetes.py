@@ -346,8 +346,13 @@ class Rendering:
         budget = self._budget("learner", {"maxUnavailable": 1})
         if nodes == 1:
             return [self._object("batch/v1", "Job", "learner", spec=job), budget]
+        final: Object = {
+            "name": "refused",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],  # of the rule above
+        }
         jobs: Object = {
-            "failurePolicy": {"maxRestarts": _RESTARTS},
+            "failurePolicy": {"maxRestarts": _RESTARTS, "rules": [final]},
             "network": {"enableDNSHostnames": True, "subdomain": f"{self._name}-learner"},
             "replicatedJobs": [{"name": "learner", "replicas": 1, "template": {"spec": job}}],
         }

@@ -92,6 +92,11 @@ def test_a_learner_on_several_nodes_is_a_job_set(config: RunConfig):
     where = words[words.index("--rendezvous") + 1]
     assert where == "demo-learner-learner-0-0.demo-learner:29500"
     assert words[words.index("--node") + 1] == "$(NODE)"
+    (final,) = jobs["spec"]["failurePolicy"]["rules"]
+    refused = job["podFailurePolicy"]["rules"][0]
+    assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [2, 3])
+    assert final["action"] == "FailJobSet", "all would be started again, to be refused again"
+    assert final["onJobFailureReasons"] == ["PodFailurePolicy"]
     peers = things["NetworkPolicy", "demo-learner"]["spec"]["ingress"]
     assert peers[1]["from"][0]["podSelector"]["matchLabels"]["slipstream-role"] == "learner"
     assert "ports" not in peers[1], "torch's ports are the system's choice"
