@@ -6,6 +6,7 @@ would start a learner again whose run is complete.
 """
 
 import shlex
+import signal
 from importlib.resources import files
 
 from slipstream.deploy.config import RunConfig
@@ -28,6 +29,18 @@ _RUN, _SHARED, _KEYS, _SECRET, _SETTINGS, _SOCKETS = (
 _BAD_SETTINGS, _SUPERSEDED = 2, 3
 _RESTARTS = 20  # of the learner, which resumes each time
 _METRIC = "slipstream_lack_of_ready_groups"
+_TOLD_TO_END = f"""\
+asked=0
+"$@" &
+trap 'asked={128 + signal.SIGTERM}; kill -TERM $!' TERM
+while :; do # a signal ends `wait` early
+    wait $!
+    code=$?
+    kill -0 $! 2>/dev/null || break
+done
+[ "$code" != 0 ] || code=$asked
+exit "$code"
+"""
 
 
 def render_kubernetes(config: RunConfig, there: Table) -> dict[str, str]:
@@ -318,7 +331,8 @@ class Rendering:
             several = (_from_pod("NODE", number),)
         pod = self._pod(
             "learner",
-            command,
+            # A learner that saved as it was evicted ends with 0, which would complete its Job.
+            ["sh", "-c", _TOLD_TO_END, "sh", *command],
             grace_s=self._settings.learner_grace_s,
             gpus=len(first.gpus),
             restarts="Never",

@@ -124,6 +124,30 @@ def test_gpus_ports_and_graces_are_those_of_the_run(objects: Objects):
     assert len(allowed) == 1, "nobody reaches torch's ports: the learner is one pod"
 
 
+@pytest.mark.parametrize(
+    ("ends_with", "is_asked", "code"), [(0, False, 0), (2, False, 2), (0, True, 143), (1, True, 1)]
+)
+def test_a_learner_that_was_asked_to_end_does_not_complete_its_job(
+    objects: Objects, tmp_path: Path, ends_with: int, is_asked: bool, code: int
+):
+    """Beside a stand-in for start-learner that saves at SIGTERM, as on a node that is drained."""
+    saves = f'trap "echo saved; exit {ends_with}" TERM; echo began; while :; do sleep 0.02; done'
+    body = saves if is_asked else f"exit {ends_with}"
+    (tmp_path / "start-learner").write_text(f"#!/bin/bash\n{body}\n")
+    (tmp_path / "start-learner").chmod(0o755)
+    words = container(objects["Job", "demo-learner"])["command"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as pod:
+        assert pod.stdout is not None
+        if is_asked:
+            assert pod.stdout.readline() == "began\n"
+            pod.terminate()
+            assert pod.stdout.readline() == "saved\n"
+    assert pod.returncode == code
+    rules = objects["Job", "demo-learner"]["spec"]["podFailurePolicy"]["rules"]
+    assert rules[1]["action"] == "Ignore", "an eviction counts for no failure"
+
+
 def test_every_pod_is_without_rights_and_probed(objects: Objects):
     pods = [thing for thing in objects.values() if "template" in thing.get("spec", {})]
     assert len(pods) == 4
