@@ -220,6 +220,11 @@ class Rendering:
         settings = f"{_SETTINGS}/{SETTINGS_FILE}"
         return [command, "--config", settings, *words, f"run.socket_dir={_SOCKETS}/sockets"]
 
+    @property
+    def _collective(self) -> tuple[str, ...]:
+        """The interface of a pod's collective; at loopback it would fall back to tcp."""
+        return ("weightbus.host=$(POD_IP)",) if self._uses_collectives else ()
+
     def _far_role(self, command: str, *words: str) -> list[str]:
         """Return the command of a role that reaches the broker by its service."""
         broker = f"run.broker=tcp://{self._name}-broker:{_BROKER}"
@@ -322,6 +327,7 @@ class Rendering:
         command = [
             *self._far_role("start-learner", "--resume", "auto"),
             f"weightbus.listen=tcp://$(POD_IP):{_WEIGHTS}",
+            *self._collective,
         ]
         several: tuple[Yaml, ...] = ()
         if nodes > 1:
@@ -378,7 +384,7 @@ class Rendering:
         count = len(self._layout.generators)
         pod = self._pod(
             "generator",
-            self._far_role("start-generator", "--name", "$(POD_NAME)"),
+            [*self._far_role("start-generator", "--name", "$(POD_NAME)"), *self._collective],
             grace_s=self._settings.generator_grace_s,
             gpus=size,
         )

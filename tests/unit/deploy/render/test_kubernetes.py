@@ -187,6 +187,15 @@ def test_the_settings_are_those_of_the_cluster_and_hold_no_key(config: RunConfig
         assert set(secret["stringData"].values()) == {"made by make-keys.sh"}
 
 
+def test_a_collective_is_on_the_pods_addresses_and_is_let_through(tmp_path: Path):
+    config = config_of(tmp_path, weightbus={"transport": "collective"})
+    objects = objects_of(render_kubernetes(config, config.table))
+    for key in (("Job", "demo-learner"), ("Deployment", "demo-generator")):
+        assert "weightbus.host=$(POD_IP)" in container(objects[key])["command"]
+        allowed = objects["NetworkPolicy", key[1]]["spec"]["ingress"]
+        assert any("ports" not in rule for rule in allowed), "torch's ports are the system's choice"
+
+
 @pytest.mark.parametrize("name", ["-a", "a_b", "ä", "a" * 31, "1a"])
 def test_a_name_that_no_object_can_have_is_refused(tmp_path: Path, name: str):
     config = config_of(tmp_path, run={"name": name})
