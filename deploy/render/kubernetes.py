@@ -29,6 +29,8 @@ _RUN, _SHARED, _KEYS, _SECRET, _SETTINGS, _SOCKETS = (
 _BAD_SETTINGS, _SUPERSEDED = 2, 3
 _RESTARTS = 20  # of the learner, which resumes each time
 _METRIC = "slipstream_lack_of_ready_groups"
+_COPY_KEYS = "install -m 0600 /run/secret/* /run/keys/"
+_NAME_WAIT_S = 60  # for a pod's own name to be known; the learner would refuse it as a setting
 _TOLD_TO_END = f"""\
 asked=0
 "$@" &
@@ -134,7 +136,7 @@ class Rendering:
         environment: tuple[Yaml, ...] = (),
         volumes: tuple[Object, ...] = (),
         mounts: tuple[Object, ...] = (),
-        keys_script: str = "install -m 0600 /run/secret/* /run/keys/",
+        keys_script: str = _COPY_KEYS,
     ) -> Object:
         """Return a pod; its keys are copied into memory, where their owner alone can read them."""
         user = self._settings.user
@@ -330,11 +332,14 @@ class Rendering:
             *self._collective,
         ]
         several: tuple[Yaml, ...] = ()
+        before = _COPY_KEYS
         if nodes > 1:
             leader = f"{self._name}-learner-learner-0-0.{self._name}-learner"
             command += ["--node", "$(NODE)", "--rendezvous", f"{leader}:{_RENDEZVOUS}"]
             number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
             several = (_from_pod("NODE", number),)
+            known = f"until getent hosts {leader}; do sleep 1; done"
+            before += f"\ntimeout {_NAME_WAIT_S} sh -c {shlex.quote(known)} || true"
         pod = self._pod(
             "learner",
             # A learner that saved as it was evicted ends with 0, which would complete its Job.
@@ -344,6 +349,7 @@ class Rendering:
             restarts="Never",
             probed=nodes == 1,  # rank 0 alone tells its health
             environment=several,
+            keys_script=before,
         )
         refused: Object = {  # its settings are, or another learner has its place
             "containerName": "learner",

@@ -92,6 +92,11 @@ def test_a_learner_on_several_nodes_is_a_job_set(config: RunConfig):
     where = words[words.index("--rendezvous") + 1]
     assert where == "demo-learner-learner-0-0.demo-learner:29500"
     assert words[words.index("--node") + 1] == "$(NODE)"
+    copy = job["template"]["spec"]["initContainers"][0]["command"][2]
+    waits = copy.splitlines()[-1].replace("demo-learner-learner-0-0.demo-learner", "localhost")
+    assert "localhost" in waits, "node 0 refuses an address that it does not know yet"
+    done = subprocess.run(["sh", "-ec", waits], capture_output=True, text=True, check=True)
+    assert "localhost" in done.stdout
     (final,) = jobs["spec"]["failurePolicy"]["rules"]
     refused = job["podFailurePolicy"]["rules"][0]
     assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [2, 3])
