@@ -78,7 +78,8 @@ def _options(config: RunConfig, layout: Layout) -> list[str]:
         f"--job-name={name}",
         f"--nodes={layout.num_nodes}",
         "--ntasks-per-node=1",
-        "--exclusive",
+        "--exclusive",  # all CPUs, but no more memory than the partition's default
+        "--mem=0",  # all memory
         *([f"--gpus-per-node={slurm.gpus_per_node}"] if uses_gpus else []),
         f"--time={slurm.time_limit}",
         "--requeue",

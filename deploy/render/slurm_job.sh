@@ -5,9 +5,9 @@
 # failing. SIGTERM (before the end of the time, or as the job is preempted) lets the learner save and
 # the others hand back their work; then the job is queued again, and resumes.
 
-set -u
 cd "$work" || exit 1
 setup
+set -u # not before: `conda activate` and modules read variables that are not set
 export OMP_NUM_THREADS=1
 umask 077
 
@@ -77,14 +77,15 @@ keep() { # NAME ON_RESTART COMMAND...: run it, and again where it fails, with ON
         fi
         case $code in 0 | 2 | 3) return "$code" ;; esac # done, refused, or another has its place
         [ "$ending" = 0 ] || return "$code"
-        [ $((SECONDS - started)) -le "$restart_window_s" ] || left=$max_restarts
+        [ $((SECONDS - started)) -le "$restart_window_s" ] || left=$max_restarts pause=1
         if [ "$left" -le 0 ]; then
             echo "$name ended with code $code, too often (deploy.max_restarts): it is given up" >&2
             return "$code"
         fi
         echo "$name ended with code $code and is started again in $pause s" >&2
         left=$((left - 1))
-        sleep "$pause"
+        sleep "$pause" &
+        wait $! # a signal ends this at once
         [ "$ending" = 0 ] || return "$code"
         pause=$((pause * 2))
         [ -z "$on_restart" ] || again=("$on_restart")
@@ -166,7 +167,8 @@ wait "$learner"
 code=$?
 finish "${generating[@]}" "${scoring[@]}"
 finish "$broker"
-srun --overlap "--nodes=${#nodes[@]}" --ntasks-per-node=1 rm -rf "$sockets"
+# A step over a node that is lost may wait for ever, and the job has to be queued again.
+timeout 60 srun --overlap "--nodes=${#nodes[@]}" --ntasks-per-node=1 rm -rf "$sockets"
 
 if grep -qs '"finished": *true' "$run_folder/ledger/account.json"; then
     echo "the run is complete: $run_folder"

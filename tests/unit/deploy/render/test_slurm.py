@@ -58,17 +58,45 @@ def test_engines_fill_the_gpus_beside_the_learner_then_other_nodes(tmp_path: Pat
     options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
     assert "--nodes=2" in options
     assert "--gpus-per-node=8" in options
-    assert "--requeue" in options
+    assert {"--exclusive", "--mem=0", "--requeue"} <= set(options)
     assert "--signal=B:TERM@900" in options
 
 
 def test_chosen_options_are_handed_on(tmp_path: Path):
-    slurm = {"partition": "gpu", "account": "rl-7", "time_limit": "1-12", "options": ["--mem=0"]}
+    slurm = {"partition": "gpu", "account": "rl-7", "time_limit": "1-12", "options": ["--nice=5"]}
     config = config_of(tmp_path, deploy={"slurm": {**slurm, "setup": ["module load cuda"]}})
     text = render_slurm(config, out=tmp_path, folder=tmp_path)["job.sbatch"]
     options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
-    assert {"--partition=gpu", "--account=rl-7", "--time=1-12", "--mem=0"} <= set(options)
+    assert {"--partition=gpu", "--account=rl-7", "--time=1-12", "--nice=5"} <= set(options)
     assert "setup() {\n    module load cuda\n}" in text
+
+
+def keeper(text: str) -> str:
+    """Return the script's function that keeps a role running."""
+    return "keep() {" + text.partition("keep() {")[2].partition("\n}\n")[0] + "\n}\n"
+
+
+def test_setup_lines_may_read_variables_that_are_not_set(tmp_path: Path):
+    setup = ['export PYTHONPATH="/opt/tools:$NOT_SET_ANYWHERE"']  # as conda and modules do
+    config = config_of(tmp_path, deploy={"slurm": {"setup": setup}})
+    text = render_slurm(config, out=tmp_path, folder=tmp_path)["job.sbatch"]
+    start = text.partition("export OMP_NUM_THREADS")[0]
+    assert subprocess.run(["bash", "-c", start], check=False).returncode == 0
+
+
+def test_a_role_that_ran_for_long_is_started_again_after_a_second(tmp_path: Path):
+    """Its pause would double over days; here four times with a window that always has passed."""
+    text = render_slurm(config_of(tmp_path), out=tmp_path, folder=tmp_path)["job.sbatch"]
+    script = f"""
+run_folder={tmp_path} max_restarts=2 restart_window_s=-1 starts=0
+sleep() {{ echo "pause $1"; }}
+work() {{ echo start >>"$run_folder/starts"; [ "$(wc -l <"$run_folder/starts")" -gt 4 ]; }}
+mkdir "$run_folder/logs"
+{keeper(text)}
+keep learner '' work
+"""
+    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:-1] == ["pause 1"] * 4
 
 
 @pytest.mark.parametrize(
