@@ -16,9 +16,9 @@ RUN python3.12 -m venv /bom && /bom/bin/pip install cyclonedx-bom==7.5.0 \
         --output-file /opt/slipstream/sbom.cdx.json /opt/slipstream/bin/python
 
 FROM ${DEVEL}
-# The compilers of CUDA and C++: FlashInfer compiles kernels as they are called first.
+# Compilers of CUDA and C++, headers of Python: FlashInfer and Triton compile kernels at the first call.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3.12 g++ libnuma1 \
+    && apt-get install -y --no-install-recommends python3.12-dev g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/* && userdel --remove ubuntu && useradd --uid 1000 --create-home slipstream
 COPY --from=build /opt/slipstream /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH OMP_NUM_THREADS=1

@@ -20,9 +20,9 @@ RUN python3.12 -m venv /bom && /bom/bin/pip install cyclonedx-bom==7.5.0 \
         --output-file /opt/slipstream/sbom.cdx.json /opt/slipstream/bin/python
 
 FROM ${BASE}
-# gcc: Triton compiles kernels as they are called first.
+# gcc and the headers of Python: Triton compiles kernels as they are called first.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3.12 gcc libc6-dev libnuma1 \
+    && apt-get install -y --no-install-recommends python3.12-dev gcc libc6-dev libnuma1 \
     && rm -rf /var/lib/apt/lists/* && userdel --remove ubuntu && useradd --uid 1000 --create-home slipstream
 COPY --from=build /opt/slipstream /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH OMP_NUM_THREADS=1
