@@ -120,7 +120,7 @@ class ComposeTable(Section, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ()
     """Further folders or files of the host that the roles read, at the same path."""
     shared_memory: str = "16gb"
-    """Size of /dev/shm, which all roles share."""
+    """Size of /dev/shm, which each role has of its own."""
     save_grace_s: AtLeast1 = 900
     """Time that the learner has to save before it is killed."""
     grace_s: Positive = 60
@@ -144,7 +144,7 @@ class SkyPilotTable(Section, frozen=True, kw_only=True):
     """Lines of shell that install Slipstream on a node."""
     storage: str = ""
     """Bucket with the run folder (s3://..., gs://...), mounted at /shared; needed to resume on
-    other nodes. Empty keeps it on the first node."""
+    other nodes. A file is in it once it was closed. Empty keeps the folder on the first node."""
     overrides: Overrides = ()
     """Settings that differ on the nodes from the file's: the paths there."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65_530)] = 5555

@@ -61,8 +61,8 @@ def render_skypilot(config: RunConfig, there: Table, *, out: Path) -> dict[str, 
         f"{_FILES}/{SETTINGS_FILE}": str(out / SETTINGS_FILE),
         _KEYS: str(out / "keys"),
     }
-    if sky.storage:
-        mounts["/shared"] = {"source": sky.storage, "mode": "MOUNT"}
+    if sky.storage:  # MOUNT cannot append to files
+        mounts["/shared"] = {"source": sky.storage, "mode": "MOUNT_CACHED"}
     resources: dict[str, Yaml] = {"use_spot": sky.use_spot}
     if uses_gpus:
         resources["accelerators"] = sky.accelerators

@@ -11,7 +11,8 @@ at=("run.broker=tcp://$head:$port")
 [ "$collectives" = 0 ] || at+=("weightbus.host=$head")
 key() { echo "run.key_file=$keys/clients/sky-$1.key"; }
 
-own=() learner='' broker=''
+own=() learner='' broker='' stopping=0
+trap 'stopping=1; [ -z "$learner" ] || kill -TERM "$learner"; [ "$rank" = 0 ] || kill -TERM "${own[@]}"' TERM
 start() { # GPUS COMMAND...: in the background
     local gpus=$1
     shift
@@ -46,12 +47,12 @@ until_ended() { # PID: a signal ends `wait` early
     while kill -0 "$1" 2>/dev/null; do wait "$1"; done
     wait "$1"
 }
-trap '[ -z "$learner" ] || kill -TERM "$learner"; [ "$rank" = 0 ] || kill -TERM "${own[@]}"' TERM
 code=0
 if [ -n "$learner" ]; then
     until_ended "$learner"
     code=$?
-    [ "$code" = 0 ] || kill -TERM "${own[@]}" 2>/dev/null
+    # Where it was asked to end the run is not complete: the others would wait for more of it.
+    [ "$code$stopping" = 00 ] || kill -TERM "${own[@]}" 2>/dev/null
 fi
 for pid in "${own[@]}"; do # they end with the run
     until_ended "$pid" || [ -n "$learner" ] || code=1

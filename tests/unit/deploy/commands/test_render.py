@@ -10,6 +10,7 @@ import yaml
 from slipstream.deploy.commands.render import render
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
+from tests.support.waiting import HANG_S, until
 
 
 @pytest.fixture
@@ -79,3 +80,41 @@ def test_script_of_skypilot_is_bash_on_every_node(config: Path, tmp_path: Path):
         subprocess.run(["bash", "-n"], input=part, text=True, check=True)
     assert "SKYPILOT_NODE_RANK" in task["run"]
     assert "SKYPILOT_NODE_IPS" in task["run"]
+
+
+ROLE = """#!/bin/bash
+trap 'echo "${0##*/} ends" >>"$ENDED"; exit 0' TERM
+: >"$ENDED.${0##*/}"
+while :; do sleep 0.02; done
+"""
+
+
+def test_a_node_of_skypilot_that_is_told_to_end_waits_for_nobody(config: Path, tmp_path: Path):
+    """Its learner saves and ends in order, though the run is not complete: so must the others."""
+    render("skypilot", config, ["deploy.skypilot.storage=s3://b"], out=tmp_path / "out")
+    task = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text())
+    assert task["file_mounts"]["/shared"]["mode"] == "MOUNT_CACHED", "the ledger is appended to"
+    tools, ended = tmp_path / "tools", tmp_path / "ended"
+    tools.mkdir()
+    roles = ["start-broker", "start-generator", "start-learner", "start-reward-worker"]
+    for role in roles:
+        (tools / role).write_text(ROLE)
+        (tools / role).chmod(0o755)
+    (tmp_path / "slipstream-keys").mkdir()
+    environment = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "ENDED": str(ended),
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NODE_IPS": "127.0.0.1",
+    }
+    with subprocess.Popen(["bash", "-c", task["run"]], env=environment) as node:
+        until(lambda: all(Path(f"{ended}.{role}").exists() for role in roles), str)
+        node.terminate()
+        try:
+            assert node.wait(HANG_S) == 0
+        finally:
+            node.kill()
+    order = ended.read_text().split(" ends\n")[:-1]
+    assert sorted(order) == roles
+    assert (order[0], order[-1]) == ("start-learner", "start-broker")
