@@ -14,6 +14,8 @@ DnsName = Annotated[str, msgspec.Meta(pattern=_DNS_NAME)]
 SlurmTime = Annotated[str, msgspec.Meta(pattern=_TIME)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_530)]
 Overrides = tuple[str, ...]
+RoleName = Annotated[str, msgspec.Meta(pattern="^(broker|learner|generator|reward-worker)$")]
+Images = dict[RoleName, str]
 
 
 class RayTable(Section, frozen=True, kw_only=True):
@@ -76,7 +78,9 @@ class KubernetesTable(Section, frozen=True, kw_only=True):
     """[deploy.kubernetes]: the objects that `slipstream render kubernetes` writes."""
 
     image: str = "slipstream:latest"
-    """Image with Slipstream installed, for all roles."""
+    """Image with Slipstream installed, for all roles that images does not name."""
+    images: Images = msgspec.field(default_factory=dict)
+    """Images by role, such as { learner = "slipstream:learner" }."""
     namespace: DnsName = "default"
     """Namespace of all objects."""
     storage_class: str = ""
@@ -112,7 +116,9 @@ class ComposeTable(Section, frozen=True, kw_only=True):
     """[deploy.compose]: the file that `slipstream render compose` writes."""
 
     image: str = "slipstream:latest"
-    """Image with Slipstream installed, for all roles."""
+    """Image with Slipstream installed, for all roles that images does not name."""
+    images: Images = msgspec.field(default_factory=dict)
+    """Images by role, such as { learner = "slipstream:learner" }."""
     redis_image: str = "redis:7.4"
     """Image of the Redis server."""
     overrides: Overrides = ()

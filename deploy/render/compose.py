@@ -76,7 +76,7 @@ def render_compose(
         devices: Service = {"driver": "nvidia", "capabilities": ["gpu"]}
         devices["device_ids"] = [str(number) for number in gpu]
         return {
-            "image": settings.image,
+            "image": settings.images.get(command[0].removeprefix("start-"), settings.image),
             "user": user,
             "command": [word.replace("$", "$$") for word in words],
             "working_dir": str(folder),

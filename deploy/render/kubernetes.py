@@ -140,6 +140,7 @@ class Rendering:
     ) -> Object:
         """Return a pod; its keys are copied into memory, where their owner alone can read them."""
         user = self._settings.user
+        image = self._settings.images.get(role, self._settings.image)
         own: list[Yaml] = [
             _volume("settings", configMap={"name": f"{self._name}-settings"}),
             _volume(
@@ -164,7 +165,7 @@ class Rendering:
             }
         container: Object = {
             "name": role,
-            "image": self._settings.image,
+            "image": image,
             "command": [*command, "--health", str(_HEALTH)],
             "env": [
                 _from_pod("POD_NAME", "metadata.name"),
@@ -189,7 +190,7 @@ class Rendering:
         }
         copy: Object = {
             "name": "copy-keys",
-            "image": self._settings.image,
+            "image": image,
             "command": ["sh", "-ec", f"umask 077\n{keys_script}\n"],
             "securityContext": private,
             "volumeMounts": [

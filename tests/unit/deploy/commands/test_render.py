@@ -72,6 +72,30 @@ def test_nothing_is_written_where_a_setting_is_bad(
     assert not (tmp_path / "out").exists()
 
 
+def test_each_kind_of_role_has_the_image_that_was_named(config: Path, tmp_path: Path):
+    """Those for GPUs hold the libraries of one kind each."""
+    images = '={ learner = "l:1", generator = "g:1" }'
+    overrides = [
+        f"deploy.{one}.image{end}"
+        for one in ("compose", "kubernetes")
+        for end in ("=c:1", f"s{images}")
+    ]
+    overrides.append("generators.count=1")
+    render("compose", config, overrides, out=tmp_path / "compose")
+    services = yaml.safe_load((tmp_path / "compose" / "compose.yaml").read_text())["services"]
+    found = {name: service["image"] for name, service in services.items() if name != "redis"}
+    wanted = {"broker": "c:1", "learner": "l:1", "generator-0": "g:1", "reward-worker-0": "c:1"}
+    assert found == wanted
+    render("kubernetes", config, overrides, out=tmp_path / "k8s")
+    for file, image in (("broker", "c:1"), ("learner", "l:1"), ("generators", "g:1")):
+        things = list(yaml.safe_load_all((tmp_path / "k8s" / f"{file}.yaml").read_text()))
+        pods = [one["spec"]["template"]["spec"] for one in things if "template" in one["spec"]]
+        (pod,) = pods
+        assert [one["image"] for one in (*pod["containers"], *pod["initContainers"])] == [image] * 2
+    with pytest.raises(ConfigError, match="images"):
+        render("compose", config, ['deploy.compose.images={ lerner = "x" }'], out=tmp_path / "no")
+
+
 def test_script_of_skypilot_is_bash_on_every_node(config: Path, tmp_path: Path):
     render("skypilot", config, ["generators.count=2"], out=tmp_path / "out")
     task = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text())
