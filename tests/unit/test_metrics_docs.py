@@ -122,3 +122,10 @@ def test_an_alert_asks_for_metrics_that_there_are_and_names_its_section(alert: d
     anchors = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
     section = alert["annotations"]["section"].partition("docs/operations.md#")[2]
     assert section in {*anchors, "{{ $labels.rule }}"}
+
+
+def test_a_run_that_began_just_now_is_not_called_stuck():
+    """`increase` over two hours is 0 after two scrapes: there must be a sample of two hours ago."""
+    (stuck,) = (alert["expr"] for alert in ALERTS if alert["alert"] == "SlipstreamNoStep")
+    (window,) = re.findall(r"increase\(slipstream_learner_steps_total\[(\w+)\]\) == 0", stuck)
+    assert f"and slipstream_learner_steps_total offset {window} >= 0" in stuck
