@@ -12,6 +12,7 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.render.layout import layout_of
 from slipstream.deploy.render.settings_file import SETTINGS_FILE, settings_text
 from slipstream.deploy.render.yaml_text import Yaml, documents
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
 
 COMPOSE_FILE, PREPARE = "compose.yaml", "prepare.sh"
@@ -48,10 +49,16 @@ def render_compose(
         gpus: of the host.
 
     Raises:
-        ConfigError: there are not enough GPUs.
+        ConfigError: there are not enough GPUs, or the learner is on several nodes.
     """
     settings = config.deploy.compose
-    places = layout_of(config, gpus_per_node=gpus, generators_per_node=1, setting="GPUs here")
+    count = max(1, config.generators.generators.count)
+    places = layout_of(config, gpus_per_node=gpus, generators_per_node=count, setting="GPUs here")
+    if places.num_nodes > 1:
+        raise ConfigError(
+            f"compose is for one host, with {gpus} GPUs (deploy.gpus_per_host), but the run needs "
+            f"{places.num_nodes} (learner.ranks_per_node, learner.ranks, generators.count)"
+        )
     runs = (folder / config.run.dir).resolve()
     paths = [config.run.model, config.broker.data.file, config.broker.eval.file, *settings.mounts]
     outside = [path for path in map(Path, filter(None, paths)) if path.is_absolute()]

@@ -72,6 +72,21 @@ def test_nothing_is_written_where_a_setting_is_bad(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["generators.device=cuda", "generators.count=3", "deploy.gpus_per_host=2"],
+        ["learner.ranks=2", "learner.ranks_per_node=1"],
+    ],
+)
+def test_what_one_host_cannot_have_is_refused_for_compose(
+    overrides: list[str], config: Path, tmp_path: Path
+):
+    """Else engines would get GPUs that the learner has, and its second node would be missing."""
+    with pytest.raises(ConfigError, match=r"compose is for one host, .* the run needs 2"):
+        render("compose", config, overrides, out=tmp_path / "out")
+
+
 def test_each_kind_of_role_has_the_image_that_was_named(config: Path, tmp_path: Path):
     """Those for GPUs hold the libraries of one kind each."""
     images = '={ learner = "l:1", generator = "g:1" }'
