@@ -17,7 +17,14 @@ from slipstream.deploy.check.facts import Fact, HostReport, exit_code, fail
 from slipstream.deploy.check.places import NODE_PROGRAM, LocalPlaces
 from slipstream.deploy.check.run_folder import judge_folder, judge_roles, see_folder
 from slipstream.deploy.check.survey import Places, survey
-from slipstream.deploy.commands.options import add_config, add_json, add_overrides, import_ray
+from slipstream.deploy.commands.options import (
+    add_config,
+    add_json,
+    add_overrides,
+    add_place,
+    import_ray,
+    placed_overrides,
+)
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.hosts import addressed, print_check_commands
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
@@ -43,14 +50,9 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument(
-        "--on",
-        choices=("local", "ray", "hosts"),
-        default="local",
-        help="where its processes would be: here (the default), on a Ray cluster, on deploy.hosts",
-    )
-    parser.add_argument(
-        "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
+    add_place(
+        parser,
+        "where its processes would be: here (the default), on a Ray cluster, on deploy.hosts",
     )
     parser.add_argument("--node", type=int, metavar="K", help="number of this host in deploy.hosts")
     parser.add_argument(
@@ -62,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    overrides = list(arguments.overrides)
-    if arguments.address is not None:
-        if arguments.on != "ray":
-            raise ConfigError("--address is that of a Ray cluster: it goes with --on ray")
-        overrides.append(f"deploy.ray.address={arguments.address}")
+    overrides = placed_overrides(arguments)
     meets = _meeting(arguments)
     if arguments.on == "hosts" and meets is None:
         config = run_config(load_table(arguments.config, overrides))

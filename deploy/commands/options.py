@@ -52,6 +52,28 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="auto|FOLDER", help=text)
 
 
+def add_place(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--on`` with its help, and ``--address``."""
+    parser.add_argument("--on", choices=("local", "ray", "hosts"), default="local", help=text)
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
+    )
+
+
+def placed_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Return the overrides of a command line, ``--address`` among them.
+
+    Raises:
+        ConfigError: there is one, and no Ray cluster.
+    """
+    overrides = list(arguments.overrides)
+    if arguments.address is not None:
+        if arguments.on != "ray":
+            raise ConfigError("--address is that of a Ray cluster: it goes with --on ray")
+        overrides.append(f"deploy.ray.address={arguments.address}")
+    return overrides
+
+
 def import_ray() -> ModuleType:
     """Return the module for runs on Ray, which is an extra.
 

@@ -4,7 +4,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.deploy.commands.options import add_config, add_overrides, add_resume, import_ray
+from slipstream.deploy.commands.options import (
+    add_config,
+    add_overrides,
+    add_place,
+    add_resume,
+    import_ray,
+    placed_overrides,
+)
 from slipstream.deploy.config import free_name, run_config, with_contents
 from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.hosts import print_host_commands
@@ -33,26 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
     parser.add_argument("--dry-run", action="store_true", help="check, print the processes, exit")
     add_resume(parser)
-    parser.add_argument(
-        "--on",
-        choices=("local", "ray", "hosts"),
-        default="local",
-        help="where its processes are: this host (the default), a Ray cluster, or several hosts, "
+    add_place(
+        parser,
+        "where its processes are: this host (the default), a Ray cluster, or several hosts, "
         "whose commands are printed",
-    )
-    parser.add_argument(
-        "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
     )
     add_overrides(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    overrides = list(arguments.overrides)
-    if arguments.address is not None:
-        if arguments.on != "ray":
-            raise ConfigError("--address is that of a Ray cluster: it goes with --on ray")
-        overrides.append(f"deploy.ray.address={arguments.address}")
+    overrides = placed_overrides(arguments)
     return run(arguments.config, overrides, arguments.dry_run, arguments.resume, place=arguments.on)
 
 
