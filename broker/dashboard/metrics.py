@@ -71,7 +71,11 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
             for role in s.roles
             for phase, seconds in role.phase_seconds.items()
         },
-        MetricName.ROLE_SILENT_SECONDS: {(role.name, role.role): role.silent_s for role in s.roles},
+        MetricName.ROLE_SILENT_SECONDS: {
+            (role.name, role.role): role.silent_s
+            for role in s.roles
+            if not (role.has_left or s.finished)
+        },
         MetricName.ADOPTED_STEP: {
             (role.name,): role.adopted.step for role in s.roles if role.adopted is not None
         },

@@ -14,6 +14,7 @@ class RoleRecord:
     hello: Hello
     since_s: float
     last_message_s: float
+    has_left: bool = False  # with a Goodbye
     tokens_before: float | None = None  # its hello; None until it reports
     report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
 
@@ -40,4 +41,5 @@ class RoleRecord:
             kv_use=self.report.gauges.get("kv_use"),
             sequences=int(self.report.gauges.get("sequences", 0.0)),
             sequence_limit=int(self.report.gauges.get("sequence_limit", 0.0)),
+            has_left=self.has_left,
         )

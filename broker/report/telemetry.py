@@ -77,6 +77,11 @@ class Telemetry:
             if package in self.versions or len(self.versions) < MAX_NAMES:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
 
+    def left(self, name: str) -> None:
+        """A role said that it leaves."""
+        if (record := self._roles.get(name)) is not None:
+            record.has_left = True
+
     def received_from(self, name: str) -> None:
         """A role sent anything at all."""
         if (record := self._roles.get(name)) is not None:

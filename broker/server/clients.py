@@ -75,6 +75,7 @@ class Clients:
                 if session.role == "learner":
                     self._ledger.training.leave()
                 self._leases.release_all(session.holder, "left")
+                self._report.telemetry.left(session.name)
             case _:
                 assert_never(request)
         return Reply(Done())

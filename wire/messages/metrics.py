@@ -90,7 +90,7 @@ class MetricName(StrEnum):
     )
     ROLE_SILENT_SECONDS = (
         *("slipstream_role_silent_seconds", "gauge", "seconds", ("name", "role")),
-        "Time since a process's last message; all report twice a second",
+        "Time since the last message of a process that has not left; all report twice a second",
     )
     ADOPTED_STEP = (
         *("slipstream_adopted_step", "gauge", "steps", ("name",)),

@@ -78,6 +78,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: float | None = None  # share of the engine's cache that unfinished answers hold
     sequences: int = 0  # answers that the engine has been given and has not finished
     sequence_limit: int = 0  # how many it may be given at present; 0: not reported
+    has_left: bool = False  # it said so: its silence is none
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from slipstream.broker import client as client_module
 from slipstream.broker.client import BrokerClient
+from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
@@ -230,6 +231,30 @@ def test_goodbye_cancels_a_pending_request_for_work(short_folder: Path):
     nothing, answer = asyncio.run(body())
     assert nothing == GroupsLeased(groups=())
     assert [one.group_id for one in answer.groups] == [0]
+
+
+def test_a_role_that_said_goodbye_is_not_called_silent(short_folder: Path):
+    """Else scaling down would wake somebody up: slipstream_role_silent_seconds has an alert."""
+
+    async def body() -> RunStatus:
+        async with running(short_folder) as it:
+            it.ledger.training.take_over(0)
+            leaving = await it.client("generator", "generator-0")
+            await it.client("generator", "generator-1")
+            await leaving.ask(Goodbye(), Done)
+            return it.status
+
+    status = asyncio.run(body())
+    assert {one.name: one.has_left for one in status.roles if one.role == "generator"} == {
+        "generator-0": True,
+        "generator-1": False,
+    }
+    text = render_metrics(status, [])[0].decode()
+    silent = [line for line in text.splitlines() if line.startswith("slipstream_role_silent_sec")]
+    assert not [line for line in silent if "generator-0" in line]
+    assert [line for line in silent if "generator-1" in line]
+    ended = render_metrics(replace(status, finished=True), [])[0].decode()
+    assert "slipstream_role_silent_seconds{" not in ended, "all have left, or will"
 
 
 def test_planned_stop_is_reported_with_its_reason(short_folder: Path):
