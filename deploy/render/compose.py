@@ -69,6 +69,10 @@ def render_compose(
         f"{runs}:{runs}",
         f"{out / 'sockets'}:{_SOCKETS}",
     ]
+    if out == folder:
+        raise ConfigError(f"every role is shown {folder}: give a folder within it as --out")
+    hidden: Yaml = [str(out)] if out.is_relative_to(folder) else []  # with the password
+    restarts = f"on-failure:{config.deploy.max_restarts}" if config.deploy.max_restarts else "no"
     numbers = iter(range(_HEALTH, 65_536))
 
     def role(command: list[str], *, after: str, grace_s: float, gpu: tuple[int, ...]) -> Service:
@@ -77,9 +81,11 @@ def render_compose(
         words = [
             *(command[0], "--config", f"/etc/slipstream/{SETTINGS_FILE}", *command[1:]),
             *("--health", port, f"run.dir={runs}", f"run.socket_dir={_SOCKETS}"),
-            f"broker.redis.url=redis://127.0.0.1:{_REDIS_PORT}",
-            f"broker.redis.password_file=/run/secrets/{_PASSWORD}",
         ]
+        stores = command[0] == "start-broker"
+        if stores:
+            words.append(f"broker.redis.url=redis://127.0.0.1:{_REDIS_PORT}")
+            words.append(f"broker.redis.password_file=/run/secrets/{_PASSWORD}")
         devices: Service = {"driver": "nvidia", "capabilities": ["gpu"]}
         devices["device_ids"] = [str(number) for number in gpu]
         return {
@@ -90,14 +96,15 @@ def render_compose(
             "environment": {"OMP_NUM_THREADS": "1", "HOME": "/tmp"},  # noqa: S108 of the container
             "network_mode": "service:redis",
             "depends_on": {after: {"condition": "service_healthy"}},
-            "restart": "on-failure",
+            "restart": restarts,
             "init": True,
             "stop_grace_period": f"{grace_s:g}s",
             "shm_size": settings.shared_memory,
             "cap_drop": ["ALL"],
             "security_opt": ["no-new-privileges:true"],
-            "secrets": [_PASSWORD],
+            **({"secrets": [_PASSWORD]} if stores else {}),
             "volumes": [*mounts],
+            **({"tmpfs": hidden} if hidden else {}),
             "healthcheck": {
                 "test": [*probe],
                 "interval": "10s",

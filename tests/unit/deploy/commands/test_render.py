@@ -87,6 +87,22 @@ def test_what_one_host_cannot_have_is_refused_for_compose(
         render("compose", config, overrides, out=tmp_path / "out")
 
 
+def test_the_password_of_redis_is_shown_to_the_broker_alone(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Reward workers run code that a model wrote, beside the settings' folder."""
+    monkeypatch.chdir(tmp_path)
+    render("compose", config, ["deploy.max_restarts=3"], out=tmp_path / "out")
+    services = yaml.safe_load((tmp_path / "out" / "compose.yaml").read_text())["services"]
+    shown = {name for name, service in services.items() if "redis_password" in str(service)}
+    assert shown == {"redis", "broker"}
+    for name in services.keys() - {"redis"}:
+        assert services[name]["tmpfs"] == [str(tmp_path / "out")], "it lies in a mounted folder"
+        assert services[name]["restart"] == "on-failure:3"
+    with pytest.raises(ConfigError, match="a folder within it as --out"):
+        render("compose", config, [], out=tmp_path)
+
+
 def test_each_kind_of_role_has_the_image_that_was_named(config: Path, tmp_path: Path):
     """Those for GPUs hold the libraries of one kind each."""
     images = '={ learner = "l:1", generator = "g:1" }'
