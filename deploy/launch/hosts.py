@@ -9,7 +9,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, ip_address
+from ipaddress import ip_address
 from pathlib import Path
 
 from rich.console import Console
@@ -186,15 +186,16 @@ def address_of(host: str) -> str:
     """Return the IPv4 address of a host, by which others can reach it.
 
     Raises:
-        ConfigError: none is known here.
+        ConfigError: none is known here, or only one of loopback.
     """
     try:
         address = socket.gethostbyname(host)
     except OSError:
         address = ""
-    if not address or not isinstance(ip_address(address), IPv4Address):
+    if not address or ip_address(address).is_loopback:  # Debian names its own host 127.0.1.1
+        what = f"which is {address} here" if address else "whose IPv4 address is not known here"
         raise ConfigError(
-            f"deploy.hosts begins with {host}, whose IPv4 address is not known here: set "
-            "broker.listen and weightbus.listen to tcp://ADDRESS:PORT"
+            f"deploy.hosts begins with {host}, {what}: set broker.listen and weightbus.listen to "
+            "tcp://ADDRESS:PORT, with one that the others reach"
         )
     return address

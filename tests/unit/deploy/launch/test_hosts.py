@@ -111,6 +111,8 @@ def test_an_address_that_is_not_known_is_asked_for():
     assert address_of("10.0.0.1") == "10.0.0.1"
     with pytest.raises(ConfigError, match=r"deploy.hosts begins with no.such.invalid, .* set "):
         address_of("no.such.invalid")
+    with pytest.raises(ConfigError, match=r"localhost, which is 127.0.0.1 here: .* others reach"):
+        address_of("localhost")
 
 
 def test_a_check_is_printed_for_each_host_with_its_number_and_key(tmp_path: Path):
