@@ -32,13 +32,15 @@ _METRIC = "slipstream_lack_of_ready_groups"
 _COPY_KEYS = "install -m 0600 /run/secret/* /run/keys/"
 _NAME_WAIT_S = 60  # for a pod's own name to be known; the learner would refuse it as a setting
 _TOLD_TO_END = f"""\
-asked=0
+asked=0 learner=''
+trap 'asked={128 + signal.SIGTERM}; [ -z "$learner" ] || kill -TERM "$learner"' TERM
 "$@" &
-trap 'asked={128 + signal.SIGTERM}; kill -TERM $!' TERM
+learner=$!
+[ "$asked" = 0 ] || kill -TERM "$learner"
 while :; do # a signal ends `wait` early
-    wait $!
+    wait "$learner"
     code=$?
-    kill -0 $! 2>/dev/null || break
+    kill -0 "$learner" 2>/dev/null || break
 done
 [ "$code" != 0 ] || code=$asked
 exit "$code"
