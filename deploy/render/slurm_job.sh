@@ -57,7 +57,7 @@ step() { # NODE COUNT GPUS COMMAND...: on COUNT nodes from NODE on, seeing those
 }
 
 keep() { # NAME ON_RESTART COMMAND...: run it, and again where it fails, with ON_RESTART besides
-    local name=$1 on_restart=$2 left=$max_restarts pause=1 ending=0 child code started
+    local name=$1 on_restart=$2 left=$max_restarts pause=1 ending=0 child='' code started
     shift 2
     local again=()
     trap 'ending=1; kill -TERM "$child" 2>/dev/null' TERM
