@@ -146,8 +146,8 @@ class SkyPilotTable(Section, frozen=True, kw_only=True):
     """Take nodes that may be taken away; the run resumes on others (sky jobs launch)."""
     workdir: str = "."
     """Folder that is copied to every node; relative paths of the settings begin in it there."""
-    setup: tuple[str, ...] = ("pip install 'slipstream[learner,generators,redis-server,sandbox]'",)
-    """Lines of shell that install Slipstream on a node."""
+    setup: tuple[str, ...] = ("pip install '.[learner,generators,redis-server,sandbox]'",)
+    """Lines of shell that install Slipstream on a node, from a checkout where it is the workdir."""
     storage: str = ""
     """Bucket with the run folder (s3://..., gs://...), mounted at /shared; needed to resume on
     other nodes. A file is in it once it was closed. Empty keeps the folder on the first node."""
