@@ -18,6 +18,7 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
     read_ledger,
 )
+from slipstream.wire.files.replace import is_unfinished
 from slipstream.wire.unreadable import UNREADABLE
 
 DIGESTS_FILE = "digests.json"
@@ -49,7 +50,8 @@ def damage_of(folder: Path) -> str:
         return f"no {DIGESTS_FILE}" if read_checkpoint_info(folder).has_digests else ""
     except (OSError, *UNREADABLE) as error:
         return f"{DIGESTS_FILE} cannot be read: {error}"
-    if unlisted := sorted({path.name for path in folder.iterdir()} - {*digests, *_LATER}):
+    names = {path.name for path in folder.iterdir() if not is_unfinished(path.name)}
+    if unlisted := sorted(names - {*digests, *_LATER}):
         return f"{unlisted[0]} is not in {DIGESTS_FILE}"
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _damage_of_file(folder / name, digests[name]), digests)

@@ -1,6 +1,7 @@
 """`slipstream check` between two hosts (network namespaces): a fault of one of them is named."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ def program_on(host: Host, before: str) -> Iterator[Callable[[bytes, float], byt
             host.name,
             "sh",
             "-ec",
-            f"{before} exec {sys.executable} -m {NODE_PROGRAM}",
+            f"{before} exec {shlex.quote(sys.executable)} -m {NODE_PROGRAM}",
         ],
         cwd=host.folder,
         stdin=subprocess.PIPE,

@@ -25,7 +25,7 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
 )
 from slipstream.wire.files.remote import RemoteFolder, StorageError
-from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.files.replace import is_unfinished, replacing_folder
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -132,7 +132,8 @@ class RemoteCheckpoints:
         with _held(checkpoint) as held:
             if read_checkpoint_info(held).saved_at != info.saved_at:
                 raise StorageError(f"{checkpoint} was replaced while it was uploaded")
-            files = sorted(path for path in held.iterdir() if path.name != INFO_FILE)
+            names = {path.name for path in held.iterdir()} - {INFO_FILE}
+            files = [held / name for name in sorted(names) if not is_unfinished(name)]
             manifest = Manifest(info=info, objects=tuple(map(_described, files)))
             for path in files:
                 self._remote.put(path, f"{manifest.folder}/{path.name}")
@@ -233,7 +234,7 @@ def _held(checkpoint: Path) -> Iterator[Path]:
     held = checkpoint.with_name(f".{checkpoint.name}-uploading.unfinished")
     shutil.rmtree(held, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint, held, copy_function=os.link)
+        shutil.copytree(checkpoint, held, copy_function=os.link, ignore=_unfinished)
     except (shutil.Error, OSError):
         shutil.rmtree(held, ignore_errors=True)
         yield checkpoint
@@ -242,3 +243,7 @@ def _held(checkpoint: Path) -> Iterator[Path]:
         yield held
     finally:
         shutil.rmtree(held, ignore_errors=True)
+
+
+def _unfinished(_folder: str, names: list[str]) -> list[str]:
+    return list(filter(is_unfinished, names))

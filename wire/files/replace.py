@@ -95,5 +95,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_unfinished(name: str) -> bool:
+    """Return whether such a file is being written, or was left by a writer that was killed."""
+    return name.startswith(".") and name.endswith(_UNFINISHED)
+
+
 def _beside(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}{ending}")

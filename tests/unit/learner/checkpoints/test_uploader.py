@@ -9,6 +9,7 @@ import fsspec
 import msgspec
 import pytest
 
+from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.retention import Resumption
 from slipstream.learner.checkpoints.uploader import Uploader
 from slipstream.wire.errors import ConfigError
@@ -181,6 +182,19 @@ def test_checkpoint_that_is_removed_while_it_is_uploaded_is_uploaded_whole(
     assert (fetched / "__0_0.distcp").read_bytes() == b"tensors of v1.1"
     assert manifest.info == info
     assert [one.name for one in path.parent.iterdir() if one.is_dir()] == [path.name]
+
+
+def test_a_ledger_that_is_being_written_is_no_part_of_the_checkpoint(tmp_path: Path, url: str):
+    ((path, info),) = save(tmp_path, 1).items()
+    (path / ".ledger.bin.unfinished").write_bytes(b"half")
+    assert damage_of(path) == ""
+    work = uploader(tmp_path, url)
+    work.offer({path: info}, None)
+    work.close()
+    (manifest,) = RemoteCheckpoints(url).known()
+    assert ".ledger.bin.unfinished" not in {one.name for one in manifest.objects}
+    fetched = RemoteCheckpoints(url).fetch(manifest, tmp_path / "b" / "checkpoints")
+    assert damage_of(fetched) == ""
 
 
 def test_place_of_another_run_is_left_alone(tmp_path: Path, url: str):
