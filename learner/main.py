@@ -133,6 +133,7 @@ def leave(code: int) -> None:
 
     if not are_done(_THREADS_S):
         logging.shutdown()
+        sys.stdout.flush()
         os._exit(code)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok
 from slipstream.learner.nodes.card import model_digests
-from slipstream.wire.errors import ConfigError
+from slipstream.weightbus.agent.weight_files import check_weight_files
+from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.model_files import weight_files
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 
@@ -26,6 +27,10 @@ def observe_model(folder: Path) -> tuple[list[Fact], dict[str, str]]:
     if missing:
         what = f"{folder} lacks {', '.join(missing)}, which its index names"
         return [*facts, fail("model", what, _SETTING)], digests
+    try:
+        check_weight_files(folder)
+    except EngineError as error:
+        return [*facts, fail("model", str(error), _SETTING)], digests
     digests |= model_digests(folder)
     shown = ", ".join(f"{name} {digest[:12]}" for name, digest in digests.items())
     return [*facts, ok("model", f"{folder}: {shown}", _SETTING)], digests

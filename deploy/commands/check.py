@@ -70,6 +70,17 @@ def main(arguments: argparse.Namespace) -> int:
         config = run_config(load_table(arguments.config, overrides))
         print_check_commands(config, arguments.config, overrides, make_console())
         return 0
+    code = _checked(arguments, overrides, meets)
+    if meets is not None:
+        from slipstream.learner.main import leave
+
+        leave(code)
+    return code
+
+
+def _checked(
+    arguments: argparse.Namespace, overrides: Sequence[str], meets: tuple[int, Address] | None
+) -> int:
     signals = Signals()
     with signals.handled():
         try:

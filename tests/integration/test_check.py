@@ -50,9 +50,9 @@ def command_of(folder: Path, settings: dict[str, object], *words: str) -> list[s
     return [sys.executable, "-m", module, "check", "--config", str(folder / "run.toml"), *words]
 
 
-def checked(folder: Path, settings: dict[str, object]) -> Checked:
+def checked(folder: Path, settings: dict[str, object], *words: str) -> Checked:
     done = subprocess.run(
-        command_of(folder, settings, "--json"),
+        command_of(folder, settings, "--json", *words),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -147,6 +147,14 @@ def missing_weights(folder: Path, _stack: ExitStack) -> dict[str, object]:
     return {}
 
 
+def weights_cut_off(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    weights = folder / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()  # others may have a link to it
+    weights.write_bytes(content[: len(content) // 2])
+    return {}
+
+
 def broken_template(folder: Path, _stack: ExitStack) -> dict[str, object]:
     template = folder / "chat.jinja"
     template.write_text("{{ messages[0].content.no_such_filter() }}")
@@ -214,6 +222,7 @@ FAULTS: dict[Plant, tuple[int, list[tuple[str, str]]]] = {
         ],
     ),
     missing_weights: (2, [("fail model: ", "model.safetensors (run.model)")]),
+    weights_cut_off: (2, [("fail model: ", "no whole weight file (run.model)")]),
     broken_template: (2, [("fail prompt: ", "no_such_filter (sampling.chat_template)")]),
     wrong_column: (2, [("fail prompt: ", "data.prompt_column question train.jsonl")]),
     raising_reward: (2, [("fail reward: ", "no ground truth (reward.function)")]),
@@ -277,6 +286,17 @@ def test_weights_over_tcp_pass_with_keys(folder: Path):
     found = checked(folder, {"weightbus.transport": "tcp"})
     (weights,) = [fact.line for fact in found.facts if fact.name == "weights"]
     assert weights.startswith("ok   weights: 17 MB over tcp from ")
+
+
+def test_a_host_that_meets_no_learner_ends_with_its_facts(folder: Path):
+    """A thread of torch's may still wait for what listens there: it aborts no process."""
+    settings: dict[str, object] = {"deploy.hosts": ["a", "b"], "learner.rendezvous_timeout_s": 1}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = f"127.0.0.1:{silent.getsockname()[1]}"
+        found = checked(folder, settings, "--on", "hosts", "--node", "1", "--rendezvous", at)
+    assert found.code == 2
+    (line,) = found.trouble
+    assert line.startswith(f"fail hosts: no first host at {at} (--rendezvous)")
 
 
 def test_ctrl_c_leaves_nothing(folder: Path):
