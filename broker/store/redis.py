@@ -117,7 +117,7 @@ class RedisStore:
             socket_timeout_s: a server silent for this long went away.
 
         Raises:
-            ConfigError: nothing answers at ``broker.redis.url``.
+            ConfigError: nothing answers at ``broker.redis.url``, or it is no URL of a Redis.
         """
         # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
         # before Python 3.12; every wait here is inside an asyncio.timeout instead.
@@ -126,16 +126,20 @@ class RedisStore:
             tls["ssl_check_hostname"] = True  # a certificate of another host is no proof
             if ca_file:
                 tls["ssl_ca_certs"] = ca_file
-        client = aioredis.Redis.from_url(
-            url,
-            username=username,
-            password=password,
-            **tls,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        try:
+            client = aioredis.Redis.from_url(
+                url,
+                username=username,
+                password=password,
+                **tls,
+                socket_timeout=None,
+                socket_connect_timeout=None,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+            )
+        except ValueError as error:
+            message = f"{url!r} is no URL of a Redis (broker.redis.url): {error}"
+            raise ConfigError(message) from error
         deadline = time.monotonic() + LOADING_S
         while True:
             try:
