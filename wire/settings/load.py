@@ -53,7 +53,7 @@ def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
                 table = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the run's settings {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
@@ -111,7 +111,7 @@ def _parse_value(text: str) -> object:
     """Return the TOML value of ``text``; anything else is taken as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

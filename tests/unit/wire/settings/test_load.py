@@ -101,9 +101,10 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path):
     path = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match=r"cannot read .*run\.toml: No such file"):
         load_table(path)
-    path.write_text("[run\n")
-    with pytest.raises(ConfigError, match=r"run\.toml is not valid TOML"):
-        load_table(path)
+    for text in ("[run\n", f"[run]\nname = {'[' * 10_000}\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"run\.toml is not valid TOML"):
+            load_table(path)
 
 
 def test_a_resolved_section_can_be_read_back():
