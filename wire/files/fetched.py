@@ -10,6 +10,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from slipstream.wire.files.replace import replacing_folder
 
 _log = logging.getLogger(__name__)
 _HASH_BYTES = 16
+_HASH = re.compile(rf"[0-9a-f]{{{2 * _HASH_BYTES}}}")
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS, ".py")  # what a role may read
 
@@ -74,6 +76,11 @@ def fetched_file(fetch: Fetch) -> Path:
 def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path:
     with _settings_to_blame():
         if fetch.expected:
+            if not _HASH.fullmatch(fetch.expected):
+                raise ConfigError(
+                    f"run.contents: the hash of {fetch.url} must be {2 * _HASH_BYTES} hexadecimal "
+                    f"digits, got {fetch.expected!r:.100}"
+                )
             copy = _place(fetch, fetch.expected, with_weights=with_weights)
             if copy.is_dir():
                 return copy
@@ -131,7 +138,8 @@ def _download(folder: RemoteFolder, files: Sequence[RemoteFile], target: Path) -
 @contextmanager
 def _locked(copy: Path) -> Iterator[None]:
     """Hold the lock of a copy: requests of its holder are bounded, and it does not outlive it."""
-    with copy.with_name(f".{copy.name}.lock").open("w") as lock:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # no file of ours by a link
+    with os.fdopen(os.open(copy.with_name(f".{copy.name}.lock"), flags, 0o666), "r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -70,7 +70,7 @@ class RemoteFolder:
             raise ConfigError(
                 f"{setting} = {url} needs a driver: pip install 'slipstream[storage]' ({error})"
             ) from error
-        except ValueError as error:
+        except Exception as error:  # drivers raise whatever their libraries do
             raise ConfigError(f"{setting} = {url} cannot be used: {error}") from error
         self._path: str = path.rstrip("/")
 

@@ -139,3 +139,28 @@ def test_run_section_fetches_a_model_by_url_for_its_checks_without_weights(tmp_p
 def test_default_cache_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/large/disk")
     assert default_cache() == Path("/large/disk/slipstream")
+
+
+@pytest.mark.parametrize("expected", ["..", "/etc", "0" * 31, "0" * 32 + "\n"])
+def test_hash_that_is_none_leads_to_no_folder(url: str, tmp_path: Path, expected: str):
+    fetched_file.cache_clear()
+    with pytest.raises(ConfigError, match=r"run\.contents: .* must be 32 hexadecimal digits"):
+        fetched_file(Fetch(url, "data.file", tmp_path, expected))
+
+
+def test_lock_that_is_a_link_empties_no_file(url: str, tmp_path: Path):
+    copy = fetch(url, tmp_path / "first").parent
+    other = tmp_path / "other"
+    other.write_text("kept")
+    cache = tmp_path / "second"
+    cache.mkdir()
+    (cache / f".{copy.name}.lock").symlink_to(other)
+    with pytest.raises(ConfigError, match=r"symbolic links.*\.lock \(run\.cache_dir\)"):
+        fetch(url, cache)
+    assert other.read_text() == "kept"
+
+
+@pytest.mark.parametrize("url", ["dir:///x", "reference://x", "zip://."])
+def test_driver_that_cannot_be_made_names_the_setting(url: str):
+    with pytest.raises(ConfigError, match=r"data\.file = \S+ (cannot be used|names no place)"):
+        RemoteFolder(url, "data.file")
