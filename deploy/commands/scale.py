@@ -9,7 +9,12 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import RUN_LOCK
-from slipstream.wire.files.scale_request import ScaleRequest, read_answer, write_request
+from slipstream.wire.files.scale_request import (
+    MOST_GENERATORS,
+    ScaleRequest,
+    read_answer,
+    write_request,
+)
 from slipstream.wire.process.processes import is_locked
 
 EXAMPLES = """examples:
@@ -45,9 +50,12 @@ def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
         ConfigError: there is no such run, or it cannot have so many.
         PeerLostError: nothing answers.
     """
-    pool, equals, number = wanted.partition("=")
-    if pool != _POOL or not equals or not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"expected generators=N with N of at least 1, got {wanted}")
+    pool, _, number = wanted.partition("=")
+    is_short = number.isdecimal() and len(number) <= len(str(MOST_GENERATORS))
+    if pool != _POOL or not is_short or not 1 <= int(number) <= MOST_GENERATORS:
+        raise ConfigError(
+            f"expected generators=N with N from 1 to {MOST_GENERATORS}, got {wanted:.100}"
+        )
     run_of_folder(folder)
     if not is_locked(folder / RUN_LOCK):
         raise ConfigError(f"{folder} is not running: set generators.count where it is started")

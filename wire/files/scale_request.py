@@ -2,12 +2,14 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.unreadable import UNREADABLE
 
+MOST_GENERATORS = 10_000  # as in generators.count
 _REQUEST, _ANSWER = "scale.json", "scaled.json"
 
 
@@ -15,7 +17,7 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What is asked for."""
 
     id: str  # that the answer repeats
-    generators: int
+    generators: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATORS)]
 
 
 class ScaleAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,7 +55,13 @@ def test_a_supervisor_that_does_not_answer_is_named(run: Path):
         scale(run, "generators=2", answer_s=0.0)
 
 
-@pytest.mark.parametrize("words", ["generators", "generators=0", "generators=-1", "learners=2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("generators", "generators=0", "generators=-1", "learners=2"),
+        *("generators=10001", f"generators={'9' * 5000}"),
+    ],
+)
 def test_what_is_no_number_of_generators_is_refused(run: Path, words: str):
     with pytest.raises(ConfigError, match="expected generators=N"):
         scale(run, words)
@@ -73,3 +79,9 @@ def test_a_damaged_request_is_passed_over(tmp_path: Path):
     (tmp_path / "scale.json").write_bytes(b"\xff{")
     assert take_request(tmp_path) is None
     assert not (tmp_path / "scale.json").exists()
+
+
+@pytest.mark.parametrize("count", [0, -5, 10_001, 10**23])
+def test_a_request_for_an_impossible_number_is_passed_over(tmp_path: Path, count: int):
+    (tmp_path / "scale.json").write_text(f'{{"id": "a", "generators": {count}}}')
+    assert take_request(tmp_path) is None
