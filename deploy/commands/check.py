@@ -5,6 +5,7 @@ that changes it. Exit code 0: all is well; 1: there are warnings; 2: the run wou
 """
 
 import argparse
+import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -157,9 +158,11 @@ def _surveyed(
     def progress(what: str) -> None:
         status.update(Text(what))
 
+    if meets is not None:  # torch: a signal raised in its import can be lost
+        importlib.import_module("slipstream.deploy.check.meeting")
     with ExitStack() as stack, signals.raising():
         if meets is not None:
-            from slipstream.deploy.check.meeting import FirstHost, answer_first_host  # torch
+            from slipstream.deploy.check.meeting import FirstHost, answer_first_host
 
             node, rendezvous = meets
             if not 0 <= node < len(config.deploy.hosts):
