@@ -8,8 +8,8 @@ from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.settings.load import Section
 from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative, Positive
 
-_DNS_NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
-_TIME = r"^(UNLIMITED|(\d+-)?\d+(:\d{1,2}){0,2})$"
+_DNS_NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
+_TIME = r"^(UNLIMITED|(\d+-)?\d+(:\d{1,2}){0,2})\Z"
 DnsName = Annotated[str, msgspec.Meta(pattern=_DNS_NAME)]
 SlurmTime = Annotated[str, msgspec.Meta(pattern=_TIME)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_530)]

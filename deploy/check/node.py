@@ -51,7 +51,7 @@ from slipstream.deploy.check.requests import (
     Send,
 )
 from slipstream.deploy.check.store import observe_store
-from slipstream.deploy.check.trial import observe_prompt, observe_reward
+from slipstream.deploy.check.trial import observe_data, observe_prompt, observe_reward
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import GIB, MemoryPart, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import kind_of
@@ -140,7 +140,10 @@ def _facts(view: _View) -> list[Fact]:
         )
     if "broker" in kinds:
         facts += observe_store(config.broker)
-    if "generator" in kinds:
+        facts += observe_data(config)
+    if any((fact.name, fact.outcome) == ("data", "fail") for fact in facts):
+        return facts
+    if "broker" in kinds:
         facts += observe_prompt(config)
     if "reward-worker" in kinds:
         facts += observe_reward(config)

@@ -1,4 +1,4 @@
-"""One prompt through the chat template, and one answer through the reward function."""
+"""All prompts, one of them through the chat template, one answer through the reward function."""
 
 import asyncio
 import dataclasses
@@ -6,15 +6,16 @@ import dataclasses
 import msgspec
 
 from slipstream.broker.config import private_paths
-from slipstream.broker.data.sources import load_source, training_sources
+from slipstream.broker.data.prompts import load_prompts
+from slipstream.broker.data.sources import load_source, local_data, training_sources
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.deploy.check.facts import Fact, fail, ok
+from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.config import RunConfig
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
-from slipstream.wire.settings.sections import SamplingSection
+from slipstream.wire.settings.sections import SamplingSection, model_folder
 
 _ROWS = 64  # in which a prompt is looked for, where bad rows are skipped
 
@@ -25,7 +26,7 @@ def first_prompt(config: RunConfig) -> Prompt:
     Raises:
         ConfigError: there is none, or it is no prompt; naming the setting.
     """
-    data = config.broker.data
+    data = local_data(config.broker.data, config.run)
     source = training_sources(data)[0]
     rows = min(source.table.max_rows or _ROWS, _ROWS if data.on_bad_row == "skip" else 1)
     few = msgspec.structs.replace(source.table, max_rows=rows)
@@ -41,10 +42,23 @@ def judge_prompt(num_tokens: int, sampling: SamplingSection) -> Fact:
     return (fail if refused else ok)("prompt", found, "sampling.max_prompt_tokens")
 
 
+def observe_data(config: RunConfig) -> list[Fact]:
+    """Read all prompts and held-out problems of a run, as its broker does at the start."""
+    setting = "data.file, data.sources, eval.file, eval.sets"
+    try:
+        counts = load_prompts(config.broker).counts()
+    except ConfigError as error:
+        return [fail("data", str(error))]
+    found = f"{counts['rows']:,} prompts, {counts['eval_problems']:,} held-out problems"
+    if skipped := counts["rows_skipped"]:
+        return [warn("data", f"{found}; {skipped:,} rows are left out", "data.on_bad_row")]
+    return [ok("data", found, setting)]
+
+
 def observe_prompt(config: RunConfig) -> list[Fact]:
     """Render the first prompt of a run as its generators do."""
     try:
-        codec = TextCodec(config.generators.model, config.generators.sampling)
+        codec = TextCodec(model_folder(config.run), config.generators.sampling)
         tokens = codec.tokens(first_prompt(config))
     except ConfigError as error:
         return [fail("prompt", str(error))]
@@ -63,8 +77,8 @@ def observe_reward(config: RunConfig) -> list[Fact]:
     """Score one answer to the first prompt, the ground truth if it is text, as a worker does."""
     try:
         prompt = first_prompt(config)
-    except ConfigError:
-        return []  # the fact of the prompt says why
+    except ConfigError as error:  # the broker's host may be the only one with the data
+        return [warn("reward", f"was not tried here: {error}", "data.file")]
     try:
         return [judge_score(asyncio.run(_scored(config, prompt)))]
     except ConfigError as error:

@@ -25,11 +25,11 @@ the learner save; `docker compose up` resumes."""
 _START_REDIS = f"""\
 exec redis-server - --bind 127.0.0.1 --port {_REDIS_PORT} --dir /data --appendonly yes \\
     --appendfsync always --save '' <<END
-requirepass $$(cat /run/secrets/{_PASSWORD})
+requirepass $(cat /run/secrets/{_PASSWORD})
 END
 """
 _ASK_REDIS = (
-    f'REDISCLI_AUTH="$$(cat /run/secrets/{_PASSWORD})" redis-cli -p {_REDIS_PORT} ping | '
+    f'REDISCLI_AUTH="$(cat /run/secrets/{_PASSWORD})" redis-cli -p {_REDIS_PORT} ping | '
     "grep -q PONG"
 )
 Service = dict[str, Yaml]
@@ -69,6 +69,8 @@ def render_compose(
         f"{runs}:{runs}",
         f"{out / 'sockets'}:{_SOCKETS}",
     ]
+    if odd := [str(path) for path in (folder, out, runs, *outside) if ":" in str(path)]:
+        raise ConfigError(f"compose takes no path with a colon, got {odd[0]} (run.dir, --out, ...)")
     if out == folder:
         raise ConfigError(f"every role is shown {folder}: give a folder within it as --out")
     hidden: Yaml = [str(out)] if out.is_relative_to(folder) else []  # with the password
@@ -91,7 +93,7 @@ def render_compose(
         return {
             "image": settings.images.get(command[0].removeprefix("start-"), settings.image),
             "user": user,
-            "command": [word.replace("$", "$$") for word in words],
+            "command": words,
             "working_dir": str(folder),
             "environment": {"OMP_NUM_THREADS": "1", "HOME": "/tmp"},  # noqa: S108 of the container
             "network_mode": "service:redis",
@@ -160,7 +162,19 @@ def render_compose(
     variables = {"out": str(out), "runs": str(runs)}
     lines = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return {
-        COMPOSE_FILE: documents(whole, head=_HEAD),
+        COMPOSE_FILE: documents(_literal(whole), head=_HEAD),
         SETTINGS_FILE: settings_text(there),
         PREPARE: "\n".join(["#!/bin/bash", *lines, ""]) + _SCRIPT.read_text("utf-8"),
     }
+
+
+def _literal(value: Yaml) -> Yaml:
+    """Return a value in which compose replaces no variable."""
+    match value:
+        case str():
+            return value.replace("$", "$$")
+        case list():
+            return [_literal(one) for one in value]
+        case dict():
+            return {key: _literal(one) for key, one in value.items()}
+    return value

@@ -241,7 +241,10 @@ def _limits(meta: msgspec.Meta) -> str:
     elif meta.gt is not None:
         parts.append(f"above {meta.gt}")
     if meta.pattern is not None:
-        parts.append("one of " + ", ".join(f"`{c}`" for c in meta.pattern.strip("^()$").split("|")))
+        parts.append(
+            "one of "
+            + ", ".join(f"`{c}`" for c in meta.pattern.removesuffix(r"\Z").strip("^()$").split("|"))
+        )
     return ", " + ", ".join(parts) if parts else ""
 
 

@@ -17,10 +17,11 @@ import pytest
 
 from slipstream.broker.server.keyring import make_client_key
 from slipstream.broker.store.server_binary import find_server
-from slipstream.deploy.check.facts import Fact, HostReport
+from slipstream.deploy.check.facts import Fact, HostReport, exit_code
 from slipstream.wire.files.run_folder import TRAIL
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from tests.e2e.hosts import toml_of
+from tests.support.slow_disk import passed_over
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
@@ -62,7 +63,8 @@ def checked(folder: Path, settings: dict[str, object], *words: str) -> Checked:
     assert done.stdout, done.stderr
     printed = json.loads(done.stdout)
     assert printed["exit_code"] == done.returncode
-    return Checked(done.returncode, msgspec.convert(printed["hosts"], list[HostReport]))
+    reports = passed_over(msgspec.convert(printed["hosts"], list[HostReport]))
+    return Checked(exit_code(reports), reports)
 
 
 @pytest.fixture
@@ -165,6 +167,16 @@ def wrong_column(_folder: Path, _stack: ExitStack) -> dict[str, object]:
     return {"data.prompt_column": "question"}
 
 
+def missing_held_out(_folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {"eval.file": "none.jsonl"}
+
+
+def broken_row(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('{"prompt": 1\n')
+    return {}
+
+
 def raising_reward(folder: Path, _stack: ExitStack) -> dict[str, object]:
     text = "def score(*_, **__):\n    raise ValueError('no ground truth')\n"
     (folder / "reward.py").write_text(text)
@@ -224,7 +236,9 @@ FAULTS: dict[Plant, tuple[int, list[tuple[str, str]]]] = {
     missing_weights: (2, [("fail model: ", "model.safetensors (run.model)")]),
     weights_cut_off: (2, [("fail model: ", "no whole weight file (run.model)")]),
     broken_template: (2, [("fail prompt: ", "no_such_filter (sampling.chat_template)")]),
-    wrong_column: (2, [("fail prompt: ", "data.prompt_column question train.jsonl")]),
+    wrong_column: (2, [("fail data: ", "data.prompt_column question train.jsonl")]),
+    missing_held_out: (2, [("fail data: ", "eval.file none.jsonl")]),
+    broken_row: (2, [("fail data: ", "data.file train.jsonl")]),
     raising_reward: (2, [("fail reward: ", "no ground truth (reward.function)")]),
     too_little_memory: (2, [("fail memory: ", "caches generators.max_cached_tokens")]),
     too_little_disk: (2, [("fail disk space: ", "checkpoints checkpoint.keep_last)")]),
@@ -265,7 +279,7 @@ def test_a_sound_run_has_no_fault_and_nothing_is_left(folder: Path):
     assert names == {
         *("settings", "run folder", "roles", "dashboard", "weightbus.host", "interface"),
         *("memory", "shared memory", "GPUs", "libraries", "flash-attn", "fsync", "disk space"),
-        *("Redis", "prompt", "reward", "model", "clock", "weights"),
+        *("Redis", "data", "prompt", "reward", "model", "clock", "weights"),
     }
     (weights,) = [fact.found for fact in found.facts if fact.name == "weights"]
     assert "over gloo" in weights

@@ -19,6 +19,7 @@ from slipstream.deploy.launch.host_program import Post
 from slipstream.wire.settings.load import load_table
 from tests.e2e.hosts import Host, end, ip, toml_of, two_hosts
 from tests.support.random_llama import write_random_weights
+from tests.support.slow_disk import passed_over
 from tests.support.tiny_run import tiny_inputs, tiny_settings, write_policy
 from tests.support.waiting import HANG_S
 
@@ -100,7 +101,7 @@ class Hosts:
                 Post("generator-0", "2", "10.77.0.2", there),
             ]
             config = run_config(load_table(file))
-            first, second = survey(TwoPlaces(config, posts), lambda _what: None)
+            first, second = passed_over(survey(TwoPlaces(config, posts), lambda _what: None))
         return first, second
 
 
@@ -123,7 +124,8 @@ def test_two_sound_hosts_are_compared_and_send_to_each_other(hosts: Hosts):
         ("generator-0",),
     )
     found = {fact.name: fact.found for fact in second.facts}
-    assert {"versions", "same model", "clock", "weights", "prompt"} <= set(found)
+    assert {"versions", "same model", "clock", "weights"} <= set(found)
+    assert {"data", "prompt", "reward"} <= {fact.name for fact in first.facts}
     assert found["weights"].startswith("17 MB over gloo from ")
     assert "(10.77.0.1) (sp" in found["weights"]
     assert found["weights"].endswith(" MB/s")

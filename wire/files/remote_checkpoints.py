@@ -52,6 +52,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what cannot be a checkpoint of ours; ValueError says why."""
         if self.info.format_revision != FORMAT_REVISION:
             raise ValueError(f"checkpoint format {self.info.format_revision}")
+        if not self.objects:
+            raise ValueError("it names no file")
         for name in [one.name for one in self.objects]:
             if PurePath(name).name != name or name in {"", "..", INFO_FILE} or "\0" in name:
                 raise ValueError(f"it names {name!r:.200}, which is no file of a checkpoint")

@@ -63,7 +63,20 @@ def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
             raise ConfigError(f"unknown section [{name}]{where}{_nearest(name, SECTIONS)}")
         if not isinstance(section, dict):
             raise ConfigError(f"{name} must be a section, got {section!r}{where}")
+        _refuse_nul(section, name)
     return table
+
+
+def _refuse_nul(value: object, name: str) -> None:
+    """Refuse a character that no path, name or argument of a process can hold."""
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{name} must hold no NUL character, got {value!r}")
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            _refuse_nul(one, f"{name}.{key}")
+    elif isinstance(value, list):
+        for one in value:
+            _refuse_nul(one, name)
 
 
 def section(table: Mapping[str, Any], name: str, kind: type[S]) -> S:
