@@ -49,6 +49,7 @@ def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_reads(
     async def scenario() -> None:
         ledger = ledger_of(2, 3)
         async with working(tmp_path, ledger, max_sequences=6, cached_tokens=60) as it:
+            await it.until_held(*((group, sibling) for group in range(2) for sibling in range(3)))
             it.engine.let_all()  # six answers of four and sixteen tokens are twice the cache
             await until_reported(it, "trajectories", 6)
             thrown_out = (await it.engine.load()).num_retractions
