@@ -191,7 +191,8 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
     starting = asyncio.to_thread(load_trackers, settings.logging, run, plain, resumed_at=resumed_at)
     try:
         async with log_wait(f"logging.trackers = {list(settings.logging.trackers)} to start"):
-            trackers: list[Tracker] = await asyncio.wait_for(starting, _TRACKERS_START_S)
+            async with asyncio.timeout(_TRACKERS_START_S):
+                trackers: list[Tracker] = await starting
     except TimeoutError as error:
         raise ConfigError(
             f"logging.trackers = {list(settings.logging.trackers)} did not start within "

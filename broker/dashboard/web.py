@@ -105,7 +105,8 @@ class Dashboard:
         self._files = await asyncio.to_thread(_resources)
         if not is_loopback(self._host):
             try:
-                names = await asyncio.wait_for(asyncio.to_thread(machine_names), _NAMES_S)
+                async with asyncio.timeout(_NAMES_S):
+                    names = await asyncio.to_thread(machine_names)
             except TimeoutError:  # of a name server
                 names = {socket.gethostname()}
             self._names = known_names(self._host, names)

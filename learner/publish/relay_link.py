@@ -72,7 +72,7 @@ class RelayLink:
                     if not may_answer or not await self._adopt(_FIRST_ANSWER_S):
                         await self._start()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_down.wait(), _WATCH_S)
+                    await asyncio.wait_for(self._is_down.wait(), _WATCH_S)  # noqa: TID251 cancelled by nobody
                 if self._served_by and not self._is_ending:
                     await self._check_alive()
             await asyncio.Event().wait()  # the socket is open until we are cancelled: for ``end``

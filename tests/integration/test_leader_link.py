@@ -85,7 +85,7 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
             learning = asyncio.create_task(asyncio.to_thread(learner, took_over, broker))
             await took_over.wait()
             it.server.plan_stop("enough")
-            answers = await asyncio.wait_for(learning, HANG_S)
+            answers = await asyncio.wait_for(learning, HANG_S)  # noqa: TID251 cancelled by nobody
             assert [answer.last_step for answer in answers] == [0, 0]
 
     asyncio.run(scenario())

@@ -711,7 +711,7 @@ def test_a_full_disk_loses_nothing_and_is_outlived(
             assert not writing.done()
             before = acknowledged
             ballast.unlink()  # noqa: ASYNC240
-            await asyncio.wait_for(writing, HANG_S)
+            await asyncio.wait_for(writing, HANG_S)  # noqa: TID251 cancelled by nobody
             await check_whole(store, sizes)
         return before
 
@@ -737,7 +737,7 @@ def test_a_disk_that_stays_full_is_an_error_of_the_settings(folder: Path):
             keeping = asyncio.create_task(server.keep_alive(outage_s=1.5))
             writing = asyncio.create_task(store.commit(change(0, 8_000_000)))
             with pytest.raises(ConfigError, match=r"the disk is full.*run\.dir"):
-                await asyncio.wait_for(keeping, HANG_S)
+                await asyncio.wait_for(keeping, HANG_S)  # noqa: TID251 cancelled by nobody
             assert not writing.done()
             writing.cancel()
             with contextlib.suppress(asyncio.CancelledError):

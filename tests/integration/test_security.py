@@ -220,7 +220,7 @@ def test_revoked_key_ends_its_connections_and_cannot_make_new_ones(short_folder:
             worker = await it.client("reward_worker", "w", key)
             revoke(it.keys, "hostb")
             with pytest.raises(ForbiddenError):
-                await asyncio.wait_for(work_forever(worker), HANG_S)
+                await asyncio.wait_for(work_forever(worker), HANG_S)  # noqa: TID251 cancelled by nobody
             with pytest.raises((ConfigError, ForbiddenError), match="the key hostb"):
                 await it.client("reward_worker", "w", copied)
             return it.rejected("forbidden")
@@ -279,7 +279,7 @@ def test_unreadable_keys_suspend_remote_clients_without_dropping_them(
                 await until_async(lambda: it.rejected("slow_down") > 1, "it was served")
                 await local.ask(GetStatus(), StatusAnswer)
             it.server._clients.refresh_keys()
-            await asyncio.wait_for(waiting, HANG_S)
+            await asyncio.wait_for(waiting, HANG_S)  # noqa: TID251 cancelled by nobody
 
     asyncio.run(body())
     assert caplog.text.count("keys cannot be read") == 1

@@ -54,7 +54,8 @@ class BucketFetcher:
         self._waiting[key] = future
         try:
             await self._socket.send(encode(FetchBucket(version=version, index=index)))
-            return await asyncio.wait_for(future, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await future
         except TimeoutError as error:
             raise PublishError(
                 f"bucket {index} of {version.label} did not arrive in {self._timeout_s:g} s "

@@ -155,7 +155,8 @@ class Subscriber:
         updates = self._updates
         while True:
             try:
-                command = await asyncio.wait_for(commands.get(), _HEARTBEAT_S)
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    command = await commands.get()
             except TimeoutError:
                 if updates.is_paused and self._last_message_s < self._now() - self._silence_s:
                     await updates.abandon(f"the relay was silent for {self._silence_s:g} s")

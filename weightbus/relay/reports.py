@@ -72,7 +72,8 @@ class BrokerReports:
         try:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_news.wait(), REPORT_EVERY_S)
+                    async with asyncio.timeout(REPORT_EVERY_S):
+                        await self._is_news.wait()
                 while self._records:
                     record = self._records[0]
                     await client.ask(PublishReport(record=record), Done)

@@ -535,7 +535,7 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
                 for i in leased.items
             )
             await worker.ask(SubmitScores(scores=scores), Done)
-            delivered, _ = await asyncio.wait_for(waiting, HANG_S)
+            delivered, _ = await asyncio.wait_for(waiting, HANG_S)  # noqa: TID251 cancelled by nobody
             assert delivered.groups[0].group_id == group.group_id
             assert second.status.queue["being_scored"] == 0
 
@@ -594,7 +594,7 @@ def test_second_process_of_a_name_waits_until_the_first_has_gone(short_folder: P
             assert it.ledger.book.version.epoch == (role == "learner")
             first.close()
             it.clients.remove(first)
-            successor = await asyncio.wait_for(second, HANG_S)
+            successor = await asyncio.wait_for(second, HANG_S)  # noqa: TID251 cancelled by nobody
             await successor.ask(RoleReport(phase_seconds={}, counters={}), Done)
 
     asyncio.run(body())
@@ -794,7 +794,7 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
             learner = await learner_with_a_batch(it)
             commit = StepCommit(version=V0.next(), metrics={})
             waiting = asyncio.create_task(learner.ask(commit, StepCommitted))
-            await asyncio.wait_for(records.begun.wait(), HANG_S)
+            await asyncio.wait_for(records.begun.wait(), HANG_S)  # noqa: TID251 cancelled by nobody
             assert not waiting.done()
             learner.close()
             waiting.cancel()

@@ -30,7 +30,7 @@ async def write_all(shared: SharedMemory, ledger: Ledger, groups: int) -> list[i
             events, released = ledger.drain()
             durable = asyncio.Event()
             writer.write(events, {}, released, durable.set)
-            await asyncio.wait_for(durable.wait(), 60)
+            await asyncio.wait_for(durable.wait(), 60)  # noqa: TID251 cancelled by nobody
             stored.append(len(shared.events))
     finally:
         writing.cancel()
