@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import yaml
 
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import toml_of
+from tests.e2e.hosts import end, toml_of
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
@@ -75,13 +75,7 @@ def processes(folder: Path) -> Iterator[Processes]:
         yield started
     finally:
         for process in started.by_name.values():
-            with suppress(psutil.NoSuchProcess):
-                tree = psutil.Process(process.pid).children(recursive=True)
-                process.kill()
-                for child in tree:
-                    with suppress(psutil.NoSuchProcess):
-                        child.kill()
-            process.wait()
+            end(process)
 
 
 def check_account(folder: Path) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import toml_of
+from tests.e2e.hosts import end, toml_of
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
@@ -91,13 +91,7 @@ def submitted(folder: Path, **changed: object) -> Iterator[Job]:
     try:
         yield job
     finally:
-        with suppress(psutil.NoSuchProcess):
-            tree = psutil.Process(job.process.pid).children(recursive=True)
-            job.process.kill()
-            for child in tree:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-        job.process.wait()
+        end(job.process)
 
 
 def test_the_job_runs_every_role_and_survives_a_generator(tmp_path: Path):
