@@ -137,7 +137,7 @@ def run_config(table: Table) -> RunConfig:
             "weightbus.listen needs broker.listen too: generators on other hosts ask the broker "
             "where the weights are, and it knows their keys"
         )
-    replicas = config.learner.learner.ranks // config.learner.learner.tensor_parallel
+    replicas = config.learner.learner.sizes.replicas(config.learner.learner.ranks)
     smallest = config.run.fewest_groups * config.run.group_size
     if config.run.epochs and smallest < replicas:
         raise ConfigError(

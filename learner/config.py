@@ -8,6 +8,7 @@ import msgspec
 from slipstream.algos.section import AlgoSection
 from slipstream.broker.config import BrokerSection
 from slipstream.learner.layout import Layout
+from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
@@ -46,7 +47,25 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Of these, on each node (host); 0 is all on one. Several nodes are started with
     `start-learner --node K --rendezvous HOST:PORT`: [operations.md](operations.md)."""
     tensor_parallel: AtLeast1 = 1
-    """Ranks that share one replica of the model; the others are data parallel."""
+    """Ranks that every layer is split over."""
+    sequence_parallel: bool = True
+    """With tensor_parallel > 1, split the tokens between layers, too, which saves memory."""
+    pipeline_parallel: AtLeast1 = 1
+    """Stages that the layers are divided into, one after the other."""
+    interleaved_chunks: AtLeast1 = 1
+    """Chunks of layers on each pipeline rank, whose passes are interleaved (Megatron's virtual
+    pipeline): shorter bubbles for more messages."""
+    layers_per_stage: tuple[AtLeast1, ...] = ()
+    """Layers of each stage in order, chunk by chunk; not set divides them evenly, the first and the
+    last stage getting fewer where something remains."""
+    context_parallel: AtLeast1 = 1
+    """Ranks that the tokens of a microbatch are divided over: for sequences that are too long for
+    one."""
+    expert_parallel: AtLeast1 = 1
+    """Ranks that the experts are divided over. They are not more ranks: experts divide those of a
+    pipeline stage anew."""
+    expert_tensor_parallel: AtLeast1 = 1
+    """Ranks that each expert is split over."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU. float32 on a GPU is for
     comparisons: there is no kernel for attention over sequences of different lengths."""
@@ -98,6 +117,18 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Choose operators that compute the same bits each time; slower on a GPU."""
     megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to megatron-core's TransformerConfig."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The parallel sizes."""
+        return ParallelSizes(
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            context=self.context_parallel,
+            expert=self.expert_parallel,
+            expert_tensor=self.expert_tensor_parallel,
+            chunks=self.interleaved_chunks,
+        )
 
 
 class ProfileSection(Section, frozen=True, kw_only=True):
@@ -188,13 +219,9 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     if endpoint and isinstance(endpoint, str):  # before it is written down: it may hold a password
         refuse_no_address(endpoint)
     learner, run = settings.learner, settings.run
-    if learner.ranks % learner.tensor_parallel:
-        raise ConfigError(
-            f"learner.ranks = {learner.ranks} is not a multiple of "
-            f"learner.tensor_parallel = {learner.tensor_parallel}"
-        )
+    learner.sizes.check(learner.ranks)
     _ = settings.layout  # its checks
-    replicas = learner.ranks // learner.tensor_parallel
+    replicas = learner.sizes.replicas(learner.ranks)
     trajectories = run.groups_per_step * run.group_size
     if trajectories < replicas * learner.minibatches:
         raise ConfigError(

@@ -248,9 +248,9 @@ def run_rank(
         device.set_deterministic()
     topology = init_topology(
         rank=rank,
-        local_rank=place.layout.local_rank(rank),
+        ranks_per_node=place.layout.ranks_per_node,
         world_size=learner.ranks,
-        tensor_parallel=learner.tensor_parallel,
+        sizes=learner.sizes,
         store=store,
         seed=settings.run.seed,
         timeout_s=learner.timeout_s,
@@ -282,7 +282,7 @@ def _open_link(
     stop: StopRequest,
 ) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
     """Open the link of a rank that fetches payloads, and the same as the leading one on rank 0."""
-    if topology.tensor_parallel_rank != 0:
+    if not topology.leads_replica:
         yield None, None
         return
     if launch.replay is not None:

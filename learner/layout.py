@@ -66,7 +66,7 @@ class Layout:
         """Return the layout that settings ask for; 0 ranks per node are all on one.
 
         Raises:
-            ConfigError: nodes would have different numbers of ranks, or share a replica.
+            ConfigError: nodes would have different numbers of ranks, or share a layer's shards.
         """
         if not ranks_per_node:
             return cls(ranks, ranks)
@@ -78,8 +78,8 @@ class Layout:
         if ranks_per_node % tensor_parallel:
             raise ConfigError(
                 f"learner.ranks_per_node = {ranks_per_node} is not a multiple of "
-                f"learner.tensor_parallel = {tensor_parallel}: a replica of the model is whole on "
-                "one node"
+                f"learner.tensor_parallel = {tensor_parallel}: the shards of a layer exchange "
+                "tensors all the time, and stay on one node"
             )
         return cls(ranks, ranks_per_node)
 
@@ -91,10 +91,6 @@ class Layout:
     def ranks_of(self, node: int) -> range:
         """Return the ranks on a node; the first runs in the process that was started there."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
-
-    def local_rank(self, rank: int) -> int:
-        """Return a rank's place among those of its node."""
-        return rank % self.ranks_per_node
 
     def named(self, node: int, host: str = "") -> str:
         """Return a node as it is called in logs, with its ranks and its host if that is known."""

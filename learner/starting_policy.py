@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from slipstream.algos.compose import Algorithm
 from slipstream.learner.checkpoints.identity import architecture_of
@@ -17,6 +16,7 @@ from slipstream.learner.model.collectives import broadcast_bytes
 from slipstream.learner.model.gpt import build_model
 from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
 from slipstream.learner.model.hf_weights import load_hf_weights
+from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic, with_value_head
 from slipstream.learner.training.policy import Policy, ReferencePolicy, Teacher
@@ -128,7 +128,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
 
 def _model(
     learner: LearnerSection, folder: Path, setting: str = "run.model", *, fill: bool = True
-) -> GPTModel:
+) -> RankModel:
     """Return the model in a folder that a setting names, with its weights or random ones."""
     on_gpu = device.device().type == "cuda"
     bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu)
@@ -139,6 +139,8 @@ def _model(
         load_hf_config(folder, setting),
         dtype=torch.bfloat16 if bfloat16 else torch.float32,
         extra=extra,
+        sequence_parallel=learner.sequence_parallel,
+        layers_per_stage=learner.layers_per_stage,
     )
     if fill:
         load_hf_weights(model, folder, setting)

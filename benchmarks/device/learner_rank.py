@@ -112,9 +112,7 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
     from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.starting_policy import build_policy
 
-    topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=_TIMEOUT_S
-    )
+    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=_TIMEOUT_S)
     work.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {"device": str(device.device())}
     if other is not None:

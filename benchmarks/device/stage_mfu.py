@@ -69,9 +69,7 @@ def work(report: Report, out: Path) -> None:
     from slipstream.learner.model.topology import destroy_topology, init_topology
 
     on_gpu = torch.cuda.is_available()
-    topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=60.0
-    )
+    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60.0)
     shapes = _SHAPES if on_gpu else {"tiny": _TINY}
     cases = [(2048, 8192), (2048, 32768)] if on_gpu else [(64, 256)]
     for length, tokens in cases:

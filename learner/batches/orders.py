@@ -87,7 +87,7 @@ def plan_batch(batch: BatchDelivered, learner: LearnerSection) -> StepPlan:
     """
     plans = plan_step(
         [t.header.num_tokens for group in batch.groups for t in group.trajectories],
-        replicas=learner.ranks // learner.tensor_parallel,
+        replicas=learner.sizes.replicas(learner.ranks),
         minibatches=learner.minibatches,
         max_tokens=learner.max_tokens_per_microbatch,
     )

@@ -133,7 +133,9 @@ def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
 
 
 def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatch:
-    """Lay sequences end to end, without padding."""
+    """Lay sequences end to end, without padding; without a sequence it is an empty microbatch."""
+    if not sequences:
+        return empty_microbatch(device)
     lengths = [len(sequence.token_ids) for sequence in sequences]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     ends = {s.end_token_ids for s in sequences if s.end_barred is not None}
@@ -166,6 +168,21 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
         ),
         end_barred=joined(barred) if ends else None,
         end_token_ids=max(ends, default=()),
+    )
+
+
+def empty_microbatch(device: torch.device) -> PackedBatch:
+    """Return a microbatch without a token, for ranks whose passes others wait for."""
+    numbers = torch.zeros(0, dtype=torch.int64, device=device)
+    floats = torch.zeros(0, device=device)
+    return PackedBatch(
+        token_ids=numbers,
+        position_ids=numbers,
+        cu_seqlens=torch.zeros(1, dtype=torch.int32, device=device),
+        max_seqlen=0,
+        loss_mask=numbers.bool(),
+        behavior_logprobs=floats,
+        temperature=floats,
     )
 
 

@@ -36,13 +36,10 @@ def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -
             f"step {order.step} is abandoned: another learner rank could not fetch its payloads, "
             "its log has the reason"
         )
-    if topology.tensor_parallel == 1:
+    if topology.sizes.per_replica == 1:
         return frames if frames is not None else []
     return broadcast_frames(
-        frames,
-        len(keys),
-        group=topology.tensor_group,
-        source=topology.rank - topology.tensor_parallel_rank,
+        frames, len(keys), group=topology.replica_group, source=topology.replica_leader
     )
 
 

@@ -44,9 +44,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
             f"{checkpoint} was trained from {source}, which is gone: its config.json and "
             "tokenizer are needed"
         )
-    init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=0, timeout_s=300.0
-    )
+    init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=300.0)
     try:
         model = build_model(load_hf_config(source), dtype=getattr(torch, info.dtype), extra={})
         load_weights(model, checkpoint, info)

@@ -3,17 +3,17 @@
 import hashlib
 from pathlib import Path
 
-from megatron.core.models.gpt import GPTModel
-
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.hf_weights import hf_shapes
+from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import CheckpointInfo
 
 
 def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
     """Return the facts that give parameters their meaning, however config.json writes them."""
-    return {
+    facts: dict[str, int | float | bool | str] = {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -26,20 +26,32 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
         "rope_theta": hf.rotary_base,
         "tie_word_embeddings": hf.tie_word_embeddings,
     }
+    if hf.num_routed_experts:
+        facts["num_experts"] = hf.num_routed_experts
+        facts["num_experts_per_tok"] = hf.num_experts_per_tok
+        facts["moe_intermediate_size"] = hf.moe_intermediate_size
+    return facts
 
 
-def parameters_hash(model: GPTModel) -> str:
+def parameters_hash(model: RankModel) -> str:
     """Return a hash of the names and whole shapes of all parameters; the same in any layout."""
-    lines = [f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model).items())]
+    lines = [
+        f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model.hf_config).items())
+    ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def dtype_name(model: GPTModel) -> str:
+def sizes_of(info: CheckpointInfo) -> ParallelSizes:
+    """Return the sizes that a checkpoint was written with."""
+    return ParallelSizes(tensor=info.tensor_parallel, **info.parallel)
+
+
+def dtype_name(model: RankModel) -> str:
     """Return the type of the parameters, e.g. ``bfloat16``."""
     return str(model.config.params_dtype).removeprefix("torch.")
 
 
-def refuse_other_model(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
+def refuse_other_model(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
     """Compare a checkpoint with the model that is to be filled.
 
     Raises:

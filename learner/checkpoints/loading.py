@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.files import random_state, reason_of
-from slipstream.learner.checkpoints.identity import refuse_other_model
+from slipstream.learner.checkpoints.identity import refuse_other_model, sizes_of
 from slipstream.learner.model.collectives import any_rank
+from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import ConfigError
@@ -44,7 +44,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
             f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
             "that wrote it, or export it and start a run from it (run.model)"
         )
-    same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
+    same = (info.ranks, sizes_of(info)) == (topology.world_size, topology.sizes)
     wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
     if info.has_reference and not policy.renews_reference:
         _log.warning(
@@ -80,14 +80,14 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
     else:
         _log.info(
-            "%s was written by %d ranks with tensor parallelism %d: random numbers start over",
+            "%s was written by %d ranks in another layout (%s): random numbers start over",
             folder.name,
             info.ranks,
-            info.tensor_parallel,
+            sizes_of(info),
         )
 
 
-def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
+def load_weights(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
     """Fill a model alone from a checkpoint of any layout.
 
     Raises:

@@ -3,12 +3,14 @@
 Shapes: T tokens of B sequences; h query heads and g key and value heads of this rank, d channels
 per head. A GPU has kernels for it, in narrow types. On a CPU a batch has hundreds of short
 sequences but few distinct lengths, so sequences of one length are computed together; which ones is
-worked out once per microbatch.
+worked out once per microbatch. Under context parallelism (context.py) ranks exchange heads for
+tokens before and after it.
 """
 
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -17,7 +19,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.learner.model.cuda_attention import cuda_attention, has_kernel
+from slipstream.learner.model.context import TokenSplit
+from slipstream.learner.model.cuda_attention import Bounds, cuda_attention, has_kernel
 from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
 
@@ -56,16 +59,44 @@ def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     """Megatron's description of a packed microbatch, with data shared by its layers."""
 
-    rotation: Rotation = field(kw_only=True)  # of all tokens
+    rotation: Rotation = field(kw_only=True)  # of this rank's tokens
+    split: TokenSplit = field(kw_only=True)  # of all tokens
 
     @cached_property
     def groups(self) -> LengthGroups:
         """Sequences grouped by length, computed by the first layer that needs them."""
         return group_by_length(self.cu_seqlens_q)
 
+    @cached_property
+    def pieces(self) -> tuple[Bounds, ...]:
+        """Bounds of the queries' and keys' sequences, of each run of tokens that this rank asks.
 
-def packed_layout(cu_seqlens: Tensor, max_seqlen: int, rotation: Rotation) -> PackedLayout:
-    """Describe a packed microbatch; arguments as in ``group_by_length`` and ``packed_forward``."""
+        Of the sequences before a run it asks nothing, and of those after it no key is known.
+        """
+        bounds: Tensor = self.cu_seqlens_q
+        longest: int = self.max_seqlen_q
+        return tuple(
+            Bounds(
+                bounds.clamp(first, end) - first,
+                bounds.clamp(max=end),
+                min(longest, end - first),
+                longest,
+            )
+            for first, end in self.split.pieces()
+        )
+
+
+def packed_layout(
+    cu_seqlens: Tensor, max_seqlen: int, rotation: Rotation, split: TokenSplit
+) -> PackedLayout:
+    """Describe a packed microbatch.
+
+    Args:
+        cu_seqlens: as in ``group_by_length``, of all tokens with their padding.
+        max_seqlen: the length of the longest sequence.
+        rotation: of this rank's tokens.
+        split: of the tokens over context parallelism.
+    """
     return PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -73,6 +104,7 @@ def packed_layout(cu_seqlens: Tensor, max_seqlen: int, rotation: Rotation) -> Pa
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
         rotation=rotation,
+        split=split,
     )
 
 
@@ -109,14 +141,49 @@ class VarlenCoreAttention(torch.nn.Module):
 
         Queries and keys come without their positions, which this adds.
         """
-        rotation = packed_seq_params.rotation
-        query, key = rotation.turned(query), rotation.turned(key)
-        if has_kernel(query):
-            layout = packed_seq_params
-            return cuda_attention(
-                query, key, value, layout.cu_seqlens_q, layout.max_seqlen_q, self.scale
+        layout, split = packed_seq_params, packed_seq_params.split
+        query = split.queries(layout.rotation.turned(query))
+        key, value = split.keys(layout.rotation.turned(key)), split.keys(value)
+        if split.shares.rings > 1:
+            asked = zip(query.chunk(len(layout.pieces)), layout.pieces, strict=True)
+            attend = cuda_attention if has_kernel(query) else bounded_attention
+            output = torch.cat(
+                [attend(mine, key, value, bounds, self.scale) for mine, bounds in asked]
             )
-        return grouped_attention(query, key, value, packed_seq_params.groups, self.scale)
+        elif has_kernel(query):
+            output = cuda_attention(query, key, value, layout.pieces[0], self.scale)
+        else:
+            output = grouped_attention(query, key, value, layout.groups, self.scale)
+        return split.returned(output)
+
+
+def bounded_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
+) -> Tensor:
+    """Return attention of the ends of sequences to all before them, one call per sequence.
+
+    As ``cuda_attention``, in any type.
+    """
+    ends = zip(*(b.tolist() for b in (bounds.queries, bounds.keys)), strict=True)
+    outputs = []
+    for (first, first_key), (end, end_key) in pairwise(ends):
+        if first == end:
+            continue
+        q, k, v = (
+            part.transpose(0, 1)
+            for part in (query[first:end], key[first_key:end_key], value[first_key:end_key])
+        )
+        is_before = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
+        output = F.scaled_dot_product_attention(
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=is_before.tril(k.size(1) - q.size(1)),
+            scale=scale,
+            enable_gqa=q.size(0) != k.size(0),
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def grouped_attention(

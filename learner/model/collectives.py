@@ -24,6 +24,21 @@ def broadcast_bytes(data: bytes | None, *, rank: int, world_size: int) -> bytes:
     return buffer.cpu().numpy().tobytes()
 
 
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of every rank, in their order, on every rank."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return [data]
+    sizes = torch.zeros(ranks, dtype=torch.int64, device=device())
+    sizes[dist.get_rank()] = len(data)
+    dist.all_reduce(sizes)
+    buffers = [torch.empty(int(size), dtype=torch.uint8, device=device()) for size in sizes]
+    buffers[dist.get_rank()] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
+    for source, buffer in enumerate(buffers):
+        dist.broadcast(buffer, src=source)
+    return [buffer.cpu().numpy().tobytes() for buffer in buffers]
+
+
 def any_rank(flag: bool, *, world_size: int) -> bool:
     """True on every rank if the flag is set on at least one of them."""
     if world_size == 1:

@@ -1,14 +1,16 @@
 """Lets unmodified megatron-core run on a machine without CUDA.
 
 megatron-core <= 0.19 names CUDA devices, streams and random states without asking whether there
-are any (there is no upstream switch for it). Four layers replace them:
+are any (there is no upstream switch for it). Five layers replace them:
 
 1. the functions of torch.cuda that it calls become their CPU equivalents or do nothing;
 2. a function mode sends ``device="cuda"`` to the CPU, makes ``Tensor.cuda()`` return its tensor
    and drops pinned memory; it acts on the thread that installed it;
 3. the mixture-of-experts kernels that 0.18 and later import from triton get a stand-in that
    refuses to be called, where triton is absent;
-4. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused
+4. ``all_to_all_single`` takes sizes as tensors, which its dispatcher of tokens turns into numbers
+   only where they come from a GPU;
+5. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused
    kernels that no model on a CPU calls, and the compiler would be loaded for them, three seconds
    of every process.
 
@@ -20,10 +22,11 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -53,6 +56,7 @@ def install() -> None:
     for name in ("get_rng_state", "set_rng_state"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.nn.Module.cuda = _itself  # type: ignore[method-assign,assignment]  # the point of it
+    torch.distributed.all_to_all_single = _all_to_all_single  # type: ignore[assignment]  # its kin
     mode = _CudaToCpu()
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     setattr(torch.cuda, _MARK, mode)
@@ -61,6 +65,24 @@ def install() -> None:
         importlib.import_module("megatron.core")  # it keeps the replacements for all its modules
     finally:
         torch.compile = compiler
+
+
+_torch_all_to_all_single = torch.distributed.all_to_all_single
+
+
+def _all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: Sequence[int] | Tensor | None = None,
+    input_split_sizes: Sequence[int] | Tensor | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+    **options: object,
+) -> object:
+    to_rows, from_rows = (
+        one.tolist() if isinstance(one, Tensor) else one
+        for one in (output_split_sizes, input_split_sizes)
+    )
+    return _torch_all_to_all_single(output, tensor, to_rows, from_rows, group, **options)  # type: ignore[arg-type]  # handed on
 
 
 def _uncompiled(function: object = None, **_options: object) -> object:

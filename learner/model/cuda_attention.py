@@ -6,7 +6,7 @@ Shapes: T tokens of B sequences; h query heads, g key and value heads, d channel
 import inspect
 from collections.abc import Callable, Mapping, Set
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,25 +19,36 @@ except ImportError:
     flash_attn_varlen_func = None
 
 
+class Bounds(NamedTuple):
+    """Where the queries and the keys of each sequence are.
+
+    A sequence with fewer queries than keys has those of its last tokens; one without queries may
+    have keys, which nobody asks.
+    """
+
+    queries: Tensor  # [B + 1] int32; sequence i has queries queries[i] to queries[i + 1]
+    keys: Tensor  # [B + 1] int32, the same of keys
+    max_queries: int  # of a sequence, at most
+    max_keys: int
+
+
 def has_kernel(query: Tensor) -> bool:
     """Return True if ``cuda_attention`` takes such tensors: on a GPU, of a narrow type."""
     return query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}
 
 
 def cuda_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
 ) -> Tensor:
-    """Return causal attention [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d].
+    """Return causal attention [Q, h, d] for query [Q, h, d], key [T, g, d] and value [T, g, d].
 
     Args:
-        query: of each token.
+        query: of each of Q tokens.
         key: as ``value``.
         value: of each token.
-        cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
-        max_seqlen: the length of the longest.
+        bounds: of the sequences.
         scale: of the scores.
     """
-    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if flash_attn_varlen_func is not None:
         flash: Tensor = flash_attn_varlen_func(
             query,

@@ -26,6 +26,8 @@ _EXPECTED_WARNINGS = (
 def prepare() -> None:
     """Make this process ready to import megatron.core; a second call does nothing."""
     warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # Megatron calls them so
+        warnings.filterwarnings("ignore", message=f"`torch.distributed.{name}` is deprecated")
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
     logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -3,8 +3,8 @@
 The output layer keeps its weights, its place in checkpoints and its gradients, but hands its input
 on: log-probabilities are computed a part of the vocabulary at a time (algos/linear_logprobs.py).
 
-Shapes: T tokens of B sequences laid end to end, H hidden size, V the vocabulary padded to a
-multiple of tp.
+Shapes: T tokens of B sequences laid end to end, T' with padding, of which each of c ranks of
+context parallelism has its share; H hidden size, V the vocabulary padded to a multiple of tp.
 """
 
 import copy
@@ -31,12 +31,24 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
-from slipstream.learner.model import device
-from slipstream.learner.model.attention import VarlenCoreAttention, packed_layout
+from slipstream.learner.model import device, megatron_repairs
+from slipstream.learner.model.attention import PackedLayout, VarlenCoreAttention, packed_layout
+from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
+from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 
+megatron_repairs.install()
+# Megatron's own ways to divide layers over stages, in [learner.megatron].
+MEGATRON_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 # Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
 _NO_FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
@@ -63,77 +75,161 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark
 
 
-def build_model(hf: HfConfig, *, dtype: torch.dtype, extra: Mapping[str, object]) -> GPTModel:
+def build_model(
+    hf: HfConfig,
+    *,
+    dtype: torch.dtype,
+    extra: Mapping[str, object],
+    sequence_parallel: bool = True,
+    layers_per_stage: tuple[int, ...] = (),
+) -> RankModel:
     """Return this rank's part of the model, with random weights; the topology must be up.
 
-    The model keeps ``hf`` as its attribute ``hf_config``. The table [learner.megatron], ``extra``,
-    reaches Megatron's TransformerConfig as it is.
+    The table [learner.megatron], ``extra``, reaches Megatron's TransformerConfig as it is.
 
     Raises:
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
     """
-    config = _transformer_config(hf, dtype, extra)
+    config = _transformer_config(hf, dtype, extra, sequence_parallel, layers_per_stage)
     config.rotary = Rotary.of(hf, device.device())
+    return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
+
+
+def num_chunks(config: TransformerConfig) -> int:
+    """Return the chunks of layers on each rank."""
+    return config.virtual_pipeline_model_parallel_size or 1
+
+
+def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTModel:
+    stage = number if num_chunks(config) > 1 else None
     model = GPTModel(
         config,
-        _layer_spec(config),
+        _layer_spec(config, stage),
         vocab_size=padded_vocab_size(hf.vocab_size),
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="none",  # attention turns queries and keys by position id
+        vp_stage=stage,
     )
-    model.hf_config = hf
     if model.post_process:
         model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
     model.to(device.device())
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if is_expert(name):
+            megatron_repairs.mark_expert(parameter)
     return model
 
 
-def packed_forward(
-    model: torch.nn.Module,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-) -> Tensor:
-    """Return the output of the model's last layer for each token: hidden states [T, H].
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A packed microbatch as this rank's chunks take it."""
 
-    Sequence parallelism divides tokens evenly over ranks: where they do not divide, a sequence of
-    padding follows the others, and its outputs are left out.
+    token_ids: Tensor  # [T'/c] of this rank, padded
+    position_ids: Tensor  # [T'/c]
+    layout: PackedLayout
+    split: TokenSplit
+
+    @classmethod
+    def of(
+        cls,
+        config: TransformerConfig,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+    ) -> "ModelInput":
+        """Divide a microbatch over ranks; arguments as for ``packed_forward``.
+
+        Context and sequence parallelism divide tokens evenly: where they do not divide, a
+        sequence of padding follows the others. A microbatch without a token is that alone.
+        """
+        split = _token_split(config, len(token_ids))
+        missing = split.padded - split.count
+        if missing:
+            where = position_ids.device
+            token_ids = F.pad(token_ids, (0, missing))
+            position_ids = torch.cat([position_ids, torch.arange(missing, device=where)])
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+            max_seqlen = max(max_seqlen, missing)
+        whole = dataclasses.replace(split, count=split.padded)
+        positions = whole.mine(position_ids)
+        layout = packed_layout(cu_seqlens, max_seqlen, config.rotary.at(positions), split)
+        return cls(whole.mine(token_ids), positions, layout, split)
+
+    def through(self, chunk: torch.nn.Module) -> Tensor:
+        """Run a chunk, or a wrapper around one; what follows the last is ``hidden``."""
+        output: Tensor = chunk(
+            self.token_ids.unsqueeze(0),
+            self.position_ids.unsqueeze(0),
+            None,
+            packed_seq_params=self.layout,
+        )
+        return output
+
+    def hidden(self, output: Tensor) -> Tensor:
+        """Return the last chunk's output for this rank's tokens: [T'/c, H]; [T, H] if it has all.
+
+        Only where tokens are divided their padding is still there.
+        """
+        hidden = output.squeeze(0)
+        return hidden if self.split.group is not None else hidden[: self.split.count]
+
+
+def _token_split(config: TransformerConfig, count: int) -> TokenSplit:
+    ranks = config.context_parallel_size
+    tensor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if ranks == 1:
+        return TokenSplit(count, max(count + -count % tensor, tensor))
+    tensor_ranks = config.tensor_model_parallel_size
+    shares = HeadShares.of(
+        ranks=ranks,
+        heads=config.num_attention_heads // tensor_ranks,
+        groups=config.num_query_groups // tensor_ranks,
+    )
+    multiple = ranks * tensor * (2 if shares.rings > 1 else 1)
+    return TokenSplit(
+        count,
+        max(count + -count % multiple, multiple),
+        parallel_state.get_context_parallel_rank(),
+        shares,
+        parallel_state.get_context_parallel_group(),
+    )
+
+
+def packed_forward(
+    model: RankModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """Return the hidden states after the last layer, as ``ModelInput.hidden`` has them.
 
     Args:
-        model: from ``build_model``, or a wrapper around one.
+        model: from ``build_model``, without pipeline parallelism.
         token_ids: [T] int64.
         position_ids: [T] int64, from 0 in each sequence.
         cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
         max_seqlen: the length of the longest sequence, exactly.
     """
-    config: TransformerConfig = model.config
-    count = len(token_ids)
-    missing = -count % config.tensor_model_parallel_size if config.sequence_parallel else 0
-    if missing:
-        token_ids = F.pad(token_ids, (0, missing))
-        position_ids = torch.cat([position_ids, torch.arange(missing, device=position_ids.device)])
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
-        max_seqlen = max(max_seqlen, missing)
-    layout = packed_layout(cu_seqlens, max_seqlen, config.rotary.at(position_ids))
-    outputs: Tensor = model(
-        token_ids.unsqueeze(0), position_ids.unsqueeze(0), None, packed_seq_params=layout
-    )
-    return outputs.squeeze(0)[:count]
+    (chunk,) = model.chunks
+    given = ModelInput.of(model.config, token_ids, position_ids, cu_seqlens, max_seqlen)
+    return given.hidden(given.through(chunk))
 
 
-def output_weight(model: GPTModel) -> Tensor:
-    """Return this rank's rows [V/tp, H] of the output layer, tied to the embedding or not."""
+def output_weight(model: RankModel) -> Tensor:
+    """Return this rank's rows [V/tp, H] of the output layer, tied to the embedding or not.
+
+    Raises:
+        ValueError: another pipeline stage has it.
+    """
+    chunk = model.last
+    if chunk is None:
+        raise ValueError("the output layer is on another pipeline stage")
     weight: Tensor = (
-        model.shared_embedding_or_output_weight()
-        if model.share_embeddings_and_output_weights
-        else model.output_layer.weight
+        chunk.shared_embedding_or_output_weight()
+        if chunk.share_embeddings_and_output_weights
+        else chunk.output_layer.weight
     )
     return weight
 
@@ -160,20 +256,14 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def _transformer_config(
-    hf: HfConfig, dtype: torch.dtype, extra: Mapping[str, object]
+    hf: HfConfig,
+    dtype: torch.dtype,
+    extra: Mapping[str, object],
+    sequence_parallel: bool,
+    layers_per_stage: tuple[int, ...],
 ) -> TransformerConfig:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    sizes = {
-        "num_attention_heads": hf.num_attention_heads,
-        "num_key_value_heads": hf.num_query_groups,
-        "intermediate_size": hf.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % ranks:
-            raise ConfigError(
-                f"{name} of run.model must be a multiple of learner.tensor_parallel, "
-                f"got {size} and {ranks}"
-            )
+    _refuse_undivided(hf, ranks)
     fixed: dict[str, object] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -189,25 +279,114 @@ def _transformer_config(
         "add_qkv_bias": hf.family.has_qkv_bias,
         "qk_layernorm": hf.family.has_qk_norm,
         **hf.family.megatron,
+        **_expert_config(hf),
+        **_pipeline_config(hf, extra, layers_per_stage),
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "tensor_model_parallel_size": ranks,
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "sequence_parallel": sequence_parallel and ranks > 1,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # asked for with lengths that vary, experts or not
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    fixed["pipeline_dtype"] = dtype
     _refuse_unknown(extra, fixed)
     defaults = {**_NO_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
     try:
         return TransformerConfig(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron refuses [learner.megatron] {dict(extra)}: {error}") from error
+
+
+def _expert_config(hf: HfConfig) -> dict[str, object]:
+    """Return the part of Megatron's configuration that is about experts."""
+    sizes: dict[str, object] = {
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    if not hf.num_routed_experts:
+        return sizes
+    return sizes | {
+        "num_moe_experts": hf.num_routed_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_dtype": "fp32",
+        # Experts are trained as the policy chose them: no loss pulls their loads together.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _pipeline_config(
+    hf: HfConfig, extra: Mapping[str, object], layers_per_stage: tuple[int, ...]
+) -> dict[str, object]:
+    """Return the part of Megatron's configuration that is about pipeline stages."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    values: dict[str, object] = {
+        "pipeline_model_parallel_size": stages,
+        "variable_seq_lengths": True,
+    }
+    if stages == 1:
+        if layers_per_stage:
+            raise ConfigError("learner.layers_per_stage needs learner.pipeline_parallel > 1, got 1")
+        return values
+    if chunks > 1:
+        # Both directions in one exchange wait for each other where stages tell each other shapes.
+        values |= {"batch_p2p_comm": False, "overlap_p2p_comm": True}
+    elif device.device().type == "cpu":  # gloo has no batches
+        values |= {"batch_p2p_comm": False}
+    if any(name in extra for name in MEGATRON_STAGES):
+        if layers_per_stage:
+            named = next(name for name in MEGATRON_STAGES if name in extra)
+            raise ConfigError(
+                f"learner.layers_per_stage and learner.megatron.{named} both divide the layers: "
+                "set one of them"
+            )
+        return values | {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+    sizes = ParallelSizes(pipeline=stages, chunks=chunks)
+    layers = sizes.layers_of_stages(hf.num_hidden_layers, layers_per_stage)
+    layout = [["decoder"] * count for count in layers]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return values | {"pipeline_model_parallel_layout": layout}
+
+
+def _refuse_undivided(hf: HfConfig, tensor_parallel: int) -> None:
+    """Refuse a model whose sizes the ranks do not divide.
+
+    Raises:
+        ConfigError: naming both numbers and the setting.
+    """
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
+    if not hf.num_routed_experts and experts * expert_tensor > 1:
+        setting = "expert_parallel" if experts > 1 else "expert_tensor_parallel"
+        raise ConfigError(
+            f"learner.{setting} = {max(experts, expert_tensor)}, and run.model "
+            f"({hf.model_type}) has no experts"
+        )
+    sizes = [
+        ("num_attention_heads", hf.num_attention_heads, "tensor_parallel", tensor_parallel),
+        ("num_key_value_heads", hf.num_query_groups, "tensor_parallel", tensor_parallel),
+    ]
+    if hf.num_routed_experts:
+        width = hf.moe_intermediate_size
+        sizes.append(("num_experts", hf.num_routed_experts, "expert_parallel", experts))
+        sizes.append(("moe_intermediate_size", width, "expert_tensor_parallel", expert_tensor))
+    else:
+        width = hf.intermediate_size
+        sizes.append(("intermediate_size", width, "tensor_parallel", tensor_parallel))
+    for name, size, setting, ranks in sizes:
+        if size % ranks:
+            raise ConfigError(
+                f"{name} of run.model must be a multiple of learner.{setting}, got {size} and "
+                f"{ranks}"
+            )
 
 
 def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) -> None:
@@ -225,9 +404,14 @@ def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) ->
             )
 
 
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's own layers with this project's attention and norms in them."""
-    wanted = {"qk_layernorm": config.qk_layernorm, "normalization": "RMSNorm"}
+    wanted = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": False,
+        "qk_layernorm": config.qk_layernorm,
+        "normalization": "RMSNorm",
+    }
     accepted = inspect.signature(get_gpt_layer_local_spec).parameters
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(**{name: wanted[name] for name in wanted if name in accepted})
@@ -238,5 +422,5 @@ def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = VarlenCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    num_layers = get_num_layers_to_build(config)
+    num_layers = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TorchRMSNorm)

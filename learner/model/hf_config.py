@@ -1,13 +1,13 @@
 """The architecture of a model, read from the config.json of its Hugging Face folder."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_families import FAMILIES, Family, Sizes
+from slipstream.wire.files.model_families import FAMILIES, Family, Parameter, Sizes
 from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -63,6 +63,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    num_experts: int | None = None
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = msgspec.field(default_factory=list)
     rope_theta: float | None = None
     rope_parameters: RopeParameters | None = None
     rope_scaling: RopeParameters | None = None
@@ -76,6 +82,11 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_query_groups(self) -> int:
         """The number of key and value heads."""
         return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def num_routed_experts(self) -> int:
+        """The number of experts that tokens are routed to, in each layer; 0 in a dense model."""
+        return self.num_experts or 0
 
     @property
     def rotary_base(self) -> float:
@@ -108,9 +119,19 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             "keys": self.num_query_groups * self.kv_channels,
             "head": self.kv_channels,
             "inner": self.intermediate_size,
+            "experts": self.num_routed_experts,
+            "expert_inner": self.moe_intermediate_size,
             "hidden": self.hidden_size,
             "vocabulary": self.vocab_size,
         }
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield Megatron's name of each parameter and the tensors that it holds."""
+        return self.family.parameters(
+            num_layers=self.num_hidden_layers,
+            num_experts=self.num_routed_experts,
+            tied_embeddings=self.tie_word_embeddings,
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -157,6 +178,15 @@ def load_hf_config(
     for key, expected in families[model_type].config.items():
         if (got := getattr(config, key)) != expected:
             raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
+    if families[model_type].has_experts:
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if not getattr(config, key):
+                raise ConfigError(f"{path}: {key} must be at least 1 ({setting})")
+        if config.num_experts_per_tok > (config.num_experts or 0):
+            raise ConfigError(
+                f"{path}: num_experts_per_tok = {config.num_experts_per_tok} is above num_experts "
+                f"= {config.num_experts} ({setting})"
+            )
     if trouble := _rope_trouble(config):
         raise ConfigError(f"{path}: {trouble} ({setting})")
     if config.num_attention_heads % config.num_query_groups:

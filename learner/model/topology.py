@@ -1,7 +1,7 @@
-"""The learner's ranks and how the model and the batch are split over them.
+"""The learner's ranks, and the groups in which they exchange tensors.
 
-Tensor parallelism splits every layer over neighboring ranks, data parallelism splits the batch
-over the rest. Megatron keeps its groups in process-wide state: one topology per process.
+Which rank is where is decided in parallel.py. Megatron keeps its groups in process-wide state: one
+topology per process.
 """
 
 import math
@@ -14,70 +14,105 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed.distributed_c10d import Store
 
 from slipstream.learner.model import device
-from slipstream.wire.errors import ConfigError
+from slipstream.learner.parallel import ParallelSizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This rank's place. Ranks are numbered with the tensor-parallel rank running fastest."""
+    """This rank's place. ``ranks_here`` is how many ranks are on each host."""
 
     rank: int
     world_size: int
-    tensor_parallel: int
+    ranks_here: int
+    sizes: ParallelSizes
     tensor_parallel_rank: int
+    context_parallel_rank: int
+    stage: int  # of the pipeline
     data_parallel: int
     data_parallel_rank: int
-    tensor_group: dist.ProcessGroup  # ranks that hold the shards of one model replica
-    data_group: dist.ProcessGroup  # ranks that hold the same shard of different replicas
+    expert_parallel_rank: int
+    tensor_group: dist.ProcessGroup  # ranks that hold the shards of the same layers
+    context_group: dist.ProcessGroup  # ranks that hold different tokens of the same sequences
+    pipeline_group: dist.ProcessGroup  # ranks that hold different layers of one replica
+    data_group: dist.ProcessGroup  # ranks that hold the same part of different replicas
+    replica_group: dist.ProcessGroup  # ranks that share one replica
+
+    @property
+    def leads_replica(self) -> bool:
+        """True on the first rank of a replica, which fetches for all of them."""
+        return self.tensor_parallel_rank == self.context_parallel_rank == self.stage == 0
+
+    @property
+    def replica_leader(self) -> int:
+        """The rank that fetches for this replica."""
+        return dist.get_global_rank(self.replica_group, 0)
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The rank of the last pipeline stage that has this rank's shard and tokens."""
+        return dist.get_global_rank(self.pipeline_group, self.sizes.pipeline - 1)
 
 
 def init_topology(
     *,
     rank: int,
     world_size: int,
-    tensor_parallel: int,
     store: Store,
     seed: int,
     timeout_s: float,
-    local_rank: int | None = None,
+    sizes: ParallelSizes | None = None,
+    ranks_per_node: int = 0,
 ) -> Topology:
     """Join the learner's other ranks and return this rank's place; all ranks call this.
 
-    ``local_rank`` is its place among the ranks of its host, which chooses its GPU;
-    None where all are on one host.
+    ``ranks_per_node`` of them are on each host, which chooses their GPUs; 0: all are on one.
 
     Raises:
-        ConfigError: the ranks cannot be split into groups of ``tensor_parallel``.
+        ConfigError: the sizes do not divide the ranks.
     """
-    if tensor_parallel < 1 or world_size % tensor_parallel:
-        raise ConfigError(
-            "learner.ranks must be a multiple of learner.tensor_parallel, "
-            f"got {world_size} and {tensor_parallel}"
-        )
-    device.select(rank if local_rank is None else local_rank)
+    sizes = sizes or ParallelSizes()
+    sizes.check(world_size)
+    ranks_here = ranks_per_node or world_size
+    device.select(rank % ranks_here)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
-        device.backend(),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=1,
-        context_parallel_size=1,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(seed)
+    place = sizes.place(rank, world_size)
+    replica_group: dist.ProcessGroup | None = None
+    for replica in range(sizes.replicas(world_size)):  # every rank makes all of them
+        members = sizes.ranks_of_replica(replica, world_size)
+        group = dist.new_group(members, timeout=timeout)
+        if replica == place.replica:
+            replica_group = group
+    if replica_group is None:
+        raise ValueError(f"rank {rank} is in no replica")
     return Topology(
         rank=rank,
         world_size=world_size,
-        tensor_parallel=tensor_parallel,
+        ranks_here=ranks_here,
+        sizes=sizes,
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
         data_parallel=parallel_state.get_data_parallel_world_size(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
+        replica_group=replica_group,
     )
 
 

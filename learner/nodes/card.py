@@ -39,7 +39,7 @@ def facts_of(
     facts |= {name: package_version(name).partition("+")[0] for name in _PACKAGES}
     facts["device"] = device
     learner = _flat("learner", msgspec.to_builtins(settings.learner))
-    first = ("ranks", "ranks_per_node", "tensor_parallel", "dtype")
+    first = ("ranks", "ranks_per_node", "tensor_parallel", "pipeline_parallel", "dtype")
     facts |= {f"learner.{name}": learner[f"learner.{name}"] for name in first}
     facts |= {f"{part} in run.model": one for part, one in model_digests(settings.model).items()}
     facts["run.dir with run.name"] = str(settings.run.folder.resolve())

@@ -3,11 +3,19 @@
 from collections.abc import Callable
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slipstream.learner.model.hf_weights import geometry_of, hf_shapes, shards_of
-from slipstream.learner.model.shards import Shard, is_finite, write_shard
+from slipstream.learner.model.gathering import (
+    ShardFacts,
+    facts_of_all,
+    owned_shards,
+    parameter_of,
+    received,
+    send,
+)
+from slipstream.learner.model.hf_weights import geometry_of, hf_shapes
+from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.shards import is_finite, write_shard
 from slipstream.learner.model.topology import Topology
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
@@ -17,20 +25,29 @@ from slipstream.wire.messages.manifest import TensorSpec
 
 
 class WeightWriter:
-    """Writes versions of one model. Every rank has one; only the first replica's write.
+    """Writes versions of one model. Every rank has one; the owners of its parts write.
 
-    The others may be on other hosts, and map nothing.
+    The memory is on rank 0's host. Owners on other hosts send their parts to the rank with their
+    place on that one.
     """
 
     def __init__(
-        self, model: GPTModel, topology: Topology, *, bucket_bytes: int, agree: Callable[[str], str]
+        self,
+        model: RankModel,
+        topology: Topology,
+        *,
+        bucket_bytes: int,
+        agree: Callable[[str], str],
     ) -> None:
         """Make the memory on rank 0 and map it on the others that write.
 
         ``agree`` returns rank 0's text on every rank.
         """
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        specs = [TensorSpec(name, dtype, shape) for name, shape in hf_shapes(model).items()]
+        self._model = model
+        self._dtype: torch.dtype = model.config.params_dtype
+        dtype = str(self._dtype).removeprefix("torch.")
+        shapes = hf_shapes(model.hf_config)
+        specs = [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
         self.layout = plan_layout(specs, bucket_bytes=bucket_bytes)
         slot_bytes = self.layout.num_bytes
         made: SharedSlots | None = None
@@ -38,36 +55,54 @@ class WeightWriter:
             made = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
         self.path = agree(made.path if made is not None else "")
         self._memory = made
-        self._shards: list[tuple[str, Shard]] = []
-        if topology.data_parallel_rank == 0:
+        self._shards = list(owned_shards(model))
+        self._receiver: int | None = None
+        self._remote: list[tuple[int, ShardFacts]] = []  # owner, what it sends here
+        every = facts_of_all(self._shards) if topology.world_size > topology.ranks_here else []
+        if topology.rank >= topology.ranks_here:
+            self._receiver = topology.rank % topology.ranks_here
+        else:
+            self._remote = [
+                (owner, one)
+                for owner in range(topology.ranks_here, topology.world_size)
+                if owner % topology.ranks_here == topology.rank
+                for one in every[owner]
+            ]
+        if self._receiver is None and (self._shards or self._remote):
             self._memory = made or SharedSlots.open(
                 self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
             )
-            self._shards = [
-                (name, shard)
-                for name, shard in shards_of(model)
-                if shard.dim is not None or topology.tensor_parallel_rank == 0
-            ]
             if self._shards and self._shards[0][1].tensor.is_cuda:
                 self._memory.pin()
         self._geometry = geometry_of(model.hf_config)
 
     def write(self, slot: int) -> str:
         """Copy this rank's parameters into a slot; return the name of a non-finite one."""
-        if self._memory is None:
-            return ""
-        views = tensor_views(self.layout, self._memory.slot(slot))
-        finite: list[Tensor] = []
-        for _, shard in self._shards:
-            finite.append(is_finite(shard.tensor))
-            write_shard(shard, [views[name] for name in shard.parameter.names], self._geometry)
-        if not finite:
-            return ""
-        flags = torch.stack(finite).tolist()  # one wait for the device, which has copied by then
-        bad = [name for (name, _), is_good in zip(self._shards, flags, strict=True) if not is_good]
-        return bad[0] if bad else ""
+        flags = [is_finite(shard.tensor) for _, shard in self._shards]
+        if self._receiver is not None:
+            for _, shard in self._shards:
+                send(shard, self._receiver)
+        elif self._memory is not None:
+            views = tensor_views(self.layout, self._memory.slot(slot))
+            for _, shard in self._shards:
+                places = [views[name] for name in shard.parameter.names]
+                write_shard(shard, places, self._geometry)
+            for owner, one in self._remote:
+                tensor = received(one, owner, self._dtype)
+                shard = one.shard(parameter_of(self._model, one.name), tensor)
+                places = [views[name] for name in shard.parameter.names]
+                write_shard(shard, places, self._geometry)
+        return self._not_finite(flags)
 
     def close(self) -> None:
         """Release the memory."""
         if self._memory is not None:
             self._memory.close()
+
+    def _not_finite(self, flags: list[Tensor]) -> str:
+        if not flags:
+            return ""
+        # One wait for the device, which has copied by then.
+        finite = torch.stack(flags).tolist()
+        bad = [name for (name, _), is_good in zip(self._shards, finite, strict=True) if not is_good]
+        return bad[0] if bad else ""

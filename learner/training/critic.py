@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
@@ -18,7 +17,9 @@ from typing_extensions import override
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
+from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.passes import Share
 from slipstream.learner.training.trainable import LossFunction, Trainable
 
 PREFIX = "critic."
@@ -45,16 +46,19 @@ class ValueHead(torch.nn.Module):
         return torch.nn.functional.linear(*exact), None
 
 
-def with_value_head(model: GPTModel) -> GPTModel:
+def with_value_head(model: RankModel) -> RankModel:
     """Put a value head in the place of a model's output layer, and return the model."""
     config = model.config
+    for chunk in model.chunks:
+        chunk.share_embeddings_and_output_weights = False
+    if model.last is None:
+        return model
     head = ValueHead(
         config.hidden_size, dtype=config.params_dtype, sequence_parallel=config.sequence_parallel
     ).to(device.device())
     for parameter in head.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model.share_embeddings_and_output_weights = False
-    model.output_layer = head
+    model.last.output_layer = head
     return model
 
 
@@ -62,10 +66,16 @@ class Critic:
     """Predicts the return from each state. Trained beside the policy, by its own optimizer."""
 
     def __init__(
-        self, model: GPTModel, settings: LearnerSection, topology: Topology, *, decay_steps: int = 1
+        self,
+        model: RankModel,
+        settings: LearnerSection,
+        topology: Topology,
+        *,
+        decay_steps: int = 1,
     ) -> None:
         """Wrap a model of ``with_value_head``; settings are the optimizer's."""
-        self._trained = Trainable(model, settings, topology, _aligned, decay_steps=decay_steps)
+        head = _Values()
+        self._trained = Trainable(model, settings, topology, head, decay_steps=decay_steps)
 
     @torch.no_grad()
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -73,7 +83,7 @@ class Critic:
 
         Index t is the state in which the token at t was chosen; 0.0 outside the loss mask.
         """
-        return [self._trained.forward(batch) for batch in batches]
+        return self._trained.passes.forward(batches)
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[Tensor]
@@ -98,7 +108,18 @@ class Critic:
         self._trained.load_state(state, prefix=PREFIX)
 
 
-def _aligned(batch: PackedBatch, outputs: Tensor) -> Tensor:
-    """The state before the token at t is that after the token at t - 1: shift by one."""
-    values = outputs.squeeze(-1).roll(1)
-    return torch.where(batch.loss_mask, values, torch.zeros((), device=values.device))
+class _Values:
+    """Reads values: the state before the token at t is that after the one at t - 1."""
+
+    def read(self, _number: int, share: Share) -> Tensor:
+        """Return the values [T] of a microbatch, shifted by one."""
+        values = share.split.whole(share.hidden.squeeze(-1)).roll(1)
+        return torch.where(share.batch.loss_mask, values, torch.zeros((), device=values.device))
+
+    def stacked(self, output: Tensor) -> Tensor:
+        """Return the values as rows, [1, T]."""
+        return output.unsqueeze(0)
+
+    def unstacked(self, values: Tensor) -> Tensor:
+        """Return the only row."""
+        return values[0]

@@ -1,13 +1,13 @@
 """The policy under training and the reference policy. They know tensors, not trajectories.
 
-Shapes: T tokens of B sequences laid end to end, H hidden size.
+Shapes: T tokens of B sequences laid end to end, of which each of c ranks of context parallelism has
+its share; H hidden size.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from slipstream.algos.compose import PolicyOutputs
@@ -19,9 +19,11 @@ from slipstream.algos.linear_logprobs import (
 )
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.gpt import output_weight, packed_forward
+from slipstream.learner.model.gpt import output_weight
+from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
+from slipstream.learner.training.passes import Passes, Share
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.trainable import LossFunction, Trainable
 
@@ -39,26 +41,47 @@ class Teacher(Protocol):
 class ReferencePolicy:
     """A frozen model; its log-probabilities are of the same tempered distributions."""
 
-    def __init__(self, model: GPTModel, topology: Topology) -> None:
+    def __init__(self, model: RankModel, topology: Topology) -> None:
         """Freeze a model."""
         self._model = model.requires_grad_(False)
         self._topology = topology
+        self._passes = Passes(model.chunks, self, topology)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
-        return [token_logprobs(batch, *self.outputs(batch)).logprobs for batch in batches]
+        return self._passes.forward(batches)
+
+    def read(self, _number: int, share: Share) -> Tensor:
+        """Return the log-probabilities [T] of a microbatch."""
+        layer = output_layer(self._model, self._topology, share.batch)
+        return token_logprobs(share, layer).logprobs
+
+    def stacked(self, output: Tensor) -> Tensor:
+        """Return the log-probabilities as rows, [1, T]."""
+        return output.unsqueeze(0)
+
+    def unstacked(self, values: Tensor) -> Tensor:
+        """Return the only row."""
+        return values[0]
 
     @torch.no_grad()
-    def outputs(self, batch: PackedBatch) -> Reference:
-        """Return its hidden states and output layer, from which KL is taken in full."""
-        hidden = packed_forward(
-            self._model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
-        )
-        return Reference(hidden, output_layer(self._model, self._topology, batch))
+    def states(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return hidden states [T/c, H] per microbatch on the last stage, [] elsewhere."""
+        return self._passes.hidden(batches)
 
     @torch.no_grad()
-    def renew(self, model: GPTModel) -> None:
+    def outputs(self, batch: PackedBatch, states: Tensor | None = None) -> Reference:
+        """Return its hidden states and output layer, from which KL is taken in full.
+
+        Unless ``states`` has them, they are computed here, where there is one stage.
+        """
+        if states is None:
+            (states,) = self.states([batch])
+        return Reference(states, output_layer(self._model, self._topology, batch))
+
+    @torch.no_grad()
+    def renew(self, model: RankModel) -> None:
         """Copy the weights of a model of the same architecture."""
         ours = dict(self._model.named_parameters())
         for name, weights in model.named_parameters():
@@ -66,14 +89,11 @@ class ReferencePolicy:
 
     def sharded_state(self) -> dict[str, Any]:
         """Return the weights as Megatron's sharded state."""
-        state: dict[str, Any] = self._model.sharded_state_dict(prefix=_REFERENCE_PREFIX)
-        return state
+        return self._model.sharded_state_dict(prefix=_REFERENCE_PREFIX)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state read for ``sharded_state``."""
-        self._model.load_state_dict(
-            {name.removeprefix(_REFERENCE_PREFIX): value for name, value in state.items()}
-        )
+        self._model.load_state_dict(state, _REFERENCE_PREFIX)
 
 
 class Policy:
@@ -81,7 +101,7 @@ class Policy:
 
     def __init__(
         self,
-        model: GPTModel,
+        model: RankModel,
         settings: LearnerSection,
         topology: Topology,
         *,
@@ -107,7 +127,8 @@ class Policy:
         self._topology = topology
         self._needs_full_kl = needs_full_kl
         self._needs_squares = needs_squares
-        self._trained = Trainable(model, settings, topology, self._read, decay_steps=decay_steps)
+        self._reference_states: list[Tensor] = []  # of one update, by microbatch
+        self._trained = Trainable(model, settings, topology, self, decay_steps=decay_steps)
 
     @property
     def replicas(self) -> Replicas:
@@ -159,12 +180,13 @@ class Policy:
 
         Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
         """
-        return self._trained.forward(batch)
+        (outputs,) = self._trained.passes.forward([batch])
+        return outputs
 
     @torch.no_grad()
     def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
         """Return the policy's figures for each token, per microbatch, without gradient."""
-        return [self.outputs(batch) for batch in batches]
+        return self._trained.passes.forward(batches)
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[PolicyOutputs]
@@ -175,20 +197,52 @@ class Policy:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
                 optimizer are as they were.
         """
-        return self._trained.update(batches, loss_function)
+        # Ranks that wait for each other run its passes together, and not inside a loss: a microbatch
+        # without a token has none, and a pipeline has others on the way.
+        if self._needs_full_kl and self.reference is not None and self._is_coupled:
+            self._reference_states = self.reference.states(batches)
+        try:
+            return self._trained.update(batches, loss_function)
+        finally:
+            self._reference_states = []
 
-    def _read(self, batch: PackedBatch, hidden: Tensor) -> PolicyOutputs:
+    def on_all_stages(self, values: Sequence[Tensor], like: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return values [T] per microbatch of the last stage on all of them."""
+        if self._topology.sizes.pipeline == 1:
+            return list(values)
+        lengths = [len(batch.token_ids) for batch in like]
+        stacked = torch.cat(list(values)).unsqueeze(0) if values else None
+        whole = self._trained.passes.on_all_stages(stacked, sum(lengths))
+        return list(torch.split(whole[0].float(), lengths))
+
+    @property
+    def _is_coupled(self) -> bool:
+        return self._topology.sizes.couples_replicas
+
+    def read(self, number: int, share: Share) -> PolicyOutputs:
+        """Return the figures of a microbatch, [T]; with the KL from the reference if it trains."""
         reference = None
         if self._needs_full_kl and self.reference is not None and torch.is_grad_enabled():
-            reference = self.reference.outputs(batch)
-        layer = output_layer(self.model, self._topology, batch)
-        outputs = token_logprobs(batch, hidden, layer, reference)
+            states = self._reference_states[number] if self._is_coupled else None
+            reference = self.reference.outputs(share.batch, states)
+        layer = output_layer(self.model, self._topology, share.batch)
+        outputs = token_logprobs(share, layer, reference)
         if self._needs_squares and not torch.is_grad_enabled():
-            return outputs._replace(squares=token_squares(batch, hidden, layer))
+            return outputs._replace(squares=token_squares(share, layer))
         return outputs
 
+    def stacked(self, output: PolicyOutputs) -> Tensor:
+        """Return the figures that are known without gradient as rows, [2 or 3, T]."""
+        rows = [output.logprobs, output.entropy]
+        return torch.stack(rows if output.squares is None else [*rows, output.squares])
 
-def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
+    def unstacked(self, values: Tensor) -> PolicyOutputs:
+        """Return the figures in these rows."""
+        logprobs, entropy, *squares = values
+        return PolicyOutputs(logprobs, entropy, squares=squares[0] if squares else None)
+
+
+def output_layer(model: RankModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
     """Return a model's output layer as a batch uses it."""
     return OutputLayer(
         weight=output_weight(model),
@@ -199,43 +253,47 @@ def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> Out
 
 
 def token_logprobs(
-    batch: PackedBatch, hidden: Tensor, layer: OutputLayer, reference: Reference | None = None
+    share: Share, layer: OutputLayer, reference: Reference | None = None
 ) -> PolicyOutputs:
-    """Return the figures for the token at each index, 0.0 outside the loss mask.
+    """Return the figures for the token at each index, 0.0 outside the loss mask. Shapes [T].
 
     The hidden state at t chooses the token at t + 1: its figures are shifted by one. The logits
     are divided by the temperature of their sequence, and tokens that end a response are
     barred where the engine barred them, as it does.
     """
+    batch, split = share.batch, share.split
     following = linear_logprobs(
-        hidden.to(layer.weight.dtype),  # Megatron's wrapper for bfloat16 upcasts it
+        share.hidden.to(layer.weight.dtype),  # Megatron's wrapper for bfloat16 upcasts it
         layer,
-        batch.token_ids.roll(-1),
-        temperature=batch.temperature,
-        barred=None if batch.end_barred is None else batch.end_barred.roll(-1),
+        split.mine(batch.token_ids.roll(-1)),
+        temperature=split.mine(batch.temperature, fill=1.0),
+        barred=_barred(share),
         reference=reference,
     )
-    return PolicyOutputs(
-        _aligned(batch, following.logprobs),
-        _aligned(batch, following.entropy),
-        None if following.kl is None else _aligned(batch, following.kl),
-    )
+    rows = [following.logprobs, following.entropy]
+    if following.kl is not None:
+        rows.append(following.kl)
+    every = split.whole(torch.stack(rows)).roll(1, dims=-1)
+    logprobs, entropy, *kl = torch.where(batch.loss_mask, every, torch.zeros_like(every))
+    return PolicyOutputs(logprobs, entropy, kl[0] if kl else None)
 
 
-def token_squares(batch: PackedBatch, hidden: Tensor, layer: OutputLayer) -> Tensor:
+def token_squares(share: Share, layer: OutputLayer) -> Tensor:
     """Return the sum of the squared probabilities that each token was chosen from, [T].
 
     0.0 outside the loss mask; shifted, tempered and barred as ``token_logprobs`` has it.
     """
     following = squared_probabilities(
-        hidden.to(layer.weight.dtype),
+        share.hidden.to(layer.weight.dtype),
         layer,
-        temperature=batch.temperature,
-        barred=None if batch.end_barred is None else batch.end_barred.roll(-1),
+        temperature=share.split.mine(share.batch.temperature, fill=1.0),
+        barred=_barred(share),
     )
-    return _aligned(batch, following)
+    every = share.split.whole(following).roll(1)
+    return torch.where(share.batch.loss_mask, every, torch.zeros_like(every))
 
 
-def _aligned(batch: PackedBatch, following: Tensor) -> Tensor:
-    """Shift figures from the place before each token to the token, 0.0 outside the mask. [T]."""
-    return torch.where(batch.loss_mask, following.roll(1), torch.zeros_like(following))
+def _barred(share: Share) -> Tensor | None:
+    """Return where tokens that end a response could not follow, of this rank's tokens."""
+    barred = share.batch.end_barred
+    return None if barred is None else share.split.mine(barred.roll(-1))

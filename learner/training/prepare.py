@@ -32,15 +32,11 @@ if TYPE_CHECKING:
 class PreparedMinibatch:
     """This rank's share of one optimizer update, with all that its losses need."""
 
-    microbatches: Sequence[Microbatch]
+    microbatches: Sequence[Microbatch]  # those with a token
+    batches: Sequence[PackedBatch]  # input of the model: these, then those without one
     denominators: Denominators  # of all ranks together
     is_at_start: bool
     """True if its own training pass computes the proximal logprobs: no update comes before it."""
-
-    @property
-    def batches(self) -> list[PackedBatch]:
-        """Input of the model, by microbatch."""
-        return [one.batch for one in self.microbatches]
 
     @property
     def is_empty(self) -> bool:
@@ -86,8 +82,10 @@ def prepare(
             PreparedMinibatch(
                 microbatches=[
                     Microbatch.of(batch, indices, copies, data.step, denominators)
-                    for batch, indices in zip(of_minibatch, mine, strict=True)
+                    for batch, indices in zip(of_minibatch, mine, strict=False)
+                    if indices
                 ],
+                batches=of_minibatch,
                 denominators=denominators,
                 is_at_start=not needs_all and number == 0,
             )
@@ -121,17 +119,17 @@ def _run_forward_passes(
     """Run every model whose outputs a minibatch needs."""
     share, batches = minibatch.microbatches, minibatch.batches
     if not minibatch.is_at_start:
-        for one, outputs in zip(share, policy.proximal(batches), strict=True):
+        for one, outputs in zip(share, policy.proximal(batches), strict=False):
             one.proximal, one.entropy = outputs.logprobs, outputs.entropy
             one.squares = outputs.squares
     if policy.reference is not None and algorithm.needs_reference_logprobs:
-        for one, logprobs in zip(share, policy.reference.logprobs(batches), strict=True):
+        for one, logprobs in zip(share, policy.reference.logprobs(batches), strict=False):
             one.reference = logprobs
     if policy.teacher is not None:
-        for one, logprobs in zip(share, policy.teacher.logprobs(batches), strict=True):
+        for one, logprobs in zip(share, policy.teacher.logprobs(batches), strict=False):
             one.teacher = logprobs
     if policy.critic is not None:
-        for one, values in zip(share, policy.critic.values(batches), strict=True):
+        for one, values in zip(share, policy.critic.values(batches), strict=False):
             one.values = values
 
 

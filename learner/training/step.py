@@ -95,7 +95,10 @@ def _train_policy(
             _log.warning("minibatch %d of %d is skipped: %s", number, len(minibatches), error)
             failures.append(error)
             continue
-        proximal = loss.logprobs if minibatch.is_at_start else minibatch.proximal
+        proximal = minibatch.proximal
+        if minibatch.is_at_start:
+            trained_batches = [one.batch for one in minibatch.microbatches]
+            proximal = policy.on_all_stages(loss.logprobs, trained_batches)
         trained.append(TrainedMinibatch(number, proximal))
         norms.append(norm)
         sums_of.append(sums)

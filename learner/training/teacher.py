@@ -87,7 +87,7 @@ class EndpointTeacher:
             self._key = key.encode()
         self._topology = topology
         self._world_size = topology.world_size
-        self._asks = topology.tensor_parallel_rank == 0
+        self._asks = topology.leads_replica
         self._thread = ThreadPoolExecutor(1, "teacher")
         if self._asks:
             try:
@@ -113,10 +113,11 @@ class EndpointTeacher:
         failure = None if asked is None else asked.exception()
         if any_rank(failure is not None, world_size=self._world_size):
             raise failure or EngineError("another rank of the learner was not answered")
-        if self._topology.tensor_parallel > 1:
-            group = self._topology.tensor_group
+        if self._topology.sizes.per_replica > 1:
             for values in result:
-                dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+                dist.broadcast(
+                    values, src=self._topology.replica_leader, group=self._topology.replica_group
+                )
         return result
 
     def _fill(self, batches: Sequence[PackedBatch], result: Sequence[Tensor]) -> None:

@@ -3,16 +3,14 @@
 Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from slipstream.learner.batches.orders import NonFiniteError
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
-from slipstream.learner.model.gpt import packed_forward
+from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.optimizer import (
     gradient_norm,
@@ -29,6 +27,7 @@ from slipstream.learner.training.optimizer import (
     step_with,
     use_fused_kernels,
 )
+from slipstream.learner.training.passes import Head, Passes
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.schedule import make_scheduler
 
@@ -42,28 +41,34 @@ class Trainable(Generic[Output]):
 
     def __init__(
         self,
-        model: GPTModel,
+        model: RankModel,
         settings: LearnerSection,
         topology: Topology,
-        read: Callable[[PackedBatch, Tensor], Output],
+        head: Head[Output],
         *,
         decay_steps: int,
     ) -> None:
         """Wrap a model; ``decay_steps`` is where the learning rate's decay ends.
 
-        ``read`` turns a batch and the model's output for it [T, ...] into inputs of a loss.
+        ``head`` turns its hidden states into inputs of a loss.
         """
         self.model = model
         self.replicas = Replicas(topology)
         self._topology = topology
-        self._read = read
         config = model.config
         config.finalize_model_grads_func = _finalize
-        wrapped = Float16Module(config, model) if config.bf16 else model
-        self._ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped
-        )
-        self._ddp.broadcast_params()
+        self._chunks = [
+            DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+                Float16Module(config, chunk) if config.bf16 else chunk,
+                disable_bucketing=number > 0,
+            )
+            for number, chunk in enumerate(model.chunks)
+        ]
+        for chunk in self._chunks:
+            chunk.broadcast_params()
+        self.passes = Passes(self._chunks, head, topology)
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -77,7 +82,7 @@ class Trainable(Generic[Output]):
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
             ),
-            [self._ddp],
+            self._chunks,
         )
         if device.device().type == "cuda":
             use_fused_kernels(self._optimizer)
@@ -100,8 +105,7 @@ class Trainable(Generic[Output]):
 
     def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:
         """Load the state read for ``sharded_state``; settings of this run stay."""
-        weights = {name.removeprefix(prefix): value for name, value in state["model"].items()}
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(state["model"], prefix)
         groups = self._optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         self._optimizer.load_state_dict(state["optimizer"])
@@ -110,48 +114,31 @@ class Trainable(Generic[Output]):
         put_steps_in_place(self._optimizer)
         self._scheduler.load_state_dict(state["scheduler"])
 
-    def forward(self, batch: PackedBatch) -> Output:
-        """Return the outputs of the model for a batch."""
-        return self._read(batch, _outputs(self._ddp, batch))
-
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[Output]
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
-        The host waits for the GPU once, for all figures together.
+        The host waits for the GPU once, for all figures together; with pipeline stages again, for
+        what the last one sends to the others.
 
         Raises:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
                 optimizer are as they were.
         """
-        self._ddp.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         totals: Sums = {}
 
-        def forward_step(
-            iterator: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
-        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Sums]]]:
-            number, batch = next(iterator)
+        def loss_of(number: int, batch: PackedBatch, output: Output) -> Tensor:
+            loss, sums = loss_function(number, batch, output)
+            sums["loss"] = loss.detach()
+            add_sums(totals, sums)
+            return loss
 
-            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Sums]:
-                loss, sums = loss_function(number, batch, self._read(batch, output))
-                sums["loss"] = loss.detach()
-                add_sums(totals, sums)
-                return loss, torch.ones((), dtype=torch.int, device=loss.device), sums
-
-            return _outputs(model, batch), loss_of
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(enumerate(batches)),
-            model=[self._ddp],
-            num_microbatches=len(batches),
-            seq_length=max(len(batch.token_ids) for batch in batches),
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        summed = self.replicas.combined(totals)
+        self.passes.train(batches, loss_of)
+        summed = self._summed(totals)
         overflow = self._optimizer.prepare_grads()
         norm = gradient_norm(self._optimizer).double()
         is_bad = (~torch.isfinite(torch.stack([summed["loss"], norm])).all() | overflow).double()
@@ -166,11 +153,14 @@ class Trainable(Generic[Output]):
         step_with(self._optimizer, grad_norm)
         return figures, grad_norm
 
-
-def _outputs(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
-    return packed_forward(
-        model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
-    )
+    def _summed(self, totals: Sums) -> Sums:
+        """Return the sums of all replicas, on every pipeline stage."""
+        names = self.passes.names_on_all_stages(list(totals))
+        if self._topology.sizes.pipeline > 1:
+            own = [totals[name].double().reshape(1) for name in names] if totals else []
+            values = self.passes.on_all_stages(torch.stack(own) if own else None, 1)
+            totals = dict(zip(names, values.squeeze(-1), strict=True))
+        return self.replicas.combined(totals)
 
 
 def _finalize(

@@ -30,11 +30,12 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     model = write_tiny_model(tmp_path / "model", family)
     write_other_model(tmp_path / "reference", family)
     works = {"one": (1, 1), "dp2": (2, 1), "tp2": (2, 2)}
+    program = "support.ranks.policy"
     processes = [
         process
-        for name, (world_size, tensor_parallel) in works.items()
+        for name, (world_size, ranks) in works.items()
         for process in start_ranks(
-            "support.ranks.policy", model, tmp_path / name, world_size, tensor_parallel
+            program, model, tmp_path / name, world_size, tensor_parallel=ranks
         )
     ]
     outputs(processes)
@@ -76,7 +77,11 @@ def test_sequence_parallelism_takes_any_number_of_tokens(tmp_path: Path):
     program = "support.ranks.sequence_parallel"
     works = {"one": 1, "two": 2}
     outputs(
-        [p for name, n in works.items() for p in start_ranks(program, model, tmp_path / name, n, n)]
+        [
+            p
+            for name, n in works.items()
+            for p in start_ranks(program, model, tmp_path / name, n, tensor_parallel=n)
+        ]
     )
     (alone,) = reports(tmp_path / "one", 1)
     assert {one["tokens"] % 2 for one in alone} == {0, 1}
@@ -95,7 +100,11 @@ def test_an_update_waits_for_its_device_once(tmp_path: Path):
     program = "support.ranks.host_reads"
     works = {"one": 1, "two": 2}
     outputs(
-        [p for name, n in works.items() for p in start_ranks(program, model, tmp_path / name, n, n)]
+        [
+            p
+            for name, n in works.items()
+            for p in start_ranks(program, model, tmp_path / name, n, tensor_parallel=n)
+        ]
     )
     for name, world_size in works.items():
         for report in reports(tmp_path / name, world_size):

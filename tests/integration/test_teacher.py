@@ -18,6 +18,7 @@ from aiohttp import web
 
 from slipstream.algos.choice import TeacherOptions
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
 from slipstream.wire.files.keys import write_private
@@ -26,7 +27,7 @@ from tests.support.tiny_run import sglang_server, write_policy
 
 pytestmark = pytest.mark.integration
 VOCAB_SIZE = 20  # of the tiny policy
-ALONE = SimpleNamespace(world_size=1, tensor_parallel=1, tensor_parallel_rank=0)
+ALONE = SimpleNamespace(world_size=1, sizes=ParallelSizes(), leads_replica=True)
 KEY = "teacher-key-0815"
 
 

@@ -48,9 +48,7 @@ class LearnersModels:
 
         self._barred = barred
         self._models: dict[str, Any] = {}
-        init_topology(
-            rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=0, timeout_s=HANG_S
-        )
+        init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=HANG_S)
         for folder in folders:
             model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
             load_hf_weights(model, folder)

@@ -38,6 +38,19 @@ FAMILIES: dict[str, dict[str, object]] = {
         "rope_theta": 100000.0,
     },
 }
+MIXTURES: dict[str, dict[str, object]] = {  # of experts
+    "qwen3_moe": {
+        **FAMILIES["qwen3"],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+}
 # Rotary embeddings that are scaled so early that sequences of 22 tokens show it.
 SCALED: dict[str, dict[str, object]] = {
     "llama3": {
@@ -64,9 +77,10 @@ SCALED: dict[str, dict[str, object]] = {
 }
 
 
-def write_tiny_model(folder: Path, family: str) -> Path:
+def write_tiny_model(folder: Path, family: str, **changed: object) -> Path:
     """Write a random float32 model; norms and biases are random too, so that mix-ups show."""
-    config = {"model_type": family, "dtype": "float32", **SHAPE, **(FAMILIES | SCALED)[family]}
+    families = FAMILIES | SCALED | MIXTURES
+    config = {"model_type": family, "dtype": "float32", **SHAPE, **families[family], **changed}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -84,7 +98,8 @@ def _tensors(config: dict[str, object]) -> dict[str, Tensor]:
         return mean + 0.2 * torch.randn(size, generator=generator)
 
     family, hidden, inner = config["model_type"], 64, 176
-    head = 32 if family == "qwen3" else 16
+    normed = family in {"qwen3", "qwen3_moe"}
+    head = 32 if normed else 16
     rows = {"q": 4 * head, "k": 2 * head, "v": 2 * head}
     vocab = int(str(config["vocab_size"]))
     tensors = {
@@ -93,7 +108,7 @@ def _tensors(config: dict[str, object]) -> dict[str, Tensor]:
     }
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = matrix(vocab, hidden)
-    for layer in range(2):
+    for layer in range(int(str(config["num_hidden_layers"]))):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{norm}.weight"] = vector(hidden, 1.0)
@@ -101,13 +116,19 @@ def _tensors(config: dict[str, object]) -> dict[str, Tensor]:
             tensors[f"{prefix}self_attn.{part}_proj.weight"] = matrix(size, hidden)
             if family == "qwen2":
                 tensors[f"{prefix}self_attn.{part}_proj.bias"] = vector(size, 0.0)
-        if family == "qwen3":
+        if normed:
             for part in "qk":
                 tensors[f"{prefix}self_attn.{part}_norm.weight"] = vector(head, 1.0)
         tensors[f"{prefix}self_attn.o_proj.weight"] = matrix(hidden, 4 * head)
-        tensors[f"{prefix}mlp.gate_proj.weight"] = matrix(inner, hidden)
-        tensors[f"{prefix}mlp.up_proj.weight"] = matrix(inner, hidden)
-        tensors[f"{prefix}mlp.down_proj.weight"] = matrix(hidden, inner)
+        mlps = {f"{prefix}mlp.": inner}
+        if "num_experts" in config:
+            experts = range(int(str(config["num_experts"])))
+            mlps = {f"{prefix}mlp.experts.{expert}.": 48 for expert in experts}
+            tensors[f"{prefix}mlp.gate.weight"] = 5 * matrix(len(mlps), hidden)
+        for mlp, width in mlps.items():
+            tensors[f"{mlp}gate_proj.weight"] = matrix(width, hidden)
+            tensors[f"{mlp}up_proj.weight"] = matrix(width, hidden)
+            tensors[f"{mlp}down_proj.weight"] = matrix(hidden, width)
     return tensors
 
 

@@ -42,6 +42,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of the parameters
     ranks: int
     tensor_parallel: int
+    parallel: dict[str, int] = {}  # the other parallel sizes, those above 1
     packages: dict[str, str]
     # The round of this step, once it is known; newer versions may have answered a part of it
     # (docs/adr/0011), listed in ``versions``.

@@ -5,7 +5,8 @@ Megatron-Core fuses them into parameters, and how SGLang keeps them. The learner
 of engines and the memory estimate read it; a new dense family is a new entry in ``FAMILIES``.
 
 Sizes have names: ``queries``, ``keys`` (channels of all query heads, of all key heads), ``head``
-(channels of one head), ``inner`` (of the MLP), ``hidden``, ``vocabulary``.
+(channels of one head), ``inner`` (of the MLP), ``experts`` (number of routed experts),
+``expert_inner`` (of each), ``hidden``, ``vocabulary``. In names ``*`` is the number of an expert.
 """
 
 import math
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
-Size = Literal["queries", "keys", "head", "inner", "hidden", "vocabulary"]
+Size = Literal[
+    "queries", "keys", "head", "inner", "experts", "expert_inner", "hidden", "vocabulary"
+]
 Sizes = Mapping[Size, int]
 # Every rank holds all, or its share of rows or of columns. Rows of the vocabulary are padded as a
 # whole, other sizes so that every rank's share is a multiple.
@@ -25,6 +28,7 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "lm_head.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _HF_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,15 @@ class Parameter:
             case "qkv" | "gate_up":
                 return "rows"
             case _:
-                return "columns" if len(self.tensors[0].shape) > 1 else "whole"
+                is_whole = len(self.tensors[0].shape) == 1 or "experts" in self.tensors[0].shape
+                return "whole" if is_whole else "columns"
 
-    def in_layer(self, prefix: str) -> "Parameter":
-        """Return the parameter of one layer, whose tensors begin with ``prefix``."""
-        tensors = tuple(replace(tensor, name=prefix + tensor.name) for tensor in self.tensors)
+    def in_layer(self, prefix: str, expert: str = "") -> "Parameter":
+        """Return the parameter of one layer, whose tensors begin with ``prefix``, of an expert."""
+        tensors = tuple(
+            replace(tensor, name=prefix + tensor.name.replace("*", expert))
+            for tensor in self.tensors
+        )
         engine_name = prefix + self.engine_name if self.engine_name else ""
         return replace(self, tensors=tensors, engine_name=engine_name)
 
@@ -100,6 +108,11 @@ class Family:
         """True if queries and keys are normalized per head."""
         return "self_attention.q_layernorm.weight" in self.layer
 
+    @property
+    def has_experts(self) -> bool:
+        """True if its MLPs are experts, of which each token has some."""
+        return "mlp.router.weight" in self.layer
+
     def parameter(self, megatron_name: str, *, tied_embeddings: bool) -> Parameter:
         """Return the contents of the named parameter of Megatron's model.
 
@@ -111,22 +124,42 @@ class Family:
         if megatron_name in self.ends:
             return self.ends[megatron_name]
         found = _LAYER.fullmatch(megatron_name)
-        if found is None or found[2] not in self.layer:
+        name, expert = _without_expert(found[2]) if found is not None else ("", "")
+        if found is None or name not in self.layer:
             raise KeyError(megatron_name)
-        return self.layer[found[2]].in_layer(f"model.layers.{found[1]}.")
+        return self.layer[name].in_layer(f"model.layers.{found[1]}.", expert)
+
+    def parameters(
+        self, *, num_layers: int, num_experts: int, tied_embeddings: bool
+    ) -> Iterator[tuple[str, Parameter]]:
+        """Yield Megatron's name and the contents of every parameter of a whole model."""
+        for name, parameter in self.ends.items():
+            if not (tied_embeddings and name == "output_layer.weight"):
+                yield name, parameter
+        for layer in range(num_layers):
+            for name, parameter in self.layer.items():
+                for number in range(num_experts if "*" in name else 1):
+                    whole = f"decoder.layers.{layer}.{name.replace('*', str(number))}"
+                    yield whole, parameter.in_layer(f"model.layers.{layer}.", str(number))
 
     def num_parameters(self, sizes: Sizes, *, num_layers: int, tied_embeddings: bool) -> int:
         """Return the elements of all tensors of a model of these sizes."""
 
         def elements(parameters: Mapping[str, Parameter]) -> int:
             return sum(
-                math.prod(tensor.whole_shape(sizes))
+                math.prod(tensor.whole_shape(sizes)) * (sizes["experts"] if "*" in name else 1)
                 for name, parameter in parameters.items()
                 if not (tied_embeddings and name == "output_layer.weight")
                 for tensor in parameter.tensors
             )
 
         return num_layers * elements(self.layer) + elements(self.ends)
+
+
+def _without_expert(name: str) -> tuple[str, str]:
+    """Return a name with ``*`` for the number of its expert, and that number."""
+    found = _EXPERT.search(name)
+    return (_EXPERT.sub("*", name), found[1]) if found is not None else (name, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +172,7 @@ class EngineTensor:
     column_multiple: int = 1
     split: Split = "whole"  # share of each rank of an engine of several
     of_attention: bool = False  # split over the ranks of one attention group
+    of_expert: int = 0  # tensors of each expert under this name, which has those of all of them
 
 
 def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
@@ -168,6 +202,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     tensor.column_multiple,
                     parameter.split,
                     tensor.name == EMBEDDING or tensor.name.startswith("self_attn."),
+                    len(parameter.tensors) if "*" in tensor.name else 0,
                 ),
             )
 
@@ -176,8 +211,12 @@ def engine_tensor(name: str) -> EngineTensor:
     """Return the place of any family's tensor in SGLang; an unknown one is unchanged."""
     found = _HF_LAYER.fullmatch(name)
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
+    inner, expert = _without_expert(inner)
     place = _ENGINE_TENSORS.get(inner)
-    return EngineTensor(name) if place is None else replace(place, name=prefix + place.name)
+    if place is None:
+        return EngineTensor(name)
+    position = place.position + int(expert or 0) * place.of_expert
+    return replace(place, name=prefix + place.name, position=position)
 
 
 def checksum_name(engine_name: str, rank: int) -> str:
@@ -239,26 +278,58 @@ _QK_NORM = {
     "self_attention.q_layernorm.weight": _copy("self_attn.q_norm.weight", "head"),
     "self_attention.k_layernorm.weight": _copy("self_attn.k_norm.weight", "head"),
 }
+_EXPERTS: dict[str, Parameter] = {
+    "mlp.router.weight": _copy("mlp.gate.weight", "experts", "hidden"),
+    "mlp.experts.local_experts.*.linear_fc1.weight": Parameter(
+        "gate_up",
+        (
+            HfTensor("mlp.experts.*.gate_proj.weight", ("expert_inner", "hidden")),
+            HfTensor("mlp.experts.*.up_proj.weight", ("expert_inner", "hidden")),
+        ),
+        "mlp.experts.w13_weight",
+    ),
+    "mlp.experts.local_experts.*.linear_fc2.weight": Parameter(
+        "copy",
+        (HfTensor("mlp.experts.*.down_proj.weight", ("hidden", "expert_inner")),),
+        "mlp.experts.w2_weight",
+    ),
+}
+_MOE_LAYER = {
+    name: parameter for name, parameter in _LLAMA_LAYER.items() if not name.startswith("mlp.")
+} | _EXPERTS
 _PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+_DENSE = {**_PLAIN, "num_experts": None}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         Family(
             model_type="llama",
-            config={**_PLAIN, "attention_bias": False},
+            config={**_DENSE, "attention_bias": False},
             layer=_LLAMA_LAYER,
             ends=_ENDS,
         ),
         Family(  # always has its bias and does not read attention_bias
-            model_type="qwen2", config=_PLAIN, layer=_LLAMA_LAYER | _QKV_BIAS, ends=_ENDS
+            model_type="qwen2", config=_DENSE, layer=_LLAMA_LAYER | _QKV_BIAS, ends=_ENDS
         ),
         Family(
             model_type="qwen3",
-            config={**_PLAIN, "attention_bias": False},
+            config={**_DENSE, "attention_bias": False},
             layer=_LLAMA_LAYER | _QK_NORM,
             ends=_ENDS,
             has_dp_attention=True,
+        ),
+        Family(
+            model_type="qwen3_moe",
+            config={
+                **_PLAIN,
+                "attention_bias": False,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "norm_topk_prob": True,
+            },
+            layer=_MOE_LAYER | _QK_NORM,
+            ends=_ENDS,
         ),
     )
 }

@@ -259,9 +259,7 @@ def _imitate_until(
 def _alone() -> Iterator[Topology]:
     """Be the only rank of a learner."""
     device.set_threads(_THREADS)
-    topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=_SEED, timeout_s=60.0
-    )
+    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=_SEED, timeout_s=60.0)
     try:
         yield topology
     finally:

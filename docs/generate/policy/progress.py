@@ -107,7 +107,7 @@ class Progress:
             parameters=parameters_hash(policy.model),
             dtype=dtype_name(policy.model),
             ranks=self._topology.world_size,
-            tensor_parallel=self._topology.tensor_parallel,
+            tensor_parallel=self._topology.sizes.tensor,
             packages={},
         )
         kept = save_checkpoint(policy, self._topology, self.folder, info, lambda: b"")

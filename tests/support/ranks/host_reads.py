@@ -1,6 +1,6 @@
 """One rank of a learner that counts how often an optimizer update waits for the device.
 
-Usage: host_reads MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Usage: host_reads MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Writes WORK_FOLDER/RANK.json: per algorithm and model, what the last of two updates did.
 """
 
@@ -32,11 +32,13 @@ from tests.support.ranks.policy import (
     train_sequences,
     whole_plan,
 )
+from tests.support.ranks.run import section_of
 
 _READ = ("tolist", "cpu", "numpy")  # of a tensor: no operator on a CPU
 _COUNTED = ("prepare_grads", "get_grad_norm_fp32", "gradient_norm")
 # Only where there is no kernel for sequences of unlike lengths: a GPU's attention has one.
 _OF_CPU_ATTENTION = "group_by_length"
+_OF_HOST = "tensor_parallel.random:fork"  # of the state of random numbers, which is on the host
 
 
 def _reads(operator: str, arguments: tuple[object, ...], named: dict[str, object]) -> bool:
@@ -111,7 +113,11 @@ class Counted:
             figures, norm = update(*arguments)
         assert {type(value) for value in figures.values()} == {float}, "there is more to be read"
         reads = Counter(
-            {name: n for name, n in reads.items() if n and _OF_CPU_ATTENTION not in name}
+            {
+                name: n
+                for name, n in reads.items()
+                if n and _OF_CPU_ATTENTION not in name and _OF_HOST not in name
+            }
         )
         self.seen = {"reads": reads, "calls": calls, "num_figures": len(figures)}
         return figures, norm
@@ -144,8 +150,8 @@ def fused_difference(build: Callable[[], object], train: Callable[[object], obje
     return max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
 
 
-def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
-    topology = join_ranks(work, rank, world_size, tensor_parallel)
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
+    topology = join_ranks(work, rank, world_size, section_of(layout))
     from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.optimizer import gradient_norm, use_fused_kernels
@@ -198,4 +204,4 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])

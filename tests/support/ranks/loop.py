@@ -91,7 +91,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     topology = init_topology(
         rank=rank,
         world_size=learner.ranks,
-        tensor_parallel=learner.tensor_parallel,
+        sizes=learner.sizes,
         store=FileStore(str(config.parent / "store"), learner.ranks),
         seed=1,
         timeout_s=HANG_S,
@@ -100,7 +100,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     policy = build_policy(settings, algorithm, topology)
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
-    fetching = link if topology.tensor_parallel_rank == 0 else None
+    fetching = link if topology.leads_replica else None
     coordinator = Coordinator(leader, topology, StopRequest())
     LearnerLoop(settings, topology, policy, algorithm, fetching, coordinator, PhaseClock()).run()
     sys.stdout.write(json.dumps(link.seen))

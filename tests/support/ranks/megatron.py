@@ -1,6 +1,6 @@
 """One rank of a learner that does one forward and backward pass.
 
-Usage: megatron MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Usage: megatron MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Writes WORK_FOLDER/RANK.json, and the model as it exports it to WORK_FOLDER/exported.
 """
 
@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
 from slipstream.learner.model import device
+from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
 from tests.support.waiting import HANG_S
 
 
-def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     device.prepare()
     device.set_threads(1)
     from slipstream.learner.model.gpt import build_model
@@ -34,7 +35,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
     topology = init_topology(
         rank=rank,
         world_size=world_size,
-        tensor_parallel=tensor_parallel,
+        sizes=section_of(layout).sizes,
         store=dist.FileStore(str(work / "store"), world_size),
         seed=1,
         timeout_s=HANG_S,
@@ -144,7 +145,7 @@ def published(model, topology, original):  # noqa: ANN001 - known only after pre
     dist.barrier()
     if topology.rank == topology.world_size - 1:
         with torch.no_grad():
-            model.decoder.layers[-1].mlp.linear_fc2.weight[0, 0] = float("nan")
+            model.chunks[-1].decoder.layers[-1].mlp.linear_fc2.weight[0, 0] = float("nan")
     return right, writer.write(0)
 
 
@@ -163,4 +164,4 @@ def gradient_norm(model, topology):  # noqa: ANN001 - known only after prepare()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])

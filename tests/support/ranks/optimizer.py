@@ -38,9 +38,7 @@ def main(folder: Path, work: Path) -> None:
     from slipstream.learner.training.step import train_step
     from slipstream.wire.process.phases import PhaseClock
 
-    topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
-    )
+    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=HANG_S)
     everything = train_sequences()
 
     def policy(critic: Critic | None = None, **settings: object) -> Policy:

@@ -1,6 +1,6 @@
 """One rank of a learner that does one learner step of two minibatches through ``Policy``.
 
-Usage: policy MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Usage: policy MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Trains one policy per algorithm; the reference policy is that of WORK_FOLDER/../reference. Writes
 WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORITHM.
 """
@@ -32,6 +32,7 @@ from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
 from tests.support.waiting import HANG_S
 
@@ -156,7 +157,8 @@ def algorithms(reference: Path) -> dict[str, dict[str, object]]:
 
 def distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """Return the largest difference."""
-    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+    pairs = [(a, b) for a, b in zip(some, others, strict=True) if len(a)]
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def restored_reference(
@@ -182,7 +184,8 @@ def restored_reference(
         parameters=parameters_hash(policy.model),
         dtype=dtype_name(policy.model),
         ranks=topology.world_size,
-        tensor_parallel=topology.tensor_parallel,
+        tensor_parallel=topology.sizes.tensor,
+        parallel=topology.sizes.others(),
         packages={},
         has_digests=True,
         has_reference=True,
@@ -200,7 +203,7 @@ def restored_reference(
     return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
 
 
-def join_ranks(work: Path, rank: int, world_size: int, tensor_parallel: int) -> "Topology":
+def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) -> "Topology":
     """Prepare this process for Megatron and join the other ranks through a file in ``work``."""
     device.prepare()
     device.set_threads(1)
@@ -209,15 +212,17 @@ def join_ranks(work: Path, rank: int, world_size: int, tensor_parallel: int) -> 
     return init_topology(
         rank=rank,
         world_size=world_size,
-        tensor_parallel=tensor_parallel,
+        sizes=learner.sizes,
         store=FileStore(str(work / "store"), world_size),
         seed=1,
         timeout_s=HANG_S,
     )
 
 
-def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
-    topology = join_ranks(work, rank, world_size, tensor_parallel)
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
+    # A large epsilon: Adam amplifies rounding where the second moment is tiny.
+    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32")
+    topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
@@ -237,13 +242,15 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         ]
         for plan in plans
     ]
+    for number, plan in enumerate(plans):
+        for _ in range(max(map(len, plan.microbatches)) - len(minibatches[number])):
+            minibatches[number].append(pack([], cpu))
     report: dict[str, object] = {"num_microbatches": [len(batches) for batches in minibatches]}
     figures = {}
     for name, algo in algorithms(work.parent / "reference").items():
-        # A large epsilon: Adam amplifies rounding where the second moment is tiny.
         settings = LearnerSettings(
             run=RunSection(model=str(folder)),
-            learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype="float32"),
+            learner=learner,
             algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
             weightbus=WeightBusSection(),
             sampling=SamplingSection(max_response_tokens=32),
@@ -294,4 +301,4 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])

@@ -73,9 +73,7 @@ def main() -> None:
     from slipstream.learner.stop import StopRequest
     from slipstream.learner.training.algorithm import algorithm_of
 
-    topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
-    )
+    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=HANG_S)
     for line in sys.stdin:
         config, *overrides = json.loads(line)
         settings = learner_settings(load_table(Path(config), overrides))

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
+from slipstream.learner.config import LearnerSection
 from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -26,12 +29,18 @@ def start(work: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def start_ranks(module: str, model: Path, work: Path, world_size: int, tensor_parallel: int):
+def start_ranks(module: str, model: Path, work: Path, world_size: int, **learner: object):
+    """Start the ranks of a learner whose section has these settings."""
     work.mkdir()
+    layout = json.dumps(learner)
     return [
-        start(work, module, model, work, rank, world_size, tensor_parallel)
-        for rank in range(world_size)
+        start(work, module, model, work, rank, world_size, layout) for rank in range(world_size)
     ]
+
+
+def section_of(layout: str, **others: object) -> LearnerSection:
+    """Return the section that ``start_ranks`` was given, with other settings besides."""
+    return msgspec.convert(json.loads(layout) | others, LearnerSection)
 
 
 def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -42,8 +51,10 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
         for process in processes:
             process.kill()
             process.wait()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors
+    failures = [
+        errors for p, (_, errors) in zip(processes, results, strict=True) if p.returncode != 0
+    ]
+    assert not failures, "\n".join(failures)
     return [printed for printed, _ in results]
 
 

@@ -1,6 +1,6 @@
 """One rank of a learner that trains one microbatch of T tokens, for several T.
 
-Usage: sequence_parallel MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Usage: sequence_parallel MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Tensor parallelism comes with sequence parallelism. Writes WORK_FOLDER/RANK.json.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
-from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
@@ -20,6 +20,7 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
 from tests.support.ranks.policy import join_ranks, random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.run import section_of
 
 # With a critic, whose head is no layer of Megatron's, and a reference beside the policy.
 ALGO: dict[str, object] = {
@@ -30,15 +31,15 @@ ALGO: dict[str, object] = {
 }
 
 
-def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
-    topology = join_ranks(work, rank, world_size, tensor_parallel)
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
+    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32")
+    topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
-    megatron = {"sequence_parallel": True} if tensor_parallel > 1 else {}
     settings = LearnerSettings(
         run=RunSection(model=str(folder)),
-        learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype="float32", megatron=megatron),
+        learner=learner,
         algo=AlgoSection(**ALGO),  # type: ignore[arg-type]  # TOML's types
         weightbus=WeightBusSection(),
         sampling=SamplingSection(max_response_tokens=32),
@@ -73,4 +74,4 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])

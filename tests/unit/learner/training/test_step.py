@@ -92,6 +92,9 @@ class Bigrams:
         masked = [torch.where(batch.loss_mask, v, 0.0) for v in (chosen, entropy, squares)]
         return PolicyOutputs(masked[0], masked[1], squares=masked[2])
 
+    def on_all_stages(self, values: Sequence[Tensor], _like: object) -> list[Tensor]:
+        return list(values)
+
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         return [one.logprobs for one in self.proximal(batches)]

@@ -1,0 +1,94 @@
+"""Who holds which part of a model's parameters, and the parts of other ranks, received one by one.
+
+Several ranks hold the same part: the first of them, in every dimension that copies it, is its owner
+and alone writes it down or sends it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slipstream.learner.model.collectives import gather_bytes
+from slipstream.learner.model.device import device
+from slipstream.learner.model.rank_model import TIED_OUTPUT, RankModel, is_expert
+from slipstream.learner.model.shards import Shard
+from slipstream.wire.files.model_families import Parameter
+
+
+class ShardFacts(msgspec.Struct, frozen=True):
+    """A part of a parameter that another rank owns."""
+
+    name: str  # in the whole model
+    shape: tuple[int, ...]
+    dim: int | None
+    rank: int  # of the ranks that the parameter is split over
+    ranks: int
+
+    def shard(self, parameter: Parameter, tensor: Tensor) -> Shard:
+        """Return the part itself."""
+        return Shard(parameter, tensor, self.dim, self.rank, self.ranks)
+
+
+def split_of(name: str, parameter: torch.nn.Parameter) -> tuple[int | None, int, int]:
+    """Return the dimension that ranks split, this rank's number among them, and how many they are.
+
+    The dimension is None if every rank holds it all.
+    """
+    if is_expert(name):
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+    else:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+    if ranks == 1 or not parameter.tensor_model_parallel:  # type: ignore[attr-defined]  # a mark
+        return None, 0, 1
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]  # set with the mark
+    return dim, rank, ranks
+
+
+def owned_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
+    """Yield the parts of parameters that this rank owns, by name; tied embeddings once."""
+    for name, parameter in model.named_parameters():
+        if name == TIED_OUTPUT and model.hf_config.tie_word_embeddings:
+            continue
+        dim, rank, ranks = split_of(name, parameter)
+        if is_expert(name):
+            copy = parallel_state.get_expert_data_parallel_rank()
+            first = parallel_state.get_expert_tensor_parallel_rank() == 0
+        else:
+            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            first = parallel_state.get_tensor_model_parallel_rank() == 0
+        if copy == 0 and (dim is not None or first):
+            yield name, Shard(parameter_of(model, name), parameter, dim, rank, ranks)
+
+
+def parameter_of(model: RankModel, name: str) -> Parameter:
+    """Return the Hugging Face tensors that a parameter holds."""
+    hf = model.hf_config
+    return hf.family.parameter(name, tied_embeddings=hf.tie_word_embeddings)
+
+
+def facts_of_all(shards: Sequence[tuple[str, Shard]]) -> list[list[ShardFacts]]:
+    """Return what each rank owns, by rank; all ranks call this with their own."""
+    mine = [
+        ShardFacts(name, tuple(one.tensor.shape), one.dim, one.rank, one.ranks)
+        for name, one in shards
+    ]
+    data = gather_bytes(msgspec.msgpack.encode(mine))
+    return [msgspec.msgpack.decode(one, type=list[ShardFacts]) for one in data]
+
+
+def send(shard: Shard, to_rank: int) -> None:
+    """Send a part to a rank that receives it."""
+    dist.send(shard.tensor.detach().contiguous(), to_rank)
+
+
+def received(facts: ShardFacts, from_rank: int, dtype: torch.dtype) -> Tensor:
+    """Receive a part."""
+    tensor = torch.empty(facts.shape, dtype=dtype, device=device())
+    dist.recv(tensor, from_rank)
+    return tensor

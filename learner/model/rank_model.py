@@ -1,0 +1,97 @@
+"""A rank's part of a model: the layers of its pipeline stage, in one chunk or several.
+
+Interleaved pipelines give a rank several chunks. Their parameters are named here as in the whole
+model: by the number of the layer there, and of the expert there.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from slipstream.learner.model.hf_config import HfConfig
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+TIED_OUTPUT = "output_layer.weight"  # of the last of several stages: a copy of the embedding
+
+
+class RankModel:
+    """The chunks of a model on this rank, in the order in which a token passes them."""
+
+    def __init__(self, chunks: list[GPTModel], hf: HfConfig) -> None:
+        """Take the chunks of one model whose architecture is ``hf``."""
+        self.chunks = chunks
+        self.hf_config = hf
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's description of the whole model."""
+        return self.chunks[0].config
+
+    @property
+    def first(self) -> GPTModel | None:
+        """The chunk with the embedding, if it is on this rank."""
+        return self.chunks[0] if self.chunks[0].pre_process else None
+
+    @property
+    def last(self) -> GPTModel | None:
+        """The chunk with the output layer, if it is on this rank."""
+        return self.chunks[-1] if self.chunks[-1].post_process else None
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield this rank's parameters by their names in the whole model."""
+        per_rank = (self.config.num_moe_experts or 0) // self.config.expert_model_parallel_size
+        first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
+        for number, chunk in enumerate(self.chunks):
+            stage = number if len(self.chunks) > 1 else None
+            offset: int = get_transformer_layer_offset(self.config, stage)
+            for name, parameter in chunk.named_parameters():
+                yield _moved(_moved(name, _LAYER, offset), _EXPERT, first_expert), parameter
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield this rank's parameters."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def train(self) -> Self:
+        """Switch to training."""
+        for chunk in self.chunks:
+            chunk.train()
+        return self
+
+    def requires_grad_(self, requires_grad: bool) -> Self:
+        """Switch gradients."""
+        for chunk in self.chunks:
+            chunk.requires_grad_(requires_grad)
+        return self
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        """Return the weights as Megatron's sharded state, by chunk."""
+        return {
+            str(number): chunk.sharded_state_dict(prefix=prefix)
+            for number, chunk in enumerate(self.chunks)
+        }
+
+    def load_state_dict(self, state: dict[str, Any], prefix: str = "") -> None:
+        """Load the state read for ``sharded_state_dict``."""
+        for number, chunk in enumerate(self.chunks):
+            weights: dict[str, Tensor] = state[str(number)]
+            chunk.load_state_dict(
+                {name.removeprefix(prefix): value for name, value in weights.items()}
+            )
+
+
+def is_expert(name: str) -> bool:
+    """True for a parameter that is divided as experts are."""
+    return ".local_experts." in name
+
+
+def _moved(name: str, number: re.Pattern[str], by: int) -> str:
+    return number.sub(lambda found: str(int(found[0]) + by), name)

@@ -1,0 +1,180 @@
+"""Passes of microbatches through a model's pipeline stages, and results of the last on all of them.
+
+Every rank of a replica calls these with the same microbatches. What the last stage computes is sent
+to the others: so advantages, corrections and figures are worked out alike on every rank, as if the
+model were whole on each.
+
+Shapes: T tokens of B sequences laid end to end, c ranks of context parallelism, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from slipstream.learner.batches.packing import PackedBatch, empty_microbatch
+from slipstream.learner.model.collectives import broadcast_frames
+from slipstream.learner.model.context import TokenSplit
+from slipstream.learner.model.device import device
+from slipstream.learner.model.gpt import ModelInput
+from slipstream.learner.model.topology import Topology
+
+Output = TypeVar("Output")
+
+
+class Share(NamedTuple):
+    """The last stage's result of a microbatch for the tokens of this rank."""
+
+    batch: PackedBatch
+    split: TokenSplit  # of its tokens over context parallelism
+    hidden: Tensor  # [T/c, H]
+
+
+class Head(Protocol[Output]):
+    """Turns hidden states into the inputs of a loss."""
+
+    def read(self, number: int, share: Share) -> Output:
+        """Return the outputs for a microbatch, of all tokens, and its number among them."""
+        ...
+
+    def stacked(self, output: Output) -> Tensor:
+        """Return the parts of an output that others need, [k, T] float32."""
+        ...
+
+    def unstacked(self, values: Tensor) -> Output:
+        """Return the output with these parts."""
+        ...
+
+
+class Passes(Generic[Output]):
+    """Runs microbatches through the chunks of one model on this rank."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], head: Head[Output], topology: Topology
+    ) -> None:
+        """Take a model's chunks, wrapped for training or not."""
+        self._chunks = list(chunks)
+        self._head = head
+        self._topology = topology
+        self._config = chunks[0].config
+
+    def forward(self, batches: Sequence[PackedBatch]) -> list[Output]:
+        """Return the outputs for all microbatches, on every stage.
+
+        Gradients flow only where there is one stage. Those of a microbatch without a token are
+        empty.
+        """
+        outputs: list[Output] = []
+
+        def of_last_stage(number: int, share: Share) -> Tensor:
+            outputs.append(self._head.read(number, share))
+            return share.hidden
+
+        self._run(batches, of_last_stage)
+        del outputs[len(batches) :]  # of microbatches that fill up a round
+        if self._topology.sizes.pipeline == 1:
+            return outputs
+        lengths = [len(batch.token_ids) for batch in batches]
+        stacked = [self._head.stacked(one) for one in outputs]
+        values = self.on_all_stages(torch.cat(stacked, dim=-1) if stacked else None, sum(lengths))
+        parts = torch.split(values.float(), lengths, dim=-1)
+        return [self._head.unstacked(part) for part in parts]
+
+    def hidden(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return the hidden states [T/c, H] of all microbatches on the last stage; [] elsewhere."""
+        states: list[Tensor] = []
+
+        def of_last_stage(_number: int, share: Share) -> Tensor:
+            states.append(share.hidden.detach())
+            return share.hidden
+
+        self._run(batches, of_last_stage)
+        return states[: len(batches)]
+
+    def train(
+        self, batches: Sequence[PackedBatch], loss_of: Callable[[int, PackedBatch, Output], Tensor]
+    ) -> None:
+        """Run forward and backward passes; ``loss_of`` is called on the last stage alone.
+
+        A microbatch without a token has no loss: it is there because others wait for its passes.
+        """
+
+        def of_last_stage(number: int, share: Share) -> Tensor:
+            if not len(share.batch.token_ids):
+                return share.hidden.sum() * 0.0
+            return loss_of(number, share.batch, self._head.read(number, share))
+
+        self._run(batches, of_last_stage, trains=True)
+
+    def on_all_stages(self, values: Tensor | None, count: int) -> Tensor:
+        """Return the last stage's values on every stage, in float64. Shapes [k, count], k any.
+
+        Other stages pass None.
+        """
+        rows = torch.tensor([0 if values is None else len(values)], device=device())
+        source, group = self._topology.last_stage_rank, self._topology.pipeline_group
+        dist.broadcast(rows, src=source, group=group)
+        exact = torch.float64
+        if values is None:
+            values = torch.empty(int(rows), count, dtype=exact, device=device())
+        values = values.to(exact)
+        values = values.detach().contiguous()
+        dist.broadcast(values, src=source, group=group)
+        return values
+
+    def names_on_all_stages(self, names: Sequence[str]) -> list[str]:
+        """Return the last stage's names on every stage."""
+        if self._topology.sizes.pipeline == 1:
+            return list(names)
+        source, group = self._topology.last_stage_rank, self._topology.pipeline_group
+        is_source = self._topology.rank == source
+        frames = [msgspec.msgpack.encode(list(names))] if is_source else None
+        (data,) = broadcast_frames(frames, 1, group=group, source=source)
+        return msgspec.msgpack.decode(data, type=list[str])
+
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        of_last_stage: Callable[[int, Share], Tensor],
+        *,
+        trains: bool = False,
+    ) -> None:
+        def step(
+            iterator: Iterator[tuple[int, PackedBatch]], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., object]]:
+            number, batch = next(iterator)
+            given = ModelInput.of(
+                self._config,
+                batch.token_ids,
+                batch.position_ids,
+                batch.cu_seqlens,
+                batch.max_seqlen,
+            )
+
+            def result(output: Tensor, *, non_loss_data: bool = False) -> object:
+                share = Share(batch, given.split, given.hidden(output))
+                value = of_last_stage(number, share)
+                if non_loss_data:
+                    return None
+                return value, torch.ones((), dtype=torch.int, device=value.device), {}
+
+            return given.through(chunk), result
+
+        several = len(self._chunks) > 1
+        missing = -len(batches) % self._topology.sizes.microbatch_multiple
+        empty = [empty_microbatch(device())] * missing
+        numbered = list(enumerate([*batches, *empty]))
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(numbered) for _ in self._chunks] if several else iter(numbered),
+            model=self._chunks,
+            num_microbatches=len(numbered),
+            seq_length=1,  # of any length: stages tell each other
+            micro_batch_size=1,
+            forward_only=not trains,
+            collect_non_loss_data=not trains,
+        )
