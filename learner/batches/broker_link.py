@@ -12,6 +12,8 @@ from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.flops import SequenceCost
+from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.errors import ProtocolError, RefusedError
@@ -67,6 +69,7 @@ class LeaderLink(PayloadLink):
         """
         super().__init__(loop, settings, "learner", replica=0, early=early)
         self._settings = settings
+        self._cost = SequenceCost.of(load_hf_config(settings.model))
         self._clock = clock
         self._should_stop = should_stop
         self._tokens = 0
@@ -115,7 +118,7 @@ class LeaderLink(PayloadLink):
                     found = self._found  # planned for its prefetch
                     if found is not None and found.batch == batch:
                         return found
-                    return plan_batch(batch, self._settings.learner)
+                    return plan_batch(batch, self._settings.learner, cost=self._cost)
                 case RunComplete() as complete:
                     return complete
                 case BatchNotReady(reason=reason, last_step=last_step) as answer:
@@ -210,7 +213,7 @@ class LeaderLink(PayloadLink):
         batch = await self._find_batch(step)
         if batch is None:
             return
-        order = plan_batch(batch, self._settings.learner)
+        order = plan_batch(batch, self._settings.learner, cost=self._cost)
         self._found = order
         if self._early is not None:
             replicas = range(len(order.plans[0].microbatches))

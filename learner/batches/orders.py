@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.learner.batches.plan import Indices, MinibatchPlan, plan_step
 from slipstream.learner.config import LearnerSection
+from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.broker import (
     BatchDelivered,
@@ -79,8 +80,15 @@ class Rejection:
     detail: str
 
 
-def plan_batch(batch: BatchDelivered, learner: LearnerSection) -> StepPlan:
-    """Plan a batch.
+def plan_batch(
+    batch: BatchDelivered,
+    learner: LearnerSection,
+    *,
+    cost: SequenceCost,
+    coupled: bool = False,
+    multiple_of: int = 1,
+) -> StepPlan:
+    """Plan a batch for a model of this ``cost``; ``plan_step`` says when replicas are ``coupled``.
 
     Raises:
         ConfigError: it holds fewer trajectories than there are replicas.
@@ -90,6 +98,9 @@ def plan_batch(batch: BatchDelivered, learner: LearnerSection) -> StepPlan:
         replicas=learner.sizes.replicas(learner.ranks),
         minibatches=learner.minibatches,
         max_tokens=learner.max_tokens_per_microbatch,
+        cost=cost,
+        coupled=coupled,
+        multiple_of=multiple_of,
     )
     return StepPlan(batch=batch, plans=plans)
 

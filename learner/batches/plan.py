@@ -1,12 +1,25 @@
-"""Pure: which replica trains which trajectories, packed into which microbatches."""
+"""Pure: which replica trains which trajectories, packed into which microbatches.
 
-from collections.abc import Sequence
+Three numbers say how good a plan is: the FLOPs of the heaviest replica over the mean, which all
+others wait for; the number of microbatches, each of which costs something beside its tokens; and,
+where replicas are coupled, how unlike their k-th microbatches are.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from slipstream.learner.batches.balance import Trading, deal
+from slipstream.learner.batches.bins import Bins, fewest_bins, least_bins, level_bins, spread
+from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import ConfigError
 
 Indices = tuple[int, ...]
+
+_BALANCED = 1.01  # FLOPs of the heaviest replica, over the least there can be
+_FEW = 1.02  # microbatches, over the least there can be
+_MICROBATCH = 0.02  # what one more costs, as a share of a mean one's FLOPs
+_TOKENS = SequenceCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +35,35 @@ class MinibatchPlan:
 
 
 def plan_step(
-    num_tokens: Sequence[int], *, replicas: int, minibatches: int, max_tokens: int
+    num_tokens: Sequence[int],
+    *,
+    replicas: int,
+    minibatches: int,
+    max_tokens: int,
+    cost: SequenceCost = _TOKENS,
+    coupled: bool = False,
+    multiple_of: int = 1,
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
-    No sequence is split: one that is longer than ``max_tokens`` has a microbatch to itself. A batch
-    too small for ``minibatches``, as the last one of a run may be, is split into fewer, so that
-    every replica has a part of each.
+    ``num_tokens`` are positive, and as sequences are packed: aligned, where they must be. Replicas
+    are balanced by ``cost``, microbatches bounded by tokens. No sequence is split, that is for
+    context parallelism within a replica; one that is longer than ``max_tokens`` has a microbatch to
+    itself. Equal arguments give equal plans.
+
+    Replicas are ``coupled`` where one cannot train a microbatch while another has none: by expert
+    parallelism, which exchanges tokens between them in every layer, or a pipeline, whose schedule
+    is of one number of microbatches. Then each has the same number in a minibatch, a multiple of
+    ``multiple_of`` (an interleaved pipeline wants one of its stages); those that find no trajectory
+    are empty. Otherwise numbers may differ, and none is empty.
+
+    Microbatches of a replica are in an order of FLOPs: the smallest first and last, the largest in
+    the middle. While a pipeline fills, its later stages wait for the first microbatches; while it
+    drains, its earlier stages wait for the last ones. Small ones make both short. Equal ranks stand
+    in equal places, so that what coupled replicas train at one time is alike.
+
+    A batch too small for ``minibatches``, as the last one of a run may be, is split into fewer, so
+    that every replica has a part of each.
 
     Raises:
         ConfigError: there are fewer trajectories than replicas.
@@ -43,33 +78,124 @@ def plan_step(
     bounds = [count * i // minibatches for i in range(minibatches + 1)]
     plans = []
     for start, end in pairwise(bounds):
-        shares = _balance(range(start, end), num_tokens, replicas)
-        plans.append(MinibatchPlan(tuple(_pack(share, num_tokens, max_tokens) for share in shares)))
+        lengths = [int(length) for length in num_tokens[start:end]]
+        minibatch = _Minibatch(
+            num_tokens=lengths,
+            flops=[cost.flops(length) for length in lengths],
+            replicas=replicas,
+            max_tokens=max_tokens,
+            coupled=coupled,
+            multiple_of=multiple_of,
+        )
+        shares = [
+            tuple(tuple(start + i for i in one) for one in minibatch.in_order(share))
+            for share in minibatch.shares()
+        ]
+        plans.append(MinibatchPlan(tuple(shares)))
     return tuple(plans)
 
 
-def _balance(indices: Sequence[int], cost: Sequence[int], replicas: int) -> list[list[int]]:
-    """Give the longest first to the replica with the least; each gets at least one."""
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    load = [0] * replicas
-    for index in sorted(indices, key=lambda i: (-cost[i], i)):
-        target = min(range(replicas), key=lambda r: (load[r], r))
-        shares[target].append(index)
-        load[target] += cost[index]
-    return shares
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Minibatch:
+    """The trajectories of one optimizer update, and ways to divide them."""
+
+    num_tokens: Sequence[int]
+    flops: Sequence[float]
+    replicas: int
+    max_tokens: int
+    coupled: bool
+    multiple_of: int
+
+    def shares(self) -> list[Bins]:
+        """Return the microbatches of each replica.
+
+        Ways of more microbatches are tried only until the balance is good. The one taken has the
+        least FLOPs of the heaviest replica, with a price on each microbatch.
+        """
+        goal = _BALANCED * max(sum(self.flops) / self.replicas, max(self.flops))
+        tried: list[tuple[float, list[Bins]]] = []
+        for shares in self._ways():
+            heaviest = max(sum(self.flops[i] for one in share for i in one) for share in shares)
+            number = sum(map(len, shares))
+            fewest = sum(map(len, tried[0][1])) if tried else number
+            tried.append((heaviest * (1 + _MICROBATCH * (number / fewest - 1)), shares))
+            if heaviest <= goal:
+                break
+        return min(tried, key=lambda priced: priced[0])[1]
+
+    def in_order(self, share: Bins) -> Bins:
+        """Return a replica's microbatches, small ones at both ends."""
+        ordered = sorted(
+            (sorted(one) for one in share), key=lambda one: (-sum(self.flops[i] for i in one), one)
+        )
+        return ordered[::2][::-1] + ordered[1::2]
+
+    def _ways(self) -> Iterator[list[Bins]]:
+        """Pack everything and deal the bins; at last, divide first and pack each share."""
+        everything = range(len(self.num_tokens))
+        packed = fewest_bins(everything, self.num_tokens, self.max_tokens)
+        for number in self._numbers_of_bins(len(packed)):
+            yield self._dealt(packed, number)
+        yield self._divided()
+
+    def _numbers_of_bins(self, fewest: int) -> list[int]:
+        if self.coupled:
+            return [_rounded_up(fewest, self.replicas * self.multiple_of)]
+        fewest = max(fewest, self.replicas)
+        few = int(_FEW * least_bins(self.num_tokens, self.max_tokens))
+        return sorted({fewest, max(few, fewest), _rounded_up(fewest, self.replicas)})
+
+    def _dealt(self, packed: Bins, number: int) -> list[Bins]:
+        everything = range(len(self.num_tokens))
+        bins = self._level(everything, number) or spread(packed, number)
+        replica_of = deal([sum(self.flops[i] for i in one) for one in bins], self.replicas)
+        shares = self._traded(bins, replica_of, self.max_tokens)
+        if not self.coupled:
+            return [[one for one in share if one] for share in shares]
+        return [self._leveled(share) for share in shares]
+
+    def _divided(self) -> list[Bins]:
+        everything, unlimited = range(len(self.num_tokens)), sum(self.num_tokens)
+        parts = level_bins(
+            everything, self.num_tokens, self.flops, capacity=unlimited, number=self.replicas
+        )
+        traded = self._traded(parts or [], range(self.replicas), unlimited)
+        shares = [fewest_bins(part, self.num_tokens, self.max_tokens) for (part,) in traded]
+        if not self.coupled:
+            return shares
+        number = _rounded_up(max(map(len, shares)), self.multiple_of)
+        return [self._leveled(spread(share, number)) for share in shares]
+
+    def _level(self, indices: Sequence[int], number: int) -> Bins | None:
+        return level_bins(
+            indices, self.num_tokens, self.flops, capacity=self.max_tokens, number=number
+        )
+
+    def _leveled(self, share: Bins) -> Bins:
+        """Return a replica's microbatches with FLOPs more alike, as far as tokens allow."""
+        trading = Trading(
+            share,
+            range(len(share)),
+            self.num_tokens,
+            self.flops,
+            capacity=self.max_tokens,
+            equal_counts=True,
+        )
+        trading.run(all_alike=True)
+        return [one for (one,) in trading.shares()]
+
+    def _traded(self, bins: Bins, replica_of: Sequence[int], capacity: int) -> list[Bins]:
+        trading = Trading(
+            bins,
+            replica_of,
+            self.num_tokens,
+            self.flops,
+            capacity=capacity,
+            equal_counts=self.coupled,
+        )
+        trading.run()
+        return trading.shares()
 
 
-def _pack(share: Sequence[int], num_tokens: Sequence[int], max_tokens: int) -> tuple[Indices, ...]:
-    """First fit, longest first."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in share:
-        need = num_tokens[index]
-        fitting = next((b for b, free in enumerate(room) if free >= need), None)
-        if fitting is None:
-            bins.append([])
-            room.append(max_tokens)
-            fitting = len(bins) - 1
-        bins[fitting].append(index)
-        room[fitting] -= need
-    return tuple(tuple(sorted(indices)) for indices in bins)
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -10,6 +10,8 @@ import msgspec
 
 from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.flops import SequenceCost
+from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     CheckpointInfo,
@@ -139,6 +141,7 @@ class ReplayLink:
         refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
         self._path = path
         self._settings = settings
+        self._cost = SequenceCost.of(load_hf_config(settings.model))
         self._batches = recorded_batches(
             read_groups(path), groups_per_step=settings.run.groups_per_step
         )
@@ -181,7 +184,7 @@ class ReplayLink:
         if batch.step != version.step:
             raise ConfigError(f"{self._path} holds step {batch.step} but not step {version.step}")
         delivered = BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
-        return plan_batch(delivered, self._settings.learner)
+        return plan_batch(delivered, self._settings.learner, cost=self._cost)
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return payloads of the batch recorded for this step."""

@@ -6,13 +6,14 @@ from slipstream.learner.batches.orders import (
     plan_batch,
 )
 from slipstream.learner.config import LearnerSection
+from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
 from tests.support.delivered_groups import groups
 
 
 def order(**settings: int) -> StepPlan:
     batch = BatchDelivered(step=5, groups=tuple(groups()))
-    return plan_batch(batch, LearnerSection(**settings))
+    return plan_batch(batch, LearnerSection(**settings), cost=SequenceCost())
 
 
 def test_orders_of_rank_0_arrive_unchanged():

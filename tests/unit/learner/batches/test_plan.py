@@ -1,13 +1,159 @@
 from itertools import chain
+from typing import TypedDict
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.learner.batches.plan import MinibatchPlan, plan_step
+from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import ConfigError
+
+ATTENTION = SequenceCost(linear=1.0, quadratic=1 / 50)  # as much as the rest at a length of 50
 
 
 def loads(plan: MinibatchPlan, num_tokens: list[int]) -> list[int]:
     return [sum(num_tokens[i] for bins in share for i in bins) for share in plan.microbatches]
+
+
+class Request(TypedDict):
+    num_tokens: list[int]
+    replicas: int
+    minibatches: int
+    max_tokens: int
+    cost: SequenceCost
+    coupled: bool
+    multiple_of: int
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    replicas = draw(st.integers(1, 6))
+    return Request(
+        num_tokens=draw(st.lists(st.integers(1, 120), min_size=replicas, max_size=80)),
+        replicas=replicas,
+        minibatches=draw(st.integers(1, 3)),
+        max_tokens=draw(st.sampled_from([1, 60, 100, 400, 10_000])),
+        cost=draw(st.sampled_from([SequenceCost(), ATTENTION])),
+        coupled=draw(st.booleans()),
+        multiple_of=draw(st.integers(1, 4)),
+    )
+
+
+@given(requests())
+def test_every_trajectory_is_trained_once_by_a_microbatch_of_its_minibatch(request: Request):
+    lengths, start = request["num_tokens"], 0
+    for plan in plan_step(**request):
+        end = start + len(plan.members)
+        assert sorted(plan.members) == list(range(start, end))
+        assert len(plan.microbatches) == request["replicas"]
+        for share in plan.microbatches:
+            assert any(share), "a replica without a trajectory"
+            for one in share:
+                assert len(one) <= 1 or sum(lengths[i] for i in one) <= request["max_tokens"]
+        start = end
+    assert start == len(lengths)
+
+
+@given(requests())
+def test_coupled_replicas_have_one_number_of_microbatches_and_others_no_empty_ones(
+    request: Request,
+):
+    for plan in plan_step(**request):
+        numbers = {len(share) for share in plan.microbatches}
+        if request["coupled"]:
+            (number,) = numbers
+            assert number % request["multiple_of"] == 0
+        else:
+            assert all(one for share in plan.microbatches for one in share)
+
+
+@given(requests())
+def test_a_replica_has_empty_microbatches_only_where_each_trajectory_has_its_own(request: Request):
+    for plan in plan_step(**request):
+        for share in plan.microbatches:
+            assert all(share) or max(map(len, share)) == 1
+
+
+@given(requests())
+def test_equal_arguments_give_equal_plans(request: Request):
+    assert plan_step(**request) == plan_step(**request)
+
+
+@given(requests())
+def test_without_a_bound_on_tokens_no_replica_exceeds_the_mean_by_more_than_one_sequence(
+    request: Request,
+):
+    request["max_tokens"] = sum(request["num_tokens"])
+    work = [request["cost"].flops(length) for length in request["num_tokens"]]
+    for plan in plan_step(**request):
+        mine = [sum(work[i] for one in share for i in one) for share in plan.microbatches]
+        mean = sum(mine) / len(mine)
+        assert max(mine) <= (mean + max(work[i] for i in plan.members)) * (1 + 1e-9)
+
+
+@given(requests())
+def test_small_microbatches_are_at_both_ends(request: Request):
+    work = [request["cost"].flops(length) for length in request["num_tokens"]]
+    for plan in plan_step(**request):
+        for share in plan.microbatches:
+            sizes = [sum(work[i] for i in one) for one in share]
+            largest = sizes.index(max(sizes))
+            assert sizes[: largest + 1] == sorted(sizes[: largest + 1])
+            assert sizes[largest:] == sorted(sizes[largest:], reverse=True)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("cost", [SequenceCost(), ATTENTION], ids=["tokens", "attention"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("replicas", [2, 8, 16])
+def test_flops_of_replicas_are_equal_to_a_hundredth(
+    replicas: int, seed: int, cost: SequenceCost, coupled: bool
+):
+    drawn = np.random.default_rng(seed).lognormal(np.log(30), 0.8, 32 * replicas)
+    lengths = np.clip(drawn, 1, 200).astype(int).tolist()
+    (plan,) = plan_step(
+        lengths, replicas=replicas, minibatches=1, max_tokens=256, cost=cost, coupled=coupled
+    )
+    work = [
+        sum(cost.flops(lengths[i]) for one in share for i in one) for share in plan.microbatches
+    ]
+    assert max(work) <= 1.01 * max(sum(work) / replicas, cost.flops(max(lengths)))
+
+
+def test_attention_makes_one_long_sequence_weigh_more_than_its_tokens():
+    lengths = [100, *[25] * 4, *[50] * 2]
+    (by_tokens,) = plan_step(lengths, replicas=3, minibatches=1, max_tokens=100)
+    assert sorted(loads(by_tokens, lengths)) == [100, 100, 100]
+    (by_flops,) = plan_step(
+        lengths, replicas=2, minibatches=1, max_tokens=1_000, cost=SequenceCost(1.0, 1 / 50)
+    )  # 300; 4 x 37.5 and 2 x 100
+    assert sorted(loads(by_flops, lengths)) == [125, 175]
+
+
+def test_one_sequence_heavier_than_the_mean_is_alone_and_the_others_share_the_rest():
+    lengths = [100, *[10] * 9]
+    (plan,) = plan_step(lengths, replicas=4, minibatches=1, max_tokens=100, cost=ATTENTION)
+    assert sorted(loads(plan, lengths)) == [30, 30, 30, 100]
+
+
+def test_coupled_replicas_train_microbatches_of_like_size_in_equal_places():
+    lengths = [7 * i % 97 + 4 for i in range(240)]
+    (plan,) = plan_step(
+        lengths, replicas=4, minibatches=1, max_tokens=256, cost=ATTENTION, coupled=True
+    )
+    sizes = np.array(
+        [[sum(ATTENTION.flops(lengths[i]) for i in one) for one in s] for s in plan.microbatches]
+    )  # [replica, microbatch]
+    assert sizes.max(0).sum() <= 1.03 * sizes.sum(1).mean()
+
+
+def test_numbers_of_numpy_do_not_overflow():
+    lengths = np.full(64, 30_000, np.int32)
+    cost = SequenceCost(linear=6e10, quadratic=6e5)
+    (plan,) = plan_step(lengths.tolist(), replicas=4, minibatches=1, max_tokens=32_768, cost=cost)
+    assert plan_step(lengths, replicas=4, minibatches=1, max_tokens=32_768, cost=cost) == (plan,)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -1,0 +1,69 @@
+"""Pure: what it costs to train on a sequence, in floating-point operations of the model's formulas.
+
+Only products of matrices count, a multiplication and an addition each as one operation. Norms,
+rotary embeddings, the softmax and the optimizer are a few in a thousand.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from slipstream.learner.model.hf_config import HfConfig
+
+# A product of [tokens, k] and [k, n] is 2 k n operations for each token; its backward pass is two
+# such products, one for the gradient of each factor.
+_FORWARD_AND_BACKWARD = 3
+_PER_PARAMETER = 2 * _FORWARD_AND_BACKWARD
+
+
+def num_multiplied_parameters(hf: HfConfig) -> int:
+    """Return how many parameters each token is multiplied with, the output layer's included.
+
+    The embedding is looked up and not multiplied; where it is the output layer's weight too, it
+    counts once, as that.
+    """
+    sizes = hf.sizes
+    attention = 2 * (sizes["queries"] + sizes["keys"]) * sizes["hidden"]  # q and o, k and v
+    mlp = 3 * sizes["inner"] * sizes["hidden"]  # gate, up, down
+    return hf.num_hidden_layers * (attention + mlp) + sizes["vocabulary"] * sizes["hidden"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """Operations of a sequence by its length l: linear * l + quadratic * l * l.
+
+    The default counts tokens.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @classmethod
+    def of(cls, hf: HfConfig) -> Self:
+        """Return the operations of training: one forward pass and its backward pass.
+
+        ::
+
+            linear     6 N      N = parameters that a token is multiplied with
+            quadratic  6 L q    L = layers, q = channels of all query heads
+
+        Both are of Chowdhery et al. 2022, PaLM, appendix B (arXiv:2204.02311): 6 N + 12 L H Q T a
+        token of a sequence of T, with H heads of size Q. Theirs counts every pair of tokens in
+        attention. Of a causal mask half of them are left (l * l / 2), and the other half is not
+        computed by the kernels that the learner uses. The first term is that of Kaplan et al. 2020,
+        section 2.1 (arXiv:2001.08361), where N leaves out the embedding; ours has the output layer,
+        whose product is computed.
+
+        What is computed again in a backward pass (activations, attention's scores) does not count,
+        as in figures of MFU. A forward pass alone is a third of both, so that shares of work are
+        the same with any number of them.
+        """
+        channels = hf.num_hidden_layers * hf.sizes["queries"]
+        scores_and_values = 2 * 2 * channels / 2  # two products, over half of the pairs
+        return cls(
+            linear=_PER_PARAMETER * num_multiplied_parameters(hf),
+            quadratic=_FORWARD_AND_BACKWARD * scores_and_values,
+        )
+
+    def flops(self, num_tokens: int) -> float:
+        """Return the operations of one sequence."""
+        return (self.linear + self.quadratic * num_tokens) * num_tokens

@@ -1,0 +1,49 @@
+import msgspec
+import pytest
+
+from slipstream.learner.model.flops import SequenceCost, num_multiplied_parameters
+from slipstream.learner.model.hf_config import HfConfig
+
+QWEN2_5_HALF_B = HfConfig(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+
+
+def test_every_matrix_counts_once_and_an_embedding_that_is_looked_up_does_not():
+    hf = QWEN2_5_HALF_B
+    vectors = (
+        24 * (896 + 2 * 128 + 2 * 896) + 896
+    )  # biases of q, k and v, norms of layers, last norm
+    assert num_multiplied_parameters(hf) == hf.num_parameters - vectors == 493_961_216
+    untied = msgspec.structs.replace(hf, tie_word_embeddings=False)
+    assert num_multiplied_parameters(untied) == 493_961_216
+    assert untied.num_parameters > hf.num_parameters
+
+
+def test_operations_are_those_of_all_products_of_a_sequence_forward_and_backward():
+    def product(rows: int, inner: int, columns: int) -> int:
+        return 2 * rows * inner * columns
+
+    hf, tokens = QWEN2_5_HALF_B, 4096
+    hidden, inner, head = hf.hidden_size, hf.intermediate_size, 64
+    projections = (
+        product(tokens, hidden, 14 * head)  # queries
+        + 2 * product(tokens, hidden, 2 * head)  # keys, values
+        + product(tokens, 14 * head, hidden)
+        + 2 * product(tokens, hidden, inner)
+        + product(tokens, inner, hidden)
+    )
+    pairs = 14 * (product(tokens, head, tokens) + product(tokens, tokens, head))
+    forward = 24 * (projections + pairs / 2) + product(tokens, hidden, hf.vocab_size)
+    assert SequenceCost.of(hf).flops(tokens) == pytest.approx(3 * forward, rel=1e-12)
+
+
+def test_a_cost_without_a_model_counts_tokens():
+    assert [SequenceCost().flops(length) for length in (1, 10, 32_768)] == [1, 10, 32_768]
