@@ -80,15 +80,8 @@ class Rejection:
     detail: str
 
 
-def plan_batch(
-    batch: BatchDelivered,
-    learner: LearnerSection,
-    *,
-    cost: SequenceCost,
-    coupled: bool = False,
-    multiple_of: int = 1,
-) -> StepPlan:
-    """Plan a batch for a model of this ``cost``; ``plan_step`` says when replicas are ``coupled``.
+def plan_batch(batch: BatchDelivered, learner: LearnerSection, *, cost: SequenceCost) -> StepPlan:
+    """Plan a batch for a model of this ``cost``.
 
     Raises:
         ConfigError: it holds fewer trajectories than there are replicas.
@@ -99,8 +92,8 @@ def plan_batch(
         minibatches=learner.minibatches,
         max_tokens=learner.max_tokens_per_microbatch,
         cost=cost,
-        coupled=coupled,
-        multiple_of=multiple_of,
+        coupled=learner.sizes.couples_replicas,
+        multiple_of=learner.sizes.microbatch_multiple,
     )
     return StepPlan(batch=batch, plans=plans)
 

@@ -55,7 +55,7 @@ def plan_step(
     parallelism, which exchanges tokens between them in every layer, or a pipeline, whose schedule
     is of one number of microbatches. Then each has the same number in a minibatch, a multiple of
     ``multiple_of`` (an interleaved pipeline wants one of its stages); those that find no trajectory
-    are empty. Otherwise numbers may differ, and none is empty.
+    are empty and come last. Otherwise numbers may differ, and none is empty.
 
     Microbatches of a replica are in an order of FLOPs: the smallest first and last, the largest in
     the middle. While a pipeline fills, its later stages wait for the first microbatches; while it
@@ -124,11 +124,12 @@ class _Minibatch:
         return min(tried, key=lambda priced: priced[0])[1]
 
     def in_order(self, share: Bins) -> Bins:
-        """Return a replica's microbatches, small ones at both ends."""
+        """Return a replica's microbatches, small ones at both ends, empty ones after all others."""
         ordered = sorted(
-            (sorted(one) for one in share), key=lambda one: (-sum(self.flops[i] for i in one), one)
+            (sorted(one) for one in share if one),
+            key=lambda one: (-sum(self.flops[i] for i in one), one),
         )
-        return ordered[::2][::-1] + ordered[1::2]
+        return ordered[::2][::-1] + ordered[1::2] + [[]] * (len(share) - len(ordered))
 
     def _ways(self) -> Iterator[list[Bins]]:
         """Pack everything and deal the bins; at last, divide first and pack each share."""

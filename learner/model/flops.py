@@ -24,6 +24,9 @@ def num_multiplied_parameters(hf: HfConfig) -> int:
     sizes = hf.sizes
     attention = 2 * (sizes["queries"] + sizes["keys"]) * sizes["hidden"]  # q and o, k and v
     mlp = 3 * sizes["inner"] * sizes["hidden"]  # gate, up, down
+    if hf.num_routed_experts:  # those that a token is routed to, and the router
+        experts = 3 * sizes["expert_inner"] * hf.num_experts_per_tok
+        mlp = (experts + sizes["experts"]) * sizes["hidden"]
     return hf.num_hidden_layers * (attention + mlp) + sizes["vocabulary"] * sizes["hidden"]
 
 

@@ -33,8 +33,8 @@ def _communicate_shapes(
     stage: p2p_communication.P2PCommunicator,
     tensor_send_next: Tensor | None,
     tensor_send_prev: Tensor | None,
-    recv_prev: bool,  # noqa: FBT001 as Megatron's
-    recv_next: bool,  # noqa: FBT001
+    recv_prev: bool,
+    recv_next: bool,
 ) -> tuple[list[int], list[int]]:
     """Take the place of the method: return the shapes from the stages before and after."""
 

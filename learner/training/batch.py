@@ -76,10 +76,10 @@ class BatchTraining:
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
         if self._rollouts is not None:
             share = order.share(self._topology.data_parallel_rank)
-            parts = [
+            parts = [  # empty microbatches come last
                 TrainedPart(*part)
                 for one in trained
-                for part in zip(share[one.number], packed[one.number], one.proximal, strict=True)
+                for part in zip(share[one.number], packed[one.number], one.proximal, strict=False)
             ]
             self._rollouts.record(order.step, order.trajectories, parts)
         return TrainedBatch(figures, sum(header.num_response_tokens for header in order.headers))

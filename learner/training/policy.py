@@ -197,7 +197,7 @@ class Policy:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
                 optimizer are as they were.
         """
-        # Ranks that wait for each other run its passes together, and not inside a loss: a microbatch
+        # Ranks that wait for each other run its passes together and not inside a loss: a microbatch
         # without a token has none, and a pipeline has others on the way.
         if self._needs_full_kl and self.reference is not None and self._is_coupled:
             self._reference_states = self.reference.states(batches)

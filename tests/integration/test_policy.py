@@ -4,72 +4,11 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.ranks.run import outputs, reports, start, start_ranks
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.integration
-
-
-def write_other_model(folder: Path, family: str) -> None:
-    """Write a model whose weights are all a little off those of ``write_tiny_model``."""
-    weights = write_tiny_model(folder, family) / "model.safetensors"
-    generator = torch.Generator().manual_seed(11)
-    moved = {
-        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in sorted(load_file(weights).items())
-    }
-    save_file(moved, weights, metadata={"format": "pt"})
-
-
-# Which tensors a family has is tested in test_megatron_model.py; here, how ranks divide them.
-@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
-def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
-    model = write_tiny_model(tmp_path / "model", family)
-    write_other_model(tmp_path / "reference", family)
-    works = {"one": (1, 1), "dp2": (2, 1), "tp2": (2, 2)}
-    program = "support.ranks.policy"
-    processes = [
-        process
-        for name, (world_size, ranks) in works.items()
-        for process in start_ranks(
-            program, model, tmp_path / name, world_size, tensor_parallel=ranks
-        )
-    ]
-    outputs(processes)
-    (alone,) = reports(tmp_path / "one", 1)
-    assert alone["logprobs"] == pytest.approx(alone["plain"], abs=3e-5)
-    assert min(alone["plain"]) < -1.0, "nothing was compared"
-    with_reference = {name for name, f in alone["figures"].items() if "policy/kl_reference" in f}
-    assert with_reference == alone["figures"].keys() - {"default", "whole"}
-    for algorithm in with_reference:
-        kl = alone["figures"][algorithm]["policy/kl_reference"]
-        assert abs(kl) > 0.1, f"{algorithm} has a reference policy like its own"
-    assert abs(alone["figures"]["whole"]["policy/kl_behavior"]) > 0.1
-    assert alone["figures"]["taught"]["policy/kl_teacher"] != 0.0
-    assert 0 < alone["figures"]["whole"]["staleness/masked"] < 1
-    for name, (world_size, _) in works.items():
-        for report in reports(tmp_path / name, world_size):
-            assert report["renewed"] < 3e-5, "a renewed reference is the policy"
-            assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
-    before = load_file(model / "model.safetensors")
-    for algorithm, figures in alone["figures"].items():
-        weights = load_file(tmp_path / "one" / algorithm / "model.safetensors")
-        assert any((weights[name] - before[name]).abs().max() > 1e-3 for name in before), algorithm
-        for name in ("dp2", "tp2"):
-            for report in reports(tmp_path / name, 2):
-                found = report["figures"][algorithm]
-                assert found == pytest.approx(figures, rel=2e-4, abs=2e-6), (algorithm, name)
-                assert report["logprobs"] == pytest.approx(alone["logprobs"], abs=3e-5)
-            trained = load_file(tmp_path / name / algorithm / "model.safetensors")
-            for tensor, value in weights.items():
-                if "k_proj.bias" not in tensor:  # its true gradient is 0: softmax does not see it
-                    difference = (trained[tensor] - value).abs().max()
-                    assert difference < 2e-5, (algorithm, name, tensor)
-    uneven = [report["num_microbatches"] for report in reports(tmp_path / "dp2", 2)]
-    assert sum(map(sum, uneven)) > 4, "several microbatches were wanted"
 
 
 def test_sequence_parallelism_takes_any_number_of_tokens(tmp_path: Path):

@@ -100,7 +100,10 @@ def _tensors(config: dict[str, object]) -> dict[str, Tensor]:
     family, hidden, inner = config["model_type"], 64, 176
     normed = family in {"qwen3", "qwen3_moe"}
     head = 32 if normed else 16
-    rows = {"q": 4 * head, "k": 2 * head, "v": 2 * head}
+    queries, groups = (
+        int(str(config[name])) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    rows = {"q": queries * head, "k": groups * head, "v": groups * head}
     vocab = int(str(config["vocab_size"]))
     tensors = {
         "model.embed_tokens.weight": matrix(vocab, hidden),
@@ -119,7 +122,7 @@ def _tensors(config: dict[str, object]) -> dict[str, Tensor]:
         if normed:
             for part in "qk":
                 tensors[f"{prefix}self_attn.{part}_norm.weight"] = vector(head, 1.0)
-        tensors[f"{prefix}self_attn.o_proj.weight"] = matrix(hidden, 4 * head)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = matrix(hidden, queries * head)
         mlps = {f"{prefix}mlp.": inner}
         if "num_experts" in config:
             experts = range(int(str(config["num_experts"])))

@@ -147,6 +147,7 @@ def algorithms(reference: Path) -> dict[str, dict[str, object]]:
             },
             "kl": {"coefficient": 0.1, "name": "k2", "to": "behavior"},
         },
+        "sequences": {"preset": "gspo"},
         "normalized": {
             "preset": "rloo",
             "correction": {"importance-sampling": {"level": "sequence", "normalize": True}},
@@ -233,6 +234,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         replicas=topology.data_parallel,
         minibatches=2,
         max_tokens=24,
+        coupled=learner.sizes.couples_replicas,
+        multiple_of=learner.sizes.microbatch_multiple,
     )
     cpu = device.device()
     minibatches = [
@@ -242,9 +245,6 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         ]
         for plan in plans
     ]
-    for number, plan in enumerate(plans):
-        for _ in range(max(map(len, plan.microbatches)) - len(minibatches[number])):
-            minibatches[number].append(pack([], cpu))
     report: dict[str, object] = {"num_microbatches": [len(batches) for batches in minibatches]}
     figures = {}
     for name, algo in algorithms(work.parent / "reference").items():

@@ -1,0 +1,174 @@
+"""The update does not depend on how the work was laid out.
+
+One learner step of two minibatches on 1, 2, 4 and 8 ranks, from the same trajectories: figures,
+log-probabilities, weights, and the checkpoint that each layout writes and reads.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.ranks.run import outputs, reports, start_ranks
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.integration
+PROGRAM = "support.ranks.policy"
+
+
+class Family(NamedTuple):
+    """A model to lay out: its family, its number of layers, and other changes to its config."""
+
+    name: str
+    layers: int = 2
+    heads: int = 4
+
+
+DENSE, TIED, EXPERTS = Family("qwen3", 4), Family("qwen2"), Family("qwen3_moe")
+FEW_HEADS = Family("qwen3", 2, heads=2)
+
+
+class Layout(NamedTuple):
+    """Ranks and the settings that divide a model over them."""
+
+    name: str
+    ranks: int
+    family: Family
+    learner: dict[str, Any]
+
+
+def layout(name: str, ranks: int, family: Family, **learner: object) -> Layout:
+    return Layout(name, ranks, family, {f"{size}_parallel": n for size, n in learner.items()})
+
+
+# In `make test` each dimension once and their products; the rest of the kind is slow.
+QUICK = [
+    layout("dp2", 2, DENSE),
+    layout("tp2-pp2", 4, DENSE, tensor=2, pipeline=2),
+    layout("cp2", 2, DENSE, context=2),
+    Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
+    layout("pp2-ep2", 4, EXPERTS, pipeline=2, expert=2),
+]
+SLOW = [
+    layout("tp2", 2, TIED, tensor=2),
+    layout("tp2", 2, DENSE, tensor=2),
+    Layout("tp2-whole-tokens", 2, DENSE, {"tensor_parallel": 2, "sequence_parallel": False}),
+    layout("dp2", 2, TIED),
+    layout("pp2", 2, TIED, pipeline=2),
+    layout("pp4", 4, DENSE, pipeline=4),
+    Layout("pp2-uneven", 2, DENSE, {"pipeline_parallel": 2, "layers_per_stage": [3, 1]}),
+    Layout(
+        "pp2-last-stage",
+        2,
+        DENSE,
+        {"pipeline_parallel": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1}},
+    ),
+    layout("cp4", 4, DENSE, context=4),
+    layout("cp4-few-heads", 4, FEW_HEADS, context=4),
+    layout("tp2-cp2", 4, TIED, tensor=2, context=2),
+    layout("pp2-cp2", 4, DENSE, pipeline=2, context=2),
+    layout("pp2-dp2", 4, DENSE, pipeline=2),
+    layout("tp2-pp2-cp2", 8, DENSE, tensor=2, pipeline=2, context=2),
+    layout("dp2-ep2", 2, EXPERTS, expert=2),
+    layout("ep4", 4, EXPERTS, expert=4),
+    layout("tp2-experts", 2, EXPERTS, tensor=2),
+    layout("tp2-ep2", 2, EXPERTS, tensor=2, expert=2),
+    layout("tp2-etp2", 2, EXPERTS, tensor=2, expert_tensor=2),
+    layout("cp2-ep2", 2, EXPERTS, context=2, expert=2),
+    layout("pp2-experts", 2, EXPERTS, pipeline=2),
+]
+
+
+class Alone(NamedTuple):
+    """What one rank makes of a model."""
+
+    model: Path
+    work: Path
+    report: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]:
+    """Each family is computed once."""
+
+    @cache
+    def computed(family: Family) -> Alone:
+        folder = tmp_path_factory.mktemp(family.name)
+        changed = {"num_hidden_layers": family.layers, "num_attention_heads": family.heads}
+        if family.heads < 4:
+            changed["num_key_value_heads"] = 1
+        model = write_tiny_model(folder / "model", family.name, **changed)
+        other = write_tiny_model(folder / "reference", family.name, **changed)
+        generator = torch.Generator().manual_seed(11)
+        moved = {
+            name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in sorted(load_file(other / "model.safetensors").items())
+        }
+        save_file(moved, other / "model.safetensors", metadata={"format": "pt"})
+        outputs(start_ranks(PROGRAM, model, folder / "one", 1))
+        (report,) = reports(folder / "one", 1)
+        return Alone(model, folder / "one", report)
+
+    return computed
+
+
+@pytest.mark.parametrize(
+    "family", [DENSE, *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS))]
+)
+def test_one_rank_computes_what_the_formulas_say(alone: Callable[[Family], Alone], family: Family):
+    _, work, report = alone(family)
+    assert report["logprobs"] == pytest.approx(report["plain"], abs=3e-5)
+    assert min(report["plain"]) < -1.0, "nothing was compared"
+    figures = report["figures"]
+    with_reference = {name for name, f in figures.items() if "policy/kl_reference" in f}
+    assert with_reference == figures.keys() - {"default", "whole", "sequences"}
+    for algorithm in with_reference:
+        kl = figures[algorithm]["policy/kl_reference"]
+        assert abs(kl) > 0.1, f"{algorithm} has a reference policy like its own"
+    assert abs(figures["whole"]["policy/kl_behavior"]) > 0.1
+    assert figures["taught"]["policy/kl_teacher"] != 0.0
+    assert 0 < figures["whole"]["staleness/masked"] < 1
+    before = load_file(work.parent / "model" / "model.safetensors")
+    for algorithm in figures:
+        weights = load_file(work / algorithm / "model.safetensors")
+        assert any((weights[name] - before[name]).abs().max() > 1e-3 for name in before), algorithm
+
+
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        *(pytest.param(one, id=f"{one.family.name}-{one.name}") for one in QUICK),
+        *(
+            pytest.param(one, id=f"{one.family.name}-{one.name}", marks=pytest.mark.slow)
+            for one in SLOW
+        ),
+    ],
+)
+def test_a_step_is_the_same_however_it_is_laid_out(
+    alone: Callable[[Family], Alone], tmp_path: Path, laid_out: Layout
+):
+    one = alone(laid_out.family)
+    work = tmp_path / "work"
+    # The reference policy is beside the folder of the ranks.
+    (tmp_path / "reference").symlink_to(one.work.parent / "reference")
+    outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **laid_out.learner))
+    for report in reports(work, laid_out.ranks):
+        assert report["logprobs"] == pytest.approx(one.report["logprobs"], abs=3e-5)
+        assert report["renewed"] < 3e-5, "a renewed reference is the policy"
+        assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
+        assert report["figures"].keys() == one.report["figures"].keys()
+        for algorithm, figures in one.report["figures"].items():
+            found = report["figures"][algorithm]
+            assert found == pytest.approx(figures, rel=2e-4, abs=2e-6), algorithm
+    for algorithm in one.report["figures"]:
+        expected = load_file(one.work / algorithm / "model.safetensors")
+        trained = load_file(work / algorithm / "model.safetensors")
+        assert trained.keys() == expected.keys()
+        for tensor, value in expected.items():
+            if "k_proj.bias" not in tensor:  # its true gradient is 0: softmax does not see it
+                difference = (trained[tensor] - value).abs().max()
+                assert difference < 2e-5, (algorithm, tensor)
