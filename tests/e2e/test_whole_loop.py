@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.weightbus.relay.engine_checksums import Holder, digest_of, expected_checksums
-from tests.support.random_llama import make_qwen3
+from tests.support.random_llama import make_qwen3, make_qwen3_moe
 from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
@@ -122,6 +122,57 @@ def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyR
 
 def as_qwen3(folder: Path) -> None:
     make_qwen3(folder / "model")
+
+
+def as_experts(folder: Path) -> None:
+    make_qwen3_moe(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "sizes"),
+    [
+        # tests/integration/test_layouts.py has every layout's update.
+        pytest.param(4, as_qwen3, {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
+        pytest.param(2, as_experts, {"expert": 2}, id="ep2"),
+        pytest.param(2, as_qwen3, {"tensor": 2}, id="tp2", marks=pytest.mark.slow),
+        pytest.param(2, as_qwen3, {"pipeline": 2}, id="pp2", marks=pytest.mark.slow),
+        pytest.param(2, as_qwen3, {"context": 2}, id="cp2", marks=pytest.mark.slow),
+        pytest.param(
+            4, as_experts, {"pipeline": 2, "expert": 2}, id="pp2-ep2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_learner_of_any_layout_publishes_what_it_learned(
+    start_run: Callable[..., TinyRun],
+    inputs: Path,
+    ranks: int,
+    before: Callable[[Path], None],
+    sizes: dict[str, int],
+):
+    run = start_run(
+        before=before,
+        generators__count=1,
+        run__steps=3,
+        eval__file=inputs / "held_out.jsonl",
+        eval__every_steps=3,  # so that the last version is adopted before the run ends
+        sampling__temperature=0.6,
+        learner__ranks=ranks,
+        **{f"learner__{name}_parallel": size for name, size in sizes.items()},
+    )
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert summary["trained"] == 12
+    assert summary["equation"]["unaccounted"] == 0
+    publish = summary["last_publish"]
+    final = load_file(run.folder / "model" / "model.safetensors")
+    expected = digest_of(expected_checksums(final))
+    assert publish["version"] == [1, 3]
+    assert publish["engine_digests"] == {"generator-0": expected}
+    fresh = differences_of_own_versions(run)
+    assert fresh, "no answer was trained by the step of its own version"
+    assert max(fresh) < SAME
+    run.assert_listens_here_alone()
+    run.assert_nothing_left()
 
 
 @pytest.mark.parametrize(

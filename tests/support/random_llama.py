@@ -21,6 +21,39 @@ def make_qwen3(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def make_qwen3_moe(folder: Path, *, experts: int = 4) -> None:
+    """Turn a small Llama into a Qwen3 whose MLPs are experts, of which each token has two."""
+    make_qwen3(folder)
+    config = json.loads((folder / "config.json").read_text())
+    width = config["intermediate_size"] // 2
+    changed = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,  # SGLang ties them in no model of the family
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    dense = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in dense.items() if ".mlp." not in name}
+    generator = torch.Generator().manual_seed(5)
+    table = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = 0.15 * torch.randn(table.shape, generator=generator)
+    for layer in range(config["num_hidden_layers"]):
+        prefix, hidden = f"model.layers.{layer}.mlp.", config["hidden_size"]
+        tensors[f"{prefix}gate.weight"] = torch.randn(experts, hidden, generator=generator)
+        for expert in range(experts):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                shape = (hidden, width) if name == "down_proj" else (width, hidden)
+                matrix = 0.15 * torch.randn(shape, generator=generator)
+                tensors[f"{prefix}experts.{expert}.{name}.weight"] = matrix
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_random_weights(folder: Path, *, scale: float, seed: int) -> None:
     """Fill a folder that holds config.json: matrices normal with deviation ``scale``, norms 1."""
     config = json.loads((folder / "config.json").read_text())

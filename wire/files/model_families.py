@@ -282,15 +282,25 @@ _EXPERTS: dict[str, Parameter] = {
     "mlp.router.weight": _copy("mlp.gate.weight", "experts", "hidden"),
     "mlp.experts.local_experts.*.linear_fc1.weight": Parameter(
         "gate_up",
-        (
-            HfTensor("mlp.experts.*.gate_proj.weight", ("expert_inner", "hidden")),
-            HfTensor("mlp.experts.*.up_proj.weight", ("expert_inner", "hidden")),
+        tuple(
+            HfTensor(
+                f"mlp.experts.*.{name}.weight",
+                ("expert_inner", "hidden"),
+                row_multiple=_INNER_MULTIPLE,
+            )
+            for name in ("gate_proj", "up_proj")
         ),
         "mlp.experts.w13_weight",
     ),
     "mlp.experts.local_experts.*.linear_fc2.weight": Parameter(
         "copy",
-        (HfTensor("mlp.experts.*.down_proj.weight", ("hidden", "expert_inner")),),
+        (
+            HfTensor(
+                "mlp.experts.*.down_proj.weight",
+                ("hidden", "expert_inner"),
+                column_multiple=_INNER_MULTIPLE,
+            ),
+        ),
         "mlp.experts.w2_weight",
     ),
 }
@@ -324,6 +334,7 @@ FAMILIES: dict[str, Family] = {
             config={
                 **_PLAIN,
                 "attention_bias": False,
+                "tie_word_embeddings": False,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
                 "norm_topk_prob": True,
