@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from slipstream.learner.batches.bins import Bins
 
 _CLOSE = 1e-3  # max / mean - 1 at which nothing more is traded
-_LOOKED_AT = 128  # sequences of each of two replicas that are compared with each other
+_LOOKED_AT = 64  # sequences of each of two replicas that are compared with each other
 _ENOUGH = 0.25  # share of its excess that a replica may keep after a trade taken at once
-_TRADES_PER_REPLICA = 40
+_MOST_PAIRS = 40  # of replicas that are compared, for each replica; as for 64 if there are fewer
 _PARTNERS = 16  # lightest replicas that the heaviest one may trade with
 
 
@@ -66,6 +66,7 @@ class Trading:
         self._bin_of = np.repeat(np.arange(len(bins)), [len(one) for one in bins])  # [N]
         self._replica_of = np.array(replica_of, np.int64)  # [B]
         self._equal_counts = equal_counts
+        self._num_pairs = 0
         used = np.bincount(self._bin_of, self._tokens, len(bins)).astype(np.int64)
         self._room = capacity - used  # [B]
         self._bin_flops = np.bincount(self._bin_of, self._flops, len(bins))  # [B]
@@ -81,28 +82,21 @@ class Trading:
             for replica in range(len(self._load))
         ]
 
-    def run(self, *, all_alike: bool = False) -> None:
-        """Trade until the heaviest replica is close to the mean, or has no better trade.
+    def run(self) -> None:
+        """Trade until the heaviest replica is close to the mean, or finds no better trade.
 
-        Every trade leaves both replicas lighter than the heaviest was, and something in each. With
-        ``all_alike`` a replica that has no better trade is left as it is, and the others go on.
+        Every trade leaves both replicas lighter than the heaviest was, and something in each.
         """
-        goal = (1 + _CLOSE) * self._load.mean()
-        if not all_alike:
-            goal = max(goal, self._flops.max())
-        is_left = np.zeros(len(self._load), np.bool_)
-        for _ in range(_TRADES_PER_REPLICA * len(self._load)):
-            excess = np.where(is_left, -np.inf, self._load - goal)
-            giver = int(excess.argmax())
-            if excess[giver] <= 0:
+        goal = max((1 + _CLOSE) * self._load.mean(), self._flops.max())
+        while self._num_pairs < _MOST_PAIRS * max(len(self._load), 64):
+            giver = int(self._load.argmax())
+            excess = self._load[giver] - goal
+            if excess <= 0:
                 return
-            found = self._best_partner(giver, goal + _ENOUGH * excess[giver])
-            if found is not None:
-                self._make(*found)
-            elif all_alike:
-                is_left[giver] = True
-            else:
+            found = self._best_partner(giver, goal + _ENOUGH * excess)
+            if found is None:
                 return
+            self._make(*found)
 
     def _best_partner(self, giver: int, enough: float) -> tuple[_Trade, int, int] | None:
         """Return the best trade with one of the lightest, or the first that is good ``enough``."""
@@ -117,6 +111,7 @@ class Trading:
 
     def _best_trade(self, giver: int, taker: int) -> _Trade | None:
         """Return the trade that makes the two most alike, if any makes them more alike."""
+        self._num_pairs += 1
         gap = self._load[giver] - self._load[taker]
         if gap <= 0:
             return None

@@ -22,18 +22,21 @@ def least_bins(num_tokens: Sequence[int], capacity: int) -> int:
 def fewest_bins(indices: Iterable[int], num_tokens: Sequence[int], capacity: int) -> Bins:
     """Pack into few bins: best fit, longest first; filled bin by bin if that may be too many."""
     longest_first = sorted(indices, key=lambda i: (-num_tokens[i], i))
-    found = _best_fit(longest_first, num_tokens, capacity)
+    found = best_fit(longest_first, num_tokens, capacity)
     if len(found) > least_bins([num_tokens[i] for i in longest_first], capacity):
         filled = _fill_each(longest_first, num_tokens, capacity)
         found = min(found, filled, key=len)
     return found
 
 
-def _best_fit(longest_first: Sequence[int], num_tokens: Sequence[int], capacity: int) -> Bins:
-    """Put each sequence where the least room remains."""
+def best_fit(indices: Iterable[int], num_tokens: Sequence[int], capacity: int) -> Bins:
+    """Put each sequence where the least room remains, longest first.
+
+    Where lengths are alike, so are the bins.
+    """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # room, bin; ascending, those with room alone
-    for index in longest_first:
+    for index in sorted(indices, key=lambda i: (-num_tokens[i], i)):
         need = num_tokens[index]
         place = bisect_left(rooms, (need, -1))
         if place == len(rooms):

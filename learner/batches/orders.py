@@ -94,6 +94,7 @@ def plan_batch(batch: BatchDelivered, learner: LearnerSection, *, cost: Sequence
         cost=cost,
         coupled=learner.sizes.couples_replicas,
         multiple_of=learner.sizes.microbatch_multiple,
+        stages=learner.pipeline_parallel,
     )
     return StepPlan(batch=batch, plans=plans)
 

@@ -1,8 +1,9 @@
 """Pure: which replica trains which trajectories, packed into which microbatches.
 
-Three numbers say how good a plan is: the FLOPs of the heaviest replica over the mean, which all
-others wait for; the number of microbatches, each of which costs something beside its tokens; and,
-where replicas are coupled, how unlike their k-th microbatches are.
+A plan is good if the heaviest replica, which all others wait for, has at most 1% more FLOPs than
+the mean or than the heaviest trajectory, and if there are at most 2% more microbatches than tokens
+(and the coupling of replicas) need. Of several good ones the quickest is taken, by an estimate of
+the step's time; so it is where none is good, as with two or three trajectories for each replica.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slipstream.learner.batches.balance import Trading, deal
-from slipstream.learner.batches.bins import Bins, fewest_bins, least_bins, level_bins, spread
+from slipstream.learner.batches.bins import (
+    Bins,
+    best_fit,
+    fewest_bins,
+    least_bins,
+    level_bins,
+    spread,
+)
+from slipstream.learner.batches.schedule import pipeline_span
 from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import ConfigError
 
@@ -18,7 +27,7 @@ Indices = tuple[int, ...]
 
 _BALANCED = 1.01  # FLOPs of the heaviest replica, over the least there can be
 _FEW = 1.02  # microbatches, over the least there can be
-_MICROBATCH = 0.02  # what one more costs, as a share of a mean one's FLOPs
+_OVERHEAD = 0.02  # time of a microbatch beside its FLOPs, as a share of a mean one's
 _TOKENS = SequenceCost()
 
 
@@ -43,6 +52,7 @@ def plan_step(
     cost: SequenceCost = _TOKENS,
     coupled: bool = False,
     multiple_of: int = 1,
+    stages: int = 1,
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
@@ -58,9 +68,10 @@ def plan_step(
     are empty and come last. Otherwise numbers may differ, and none is empty.
 
     Microbatches of a replica are in an order of FLOPs: the smallest first and last, the largest in
-    the middle. While a pipeline fills, its later stages wait for the first microbatches; while it
-    drains, its earlier stages wait for the last ones. Small ones make both short. Equal ranks stand
-    in equal places, so that what coupled replicas train at one time is alike.
+    the middle. While a pipeline (of so many ``stages``) fills, its later stages wait for the first
+    microbatches; while it drains, its earlier stages wait for the last ones. Small ones make both
+    short. Equal ranks stand in equal places, so that what coupled replicas train at one time is
+    alike: in every layer of experts all wait for the largest.
 
     A batch too small for ``minibatches``, as the last one of a run may be, is split into fewer, so
     that every replica has a part of each.
@@ -86,13 +97,22 @@ def plan_step(
             max_tokens=max_tokens,
             coupled=coupled,
             multiple_of=multiple_of,
+            stages=stages,
         )
         shares = [
-            tuple(tuple(start + i for i in one) for one in minibatch.in_order(share))
-            for share in minibatch.shares()
+            tuple(tuple(start + i for i in one) for one in share) for share in minibatch.divided()
         ]
         plans.append(MinibatchPlan(tuple(shares)))
     return tuple(plans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to divide a minibatch."""
+
+    shares: list[Bins]  # [replica][microbatch], in order
+    is_good: bool
+    time: float  # of the step, in FLOPs of a replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +125,20 @@ class _Minibatch:
     max_tokens: int
     coupled: bool
     multiple_of: int
+    stages: int
 
-    def shares(self) -> list[Bins]:
-        """Return the microbatches of each replica.
-
-        Ways of more microbatches are tried only until the balance is good. The one taken has the
-        least FLOPs of the heaviest replica, with a price on each microbatch.
-        """
-        goal = _BALANCED * max(sum(self.flops) / self.replicas, max(self.flops))
-        tried: list[tuple[float, list[Bins]]] = []
+    def divided(self) -> list[Bins]:
+        """Return the microbatches of each replica."""
+        tried: list[_Way] = []
         for shares in self._ways():
-            heaviest = max(sum(self.flops[i] for one in share for i in one) for share in shares)
-            number = sum(map(len, shares))
-            fewest = sum(map(len, tried[0][1])) if tried else number
-            tried.append((heaviest * (1 + _MICROBATCH * (number / fewest - 1)), shares))
-            if heaviest <= goal:
+            fewest = sum(map(len, tried[0].shares if tried else shares))
+            tried.append(self._judged([self._in_order(share) for share in shares], fewest))
+            if tried[-1].is_good and not self.coupled:  # others are no quicker
                 break
-        return min(tried, key=lambda priced: priced[0])[1]
+        candidates = [way for way in tried if way.is_good] or tried
+        return min(candidates, key=lambda way: way.time).shares
 
-    def in_order(self, share: Bins) -> Bins:
+    def _in_order(self, share: Bins) -> Bins:
         """Return a replica's microbatches, small ones at both ends, empty ones after all others."""
         ordered = sorted(
             (sorted(one) for one in share if one),
@@ -131,59 +146,60 @@ class _Minibatch:
         )
         return ordered[::2][::-1] + ordered[1::2] + [[]] * (len(share) - len(ordered))
 
+    def _judged(self, shares: list[Bins], fewest: int) -> _Way:
+        work = [[sum(self.flops[i] for i in one) for one in share] for share in shares]
+        heaviest, total, number = max(map(sum, work)), sum(self.flops), sum(map(len, shares))
+        allowed = max(fewest, _FEW * self._rounded(least_bins(self.num_tokens, self.max_tokens)))
+        overhead = _OVERHEAD * total / fewest
+        if self.coupled:
+            together = [max(place) + overhead for place in zip(*work, strict=True)]
+            time = pipeline_span(together, self.stages)
+        else:
+            time = max(sum(one) + overhead * len(one) for one in work)
+        is_balanced = heaviest <= _BALANCED * max(total / self.replicas, max(self.flops))
+        return _Way(shares, is_balanced and number <= allowed, time)
+
+    def _rounded(self, number: int) -> int:
+        """Return the least number of microbatches that replicas can have, from ``number`` on."""
+        unit = self.replicas * self.multiple_of if self.coupled else 1
+        return max(-(-number // unit) * unit, self.replicas)
+
     def _ways(self) -> Iterator[list[Bins]]:
-        """Pack everything and deal the bins; at last, divide first and pack each share."""
+        """Pack everything and deal the bins, or divide first and pack each share."""
         everything = range(len(self.num_tokens))
         packed = fewest_bins(everything, self.num_tokens, self.max_tokens)
-        for number in self._numbers_of_bins(len(packed)):
-            yield self._dealt(packed, number)
-        yield self._divided()
-
-    def _numbers_of_bins(self, fewest: int) -> list[int]:
-        if self.coupled:
-            return [_rounded_up(fewest, self.replicas * self.multiple_of)]
-        fewest = max(fewest, self.replicas)
-        few = int(_FEW * least_bins(self.num_tokens, self.max_tokens))
-        return sorted({fewest, max(few, fewest), _rounded_up(fewest, self.replicas)})
-
-    def _dealt(self, packed: Bins, number: int) -> list[Bins]:
-        everything = range(len(self.num_tokens))
-        bins = self._level(everything, number) or spread(packed, number)
-        replica_of = deal([sum(self.flops[i] for i in one) for one in bins], self.replicas)
-        shares = self._traded(bins, replica_of, self.max_tokens)
+        fewest = self._rounded(len(packed))
+        numbers = {fewest}
         if not self.coupled:
-            return [[one for one in share if one] for share in shares]
-        return [self._leveled(share) for share in shares]
-
-    def _divided(self) -> list[Bins]:
-        everything, unlimited = range(len(self.num_tokens)), sum(self.num_tokens)
+            few = int(_FEW * least_bins(self.num_tokens, self.max_tokens))
+            numbers |= {max(few, fewest), -(-fewest // self.replicas) * self.replicas}
+        for number in sorted(numbers):
+            bins = self._level(everything, number) or spread(packed, number)
+            replica_of = deal([sum(self.flops[i] for i in one) for one in bins], self.replicas)
+            shares = self._traded(bins, replica_of, self.max_tokens)
+            yield from self._coupled(shares) if self.coupled else (_without_empty(shares),)
+        unlimited = sum(self.num_tokens)
         parts = level_bins(
             everything, self.num_tokens, self.flops, capacity=unlimited, number=self.replicas
         )
         traded = self._traded(parts or [], range(self.replicas), unlimited)
+        if self.coupled:
+            shares = [best_fit(part, self.num_tokens, self.max_tokens) for (part,) in traded]
+            yield from self._coupled(shares)
         shares = [fewest_bins(part, self.num_tokens, self.max_tokens) for (part,) in traded]
-        if not self.coupled:
-            return shares
-        number = _rounded_up(max(map(len, shares)), self.multiple_of)
-        return [self._leveled(spread(share, number)) for share in shares]
+        yield from self._coupled(shares) if self.coupled else (shares,)
+
+    def _coupled(self, shares: list[Bins]) -> Iterator[list[Bins]]:
+        """Give replicas equal numbers of microbatches: as they are, and level by FLOPs."""
+        number = -(-max(map(len, shares)) // self.multiple_of) * self.multiple_of
+        shares = [spread(share, number) for share in _without_empty(shares)]
+        yield shares
+        yield [self._level([i for one in share for i in one], number) or share for share in shares]
 
     def _level(self, indices: Sequence[int], number: int) -> Bins | None:
         return level_bins(
             indices, self.num_tokens, self.flops, capacity=self.max_tokens, number=number
         )
-
-    def _leveled(self, share: Bins) -> Bins:
-        """Return a replica's microbatches with FLOPs more alike, as far as tokens allow."""
-        trading = Trading(
-            share,
-            range(len(share)),
-            self.num_tokens,
-            self.flops,
-            capacity=self.max_tokens,
-            equal_counts=True,
-        )
-        trading.run(all_alike=True)
-        return [one for (one,) in trading.shares()]
 
     def _traded(self, bins: Bins, replica_of: Sequence[int], capacity: int) -> list[Bins]:
         trading = Trading(
@@ -198,5 +214,5 @@ class _Minibatch:
         return trading.shares()
 
 
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _without_empty(shares: list[Bins]) -> list[Bins]:
+    return [[one for one in share if one] for share in shares]

@@ -25,6 +25,7 @@ class Request(TypedDict):
     cost: SequenceCost
     coupled: bool
     multiple_of: int
+    stages: int
 
 
 @st.composite
@@ -38,6 +39,7 @@ def requests(draw: st.DrawFn) -> Request:
         cost=draw(st.sampled_from([SequenceCost(), ATTENTION])),
         coupled=draw(st.booleans()),
         multiple_of=draw(st.integers(1, 4)),
+        stages=draw(st.integers(1, 4)),
     )
 
 
@@ -72,6 +74,23 @@ def test_coupled_replicas_have_one_number_of_microbatches_and_others_no_empty_on
 @given(requests())
 def test_a_replica_has_empty_microbatches_only_where_each_trajectory_has_its_own(request: Request):
     for plan in plan_step(**request):
+        for share in plan.microbatches:
+            assert all(share) or max(map(len, share)) == 1
+
+
+def test_a_microbatch_that_a_trade_emptied_is_filled_again():
+    lengths = [58, 117, 1, 120, 1, 120, 120, 62, 1, 120, 85, 120, 120, 1, 1, 1, 22, 8, 1, 120, 104]
+    lengths += [63, 120, 1, 1, 120, 120, 120, 1, 120, 1, 81, 1, 1, 1, 120, 120, 8, 120, 1, 1, 5, 1]
+    lengths += [120, 108, 120, 120, 120, 93, 120, 120, 120, 12, 1, 1, 1, 51, 120]
+    for plan in plan_step(
+        lengths,
+        replicas=4,
+        minibatches=3,
+        max_tokens=60,
+        cost=SequenceCost(1.0, 1.0),
+        coupled=True,
+        multiple_of=2,
+    ):
         for share in plan.microbatches:
             assert all(share) or max(map(len, share)) == 1
 
