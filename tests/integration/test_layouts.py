@@ -51,7 +51,13 @@ QUICK = [
     layout("tp2-pp2", 4, DENSE, tensor=2, pipeline=2),
     layout("cp2", 2, DENSE, context=2),
     Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
-    layout("pp2-ep2", 4, EXPERTS, pipeline=2, expert=2),
+    # On two hosts, whose second has the last stage.
+    Layout(
+        "pp2-ep2-hosts2",
+        4,
+        EXPERTS,
+        {"pipeline_parallel": 2, "expert_parallel": 2, "ranks_per_node": 2},
+    ),
 ]
 SLOW = [
     layout("tp2", 2, TIED, tensor=2),
@@ -159,6 +165,7 @@ def test_a_step_is_the_same_however_it_is_laid_out(
     for report in reports(work, laid_out.ranks):
         assert report["logprobs"] == pytest.approx(one.report["logprobs"], abs=3e-5)
         assert report["renewed"] < 3e-5, "a renewed reference is the policy"
+        assert report["published"] == [], "the memory does not hold what was exported"
         assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
         assert report["figures"].keys() == one.report["figures"].keys()
         for algorithm, figures in one.report["figures"].items():

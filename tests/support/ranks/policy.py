@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from slipstream.algos.advantages import Outcomes
@@ -29,6 +30,7 @@ from slipstream.learner.training.step import train_step
 from slipstream.learner.training.step_data import StepData
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
+from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
@@ -204,6 +206,31 @@ def restored_reference(
     return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
 
 
+def published(policy: "Policy", topology: "Topology", exported: Path) -> list[str]:
+    """Publish; return the tensors in the memory, as rank 0 sees it, that are not as exported."""
+    from slipstream.learner.model.collectives import broadcast_bytes
+    from slipstream.learner.publish.weight_writer import WeightWriter
+    from slipstream.weightbus.version.shared_memory import SharedSlots
+    from slipstream.weightbus.version.slots import NUM_SLOTS
+    from slipstream.weightbus.version.snapshot import tensor_views
+
+    def agree(text: str) -> str:
+        return broadcast_bytes(
+            text.encode(), rank=topology.rank, world_size=topology.world_size
+        ).decode()
+
+    writer = WeightWriter(policy.model, topology, bucket_bytes=4096, agree=agree)
+    bad = writer.write(1)
+    assert not bad, bad
+    torch.distributed.barrier()
+    if topology.rank != 0:
+        return []
+    memory = SharedSlots.open(writer.path, slot_bytes=writer.layout.num_bytes, num_slots=NUM_SLOTS)
+    views, right = tensor_views(writer.layout, memory.slot(1)), load_file(exported / WEIGHTS)
+    assert views.keys() == right.keys()
+    return sorted(name for name, view in views.items() if not view.equal(right[name]))
+
+
 def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) -> "Topology":
     """Prepare this process for Megatron and join the other ranks through a file in ``work``."""
     device.prepare()
@@ -214,6 +241,7 @@ def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) 
         rank=rank,
         world_size=world_size,
         sizes=learner.sizes,
+        ranks_per_node=learner.ranks_per_node,
         store=FileStore(str(work / "store"), world_size),
         seed=1,
         timeout_s=HANG_S,
@@ -286,6 +314,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             num_lags=3,
         )
         save_hf_folder(policy.model, work / name, folder)
+        if name == "default":
+            report["published"] = published(policy, topology, work / name)
         if policy.renews_reference:
             batches = minibatches[0]
             policy.renew_reference()
