@@ -66,6 +66,18 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     pipeline stage anew."""
     expert_tensor_parallel: AtLeast1 = 1
     """Ranks that each expert is split over."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Compute activations again in the backward pass instead of keeping them: of the modules in
+    recompute_modules, or of whole layers."""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = ("core_attn",)
+    """What "selective" computes again; on a GPU attention keeps little, and "mlp" saves most."""
+    recompute_layers: AtLeast0 = 0
+    """Layers of each stage that "full" computes again, the first ones; 0 is all of them."""
+    distributed_optimizer: bool = False
+    """Divide the optimizer's state over the data-parallel replicas, each of which updates a part
+    of the weights."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over replicas while the backward pass computes others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU. float32 on a GPU is for
     comparisons: there is no kernel for attention over sequences of different lengths."""
@@ -221,6 +233,11 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     learner, run = settings.learner, settings.run
     learner.sizes.check(learner.ranks)
     _ = settings.layout  # its checks
+    if learner.recompute_layers and learner.recompute != "full":
+        raise ConfigError(
+            f"learner.recompute_layers = {learner.recompute_layers} has a meaning with "
+            f'learner.recompute = "full" alone, got {learner.recompute!r}'
+        )
     replicas = learner.sizes.replicas(learner.ranks)
     trajectories = run.groups_per_step * run.group_size
     if trajectories < replicas * learner.minibatches:

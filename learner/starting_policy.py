@@ -139,8 +139,7 @@ def _model(
         load_hf_config(folder, setting),
         dtype=torch.bfloat16 if bfloat16 else torch.float32,
         extra=extra,
-        sequence_parallel=learner.sequence_parallel,
-        layers_per_stage=learner.layers_per_stage,
+        learner=learner,
     )
     if fill:
         load_hf_weights(model, folder, setting)

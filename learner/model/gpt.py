@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
+from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout, VarlenCoreAttention, packed_layout
 from slipstream.learner.model.context import HeadShares, TokenSplit
@@ -80,17 +81,17 @@ def build_model(
     *,
     dtype: torch.dtype,
     extra: Mapping[str, object],
-    sequence_parallel: bool = True,
-    layers_per_stage: tuple[int, ...] = (),
+    learner: LearnerSection | None = None,
 ) -> RankModel:
     """Return this rank's part of the model, with random weights; the topology must be up.
 
-    The table [learner.megatron], ``extra``, reaches Megatron's TransformerConfig as it is.
+    The table [learner.megatron], ``extra``, reaches Megatron's TransformerConfig as it is. From
+    ``learner`` come the settings that divide and recompute layers; None is their defaults.
 
     Raises:
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
     """
-    config = _transformer_config(hf, dtype, extra, sequence_parallel, layers_per_stage)
+    config = _transformer_config(hf, dtype, extra, learner or LearnerSection())
     config.rotary = Rotary.of(hf, device.device())
     return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
 
@@ -256,11 +257,7 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def _transformer_config(
-    hf: HfConfig,
-    dtype: torch.dtype,
-    extra: Mapping[str, object],
-    sequence_parallel: bool,
-    layers_per_stage: tuple[int, ...],
+    hf: HfConfig, dtype: torch.dtype, extra: Mapping[str, object], learner: LearnerSection
 ) -> TransformerConfig:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     _refuse_undivided(hf, ranks)
@@ -280,12 +277,13 @@ def _transformer_config(
         "qk_layernorm": hf.family.has_qk_norm,
         **hf.family.megatron,
         **_expert_config(hf),
-        **_pipeline_config(hf, extra, layers_per_stage),
+        **_pipeline_config(hf, extra, learner.layers_per_stage),
+        **_recompute_config(learner),
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "tensor_model_parallel_size": ranks,
-        "sequence_parallel": sequence_parallel and ranks > 1,
+        "sequence_parallel": learner.sequence_parallel and ranks > 1,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",  # asked for with lengths that vary, experts or not
@@ -354,6 +352,23 @@ def _pipeline_config(
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return values | {"pipeline_model_parallel_layout": layout}
+
+
+def _recompute_config(learner: LearnerSection) -> dict[str, object]:
+    """Return the part of Megatron's configuration that is about activations."""
+    match learner.recompute:
+        case "none":
+            return {}
+        case "selective":
+            modules = list(learner.recompute_modules)
+            return {"recompute_granularity": "selective", "recompute_modules": modules}
+        case "full":
+            layers = learner.recompute_layers
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "block" if layers else "uniform",
+                "recompute_num_layers": layers or 1,
+            }
 
 
 def _refuse_undivided(hf: HfConfig, tensor_parallel: int) -> None:

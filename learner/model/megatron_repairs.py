@@ -8,25 +8,73 @@
   themselves go by ``_p2p_ops``, which keeps the directions apart; so do their shapes now.
 - Gradients of experts are summed over too few ranks where ``expert_model_parallel_size`` is 1 and
   ``tensor_model_parallel_size`` is not: see ``mark_expert``.
+- A distributed optimizer around torch's Adam, which keeps a count of updates per parameter, cannot
+  be loaded: a checkpoint has no such tensor for each. Loading then gives all parameters one tensor
+  to count in, which each of them advances.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from slipstream.learner.model.device import device
 
+_MARK = "_slipstream_repaired"
+
 
 def install() -> None:
     """Repair what is repaired by a replacement; a second call does nothing."""
     vars(moe_utils).setdefault("te_general_gemm", None)
     p2p_communication.P2PCommunicator._communicate_shapes = _communicate_shapes
+    if getattr(DistributedOptimizer, _MARK, False):
+        return
+    setattr(DistributedOptimizer, _MARK, True)
+    DistributedOptimizer._set_main_param_and_optimizer_states = _setting_states(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
+    DistributedOptimizer.load_state_dict = _loading_states(DistributedOptimizer.load_state_dict)
 
 
 def mark_expert(parameter: torch.nn.Parameter) -> None:
     """Have an expert's gradient summed over the ranks that hold the same expert."""
     parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's mark
+
+
+def _setting_states(
+    original: Callable[..., None],
+) -> Callable[[DistributedOptimizer, torch.nn.Parameter, dict[str, Tensor]], None]:
+    def set_states(
+        optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]
+    ) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+        state = optimizer.optimizer.state[main]
+        step = state.pop("step", None)
+        try:
+            with torch.no_grad():
+                original(optimizer, parameter, tensors)
+        finally:
+            if step is not None:
+                state["step"] = step
+
+    return set_states
+
+
+def _loading_states(
+    original: Callable[..., None],
+) -> Callable[[DistributedOptimizer, dict[str, Any]], None]:
+    def load(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+        original(optimizer, state_dict)
+        for state in optimizer.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+    return load
 
 
 def _communicate_shapes(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 MegatronOptimizer = Any  # megatron is untyped
@@ -24,6 +25,23 @@ def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
             for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
             put_steps_in_place(optimizer)
+
+
+def begin_steps(optimizer: MegatronOptimizer) -> None:
+    """Give a distributed optimizer the state of Adam that it has after its first update.
+
+    Megatron reads a checkpoint into what is there, and torch's Adam has nothing before.
+    """
+    for one in _parts(optimizer):
+        if not isinstance(one, DistributedOptimizer):
+            continue
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = one.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
 def put_steps_in_place(optimizer: MegatronOptimizer) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from slipstream.learner.model import device
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.optimizer import (
+    begin_steps,
     gradient_norm,
     put_steps_in_place,
     step_with,
@@ -31,6 +33,8 @@ from slipstream.learner.training.passes import Head, Passes
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.schedule import make_scheduler
 
+# Of Megatron's ways to write a distributed optimizer, the one that every layout can read.
+_OF_ANY_LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
 Output = TypeVar("Output")
 LossFunction = Callable[[int, PackedBatch, Output], tuple[Tensor, Sums]]
 """(microbatch number, batch, outputs of the model) -> (loss [], sums to log)."""
@@ -60,7 +64,11 @@ class Trainable(Generic[Output]):
         self._chunks = [
             DistributedDataParallel(
                 config,
-                DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=settings.distributed_optimizer,
+                    overlap_grad_reduce=settings.overlap_grad_reduce,
+                ),
                 Float16Module(config, chunk) if config.bf16 else chunk,
                 disable_bucketing=number > 0,
             )
@@ -68,6 +76,8 @@ class Trainable(Generic[Output]):
         ]
         for chunk in self._chunks:
             chunk.broadcast_params()
+        if settings.overlap_grad_reduce:
+            _overlap(config, self._chunks)
         self.passes = Passes(self._chunks, head, topology)
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -81,6 +91,7 @@ class Trainable(Generic[Output]):
                 clip_grad=settings.clip_grad,
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
+                use_distributed_optimizer=settings.distributed_optimizer,
             ),
             self._chunks,
         )
@@ -100,7 +111,11 @@ class Trainable(Generic[Output]):
     def sharded_state(self, *, is_loading: bool, prefix: str = "") -> dict[str, Any]:
         """Return weights, optimizer and schedule as Megatron's sharded state."""
         model = self.model.sharded_state_dict(prefix=prefix)
-        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading)
+        if is_loading:
+            begin_steps(self._optimizer)
+        optimizer = self._optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=_OF_ANY_LAYOUT
+        )
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
     def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:
@@ -161,6 +176,13 @@ class Trainable(Generic[Output]):
             values = self.passes.on_all_stages(torch.stack(own) if own else None, 1)
             totals = dict(zip(names, values.squeeze(-1), strict=True))
         return self.replicas.combined(totals)
+
+
+def _overlap(config: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Have Megatron's schedules sum gradients in the backward pass of the last microbatch."""
+    syncs = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
+    several = len(chunks) > 1
+    config.no_sync_func, config.grad_sync_func = syncs if several else (syncs[0][0], syncs[1][0])
 
 
 def _finalize(
