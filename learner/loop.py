@@ -45,7 +45,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PHASE_TIME, PhaseClock
 
-_VISIT_S = 15.0  # between two looks at a checkpoint that is being written, without a batch
+_VISIT_S = 1.0  # between two looks at a checkpoint that is being written, without a batch
 _ADVICE = {
     "nonfinite": "check learner.lr, the advantages (rewards), and the behavior logprobs",
     "invalid": "check the generators that sampled them",

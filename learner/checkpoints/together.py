@@ -43,6 +43,7 @@ class Together:
             OSError,
             RuntimeError,  # torch's writer, on a full disk
             ValueError,
+            MemoryError,
             CheckpointException,  # not an Exception
             CheckpointingException,
             SlipstreamError,

@@ -2,13 +2,19 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from slipstream.learner.checkpoints.digests import damage_of
-from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info, read_ledger
+from slipstream.wire.files.checkpoints import (
+    newest_checkpoint,
+    read_best,
+    read_checkpoint_info,
+    read_ledger,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.recorded import LAYOUTS, Replays, rows, weights
 from tests.support.ranks.run import start
@@ -142,3 +148,161 @@ def test_a_rank_killed_at_any_stage_leaves_a_whole_checkpoint_and_seals_no_other
     first = read_checkpoint_info(newest).step
     assert [step for _, step, *_ in runs.seals[1:]] == [s for s in (2, 4, 6) if s >= first]
     assert again == run
+
+
+@pytest.mark.parametrize(("layout", "rank"), [("one", 0), ("tp2", 1)])
+def test_a_save_that_is_due_waits_for_the_one_before_in_a_poll_that_probes_see(
+    tmp_path: Path, layout: str, rank: int
+):
+    runs = Runs(tmp_path)
+    slow = {"stage": "writing", "do": "hold", "rank": rank, "until": "waited"}
+    settings = (*LAYOUTS[layout], "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    run, _ = runs.trained("a", *settings, last_step=3, ends_at=3, acts=[slow])
+    assert [(step, newest) for _, step, _, newest in runs.seals] == [
+        *((1, "step-000001"), (2, "step-000002"), (3, "step-000003"))
+    ]
+    assert runs.seals[0][0] == "v1.2", "sealed when the second one was due"
+    first, second, third = rows(run)
+    assert "time/stage_checkpoint" not in first
+    assert second["time/stage_checkpoint"] > 0
+    assert "time/save_checkpoint_stall" not in second
+    assert third["time/save_checkpoint_stall"] > 0
+    assert third["time/save_checkpoint"] >= third["time/save_checkpoint_stall"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "stage", "who"),
+    [
+        ("tp2", 1, "writing", "rank 1: "),
+        pytest.param("one", 0, "complete", "", marks=pytest.mark.slow),
+        pytest.param("tp2", 0, "complete", "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_beside_training_is_counted_leaves_nothing_and_the_next_save_succeeds(
+    tmp_path: Path, layout: str, rank: int, stage: str, who: str
+):
+    runs = Runs(tmp_path)
+    full = {"stage": stage, "do": "fail", "rank": rank}
+    settings = (*LAYOUTS[layout], *SAVES)
+    run, log = runs.trained("a", *settings, acts=[full])
+    folder = run / "checkpoints"
+    failed = f"cannot write the checkpoint {folder / 'step-000002'}: {who}No space left on device"
+    assert f"{failed}; training continues" in log
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000004", "step-000006"]
+    assert [step for _, step, *_ in runs.seals] == [4, 6]
+    counts = [row["checkpoint/failed"] for row in rows(run)]
+    assert counts[:2] == [0, 0]
+    assert counts[4:] == [1, 1], "known when the next one was due"
+
+
+def test_a_stop_waits_for_the_save_in_flight_and_saves_then(tmp_path: Path):
+    runs = Runs(tmp_path)
+    slow = {"stage": "writing", "do": "hold", "until": "stopped"}
+    run, _ = runs.trained("a", *SAVES, acts=[slow], stops_at=3)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
+    assert [seal[:2] for seal in runs.seals] == [["v1.3", 2], ["v1.3", 3]]
+    newest = newest_checkpoint(run)
+    assert newest == run / "checkpoints" / "step-000003"
+    assert damage_of(newest) == ""
+
+
+def test_a_disk_that_hangs_costs_the_saves_that_wait_for_it_and_the_end_is_an_error(tmp_path: Path):
+    runs = Runs(tmp_path)
+    hangs = {"stage": "writing", "do": "hold", "until": "never"}
+    (process,) = runs.begin("a", *SAVES, "learner.timeout_s=1", acts=[hangs])
+    _, log = output_of(process)
+    assert process.returncode == 1, log
+    stuck = (
+        "step-000002 is still being written, a learner rank has made no progress with it for 1 s "
+        "(learner.timeout_s)"
+    )
+    warned = log.count(f"{stuck}; training continues")
+    assert warned == 3, "saves of steps 4 and 6 were due, that of 6 again in the wait for its end"
+    assert log.rstrip().endswith(f"CheckpointStuckError: {stuck}")
+    run = tmp_path / "runs" / "a"
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+    assert rows(run)[4]["checkpoint/failed"] == 1
+    assert newest_checkpoint(run) is None
+    assert runs.seals == []
+
+
+def test_an_evaluation_that_comes_during_the_save_is_written_to_it(tmp_path: Path):
+    runs = Runs(tmp_path)
+    slow = {"stage": "writing", "do": "hold", "until": "committed-4"}
+    evaluates = ("eval.file=held_out.jsonl", "eval.every_steps=2", "checkpoint.keep_best=true")
+    run, _ = runs.trained(
+        *("a", *SAVES, *evaluates, "checkpoint.keep_last=1"),
+        acts=[slow],
+        means=[(3, 2, (1, 2), 0.9), (99, 6, (1, 6), 0.1)],
+        stops_at=5,
+    )
+    folder = run / "checkpoints"
+    info = read_checkpoint_info(folder / "step-000002")
+    assert info.evaluation is not None
+    assert info.evaluation.mean == 0.9
+    marked = read_best(folder)
+    assert marked is not None
+    assert (marked.checkpoint, marked.value) == ("step-000002", 0.9)
+
+
+def test_what_is_being_replaced_stays_until_the_new_one_is_complete(tmp_path: Path):
+    runs = Runs(tmp_path)
+    run, _ = runs.trained("a", *SAVES)
+    folder = run / "checkpoints"
+    back_to = f"run.resume_from={folder / 'step-000002'}"
+    # The going back is the first save of its learner; the second one replaces step 4.
+    runs.killed("a", *SAVES, back_to, act={"stage": "complete", "save": 2})
+    versions = {path.name: read_checkpoint_info(path).version for path in folder.glob("step-*")}
+    assert versions == {
+        "step-000002": PolicyVersion(2, 2),
+        "step-000004": PolicyVersion(1, 4),
+        "step-000006": PolicyVersion(1, 6),
+    }
+    assert damage_of(folder / "step-000004") == ""
+    assert newest_checkpoint(run) == folder / "step-000002"
+
+    full = {"stage": "complete", "do": "fail", "save": 1}
+    _, log = runs.trained("a", *SAVES, back_to, acts=[full])
+    assert "training continues" in log
+    versions = {path.name: read_checkpoint_info(path).version for path in folder.glob("step-*")}
+    assert versions == {
+        "step-000002": PolicyVersion(2, 2),
+        "step-000004": PolicyVersion(1, 4),
+        "step-000006": PolicyVersion(3, 6),
+    }
+
+
+ENDS_AT_ONCE = """
+import threading
+import torch
+from slipstream.learner.main import run_and_leave
+from slipstream.weightbus.net.threads import submit
+
+class Disk:
+    def __init__(self):
+        self.reached = threading.Event()
+    def write(self, data):
+        self.reached.set()
+        threading.Event().wait()
+    def flush(self):
+        pass
+
+def body():
+    disk = Disk()
+    submit(lambda: torch.save(torch.zeros(8), disk))
+    disk.reached.wait()
+    raise SystemExit(0)
+
+raise SystemExit(run_and_leave(body))
+"""
+
+
+def test_a_second_signal_ends_the_learner_with_its_code_around_a_thread_that_writes():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -31,6 +32,7 @@ from slipstream.wire.files.checkpoints import (
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete, StepCommitted
 from slipstream.wire.messages.status import EvalFigures, EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.health import Health
 from slipstream.wire.settings.load import load_table
 from tests.support.waiting import HANG_S, until
 
@@ -43,7 +45,7 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     save: int = 1  # which of those that this process begins
     nth: int = 1  # time that it reaches the stage
     rank: int = 0
-    until: str = ""  # this file is there beside CONFIG: the end of a hold
+    until: str = ""  # this file is there beside CONFIG, or it was "waited" for: the end of a hold
 
 
 class Acts:
@@ -54,6 +56,7 @@ class Acts:
         self._folder = folder
         self._save = 0
         self._times: dict[tuple[int, str], int] = {}
+        self.signs: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # of the loop's progress
 
     def observe(self, stage: str) -> None:
         self._save += stage == "staged"
@@ -67,6 +70,9 @@ class Acts:
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "fail":
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                case "hold" if act.until == "waited":
+                    num_polls = self.signs()[2]
+                    until(lambda: self.signs()[2] > num_polls + 2, "nothing waits for it")  # noqa: B023
                 case "hold":
                     until((self._folder / act.until).exists, f"no {act.until}")
 
@@ -186,6 +192,13 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     fetching = link if topology.tensor_parallel_rank == 0 else None
     folder = config.parent
     coordinator = Coordinator(leader, topology, ScriptedStop(folder, scripted.stops_at))
+    acts = Acts(scripted.acts, rank, folder)
+
+    class Probed(Health):
+        def begins(self, signs: Callable[[], Any], missing: Callable[[], str] = str) -> None:
+            acts.signs = signs
+            super().begins(signs, missing)
+
     LearnerLoop(
         settings,
         topology,
@@ -194,8 +207,8 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
         fetching,
         coordinator,
         PhaseClock(),
-        observe_saves=Acts(scripted.acts, rank, folder).observe,
-    ).run()
+        observe_saves=acts.observe,
+    ).run(Probed())
     sys.stdout.write(json.dumps(link.seen))
     destroy_topology()
 
