@@ -11,7 +11,8 @@ process and what ends them.
     others    rank 0's answers, by broadcast         rank 0 has one, every learner.timeout_s / 4
     replicas  their payloads                         the broker answers; most were prefetched
     all ranks gradients, and whether one has failed  the slowest is there, in learner.timeout_s
-    saver     every rank's part of a checkpoint      all have written, between two steps
+    saver     copies of every rank's tensors         all are made, between two steps; no rank waits
+                                                     for the disk until the next save, or the end
     relay     a version that all ranks have written  publish(); the loop waits for no transfer
     prefetch  the next batch, beside the training    the broker answers; nothing waits for it
 
@@ -21,10 +22,12 @@ rejected by all, a version is published whole or not at all.
 """
 
 import time
+from collections.abc import Callable
 
 from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import Rejection, StepPlan, StopTraining
+from slipstream.learner.checkpoints.files import Stage, ignore
 from slipstream.learner.checkpoints.saver import Saver
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
@@ -42,6 +45,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PHASE_TIME, PhaseClock
 
+_VISIT_S = 1.0  # between two looks at a checkpoint that is being written, without a batch
 _ADVICE = {
     "nonfinite": "check learner.lr, the advantages (rewards), and the behavior logprobs",
     "invalid": "check the generators that sampled them",
@@ -64,8 +68,12 @@ class LearnerLoop:
         link: RankLink | None,
         coordinator: Coordinator,
         clock: PhaseClock,
+        *,
+        observe_saves: Callable[[Stage], None] = ignore,
     ) -> None:
         """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
+
+        ``observe_saves`` is told of each stage of each checkpoint, also by threads.
 
         Raises:
             ConfigError: checkpoints cannot be written.
@@ -87,6 +95,7 @@ class LearnerLoop:
             coordinator.ledger_snapshot,
             coordinator.seal,
             run_id=coordinator.run_id,
+            observe=observe_saves,
         )
         self._profiler = StepProfiler(
             settings.profile, settings.run.folder / "profile", rank=topology.rank
@@ -128,7 +137,7 @@ class LearnerLoop:
             self._saver.close()
 
     def _signs(self) -> tuple[int, int, int]:
-        """Return what changes with progress: phases, answers without a batch, waits for uploads."""
+        """Return what changes with progress: phases, answers without a batch, waits to save."""
         return self._clock.num_changes, self._num_orders, self._saver.num_polls
 
     def _start(self) -> PolicyVersion:
@@ -149,13 +158,18 @@ class LearnerLoop:
     def _next_order(self, version: PolicyVersion) -> StepPlan | RunComplete | StopTraining:
         """Return the same planned batch on every rank, or why there will be none.
 
-        While there is none, rank 0 still answers often enough that no rank takes it for dead. After
-        the last step come evaluations: the policy is saved before the loop waits for them.
+        While there is none, rank 0 still answers often enough that no rank takes it for dead, and
+        that a checkpoint that has been written meanwhile is finished. After the last step come
+        evaluations: the policy is saved before the loop waits for them.
         """
-        wait_s = self._settings.learner.timeout_s / 4
+        longest_s = self._settings.learner.timeout_s / 4
         while True:
+            wait_s = min(longest_s, _VISIT_S) if self._saver.is_saving else longest_s
             order = self._coordinator.next_order(version, max_wait_s=wait_s)
             self._num_orders += 1
+            if self._saver.is_saving:
+                with self._clock.phase("checkpoint"):
+                    self._saver.visit(version)
             if not isinstance(order, BatchNotReady):
                 return order
             if version.step >= order.last_step:  # a stop was planned since the commit

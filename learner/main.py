@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.learner.gpu_variables import gpu_variables
@@ -21,7 +22,7 @@ from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 
-_THREADS_S = 1.0  # for requests to a store that does not answer
+_THREADS_S = 1.0  # for requests to a store that does not answer, a checkpoint that is given up
 
 
 def main() -> int:
@@ -121,9 +122,16 @@ def main() -> int:
         run_learner(settings, place, sys.argv[1:], launch=launch, stop=stop)
         return 0
 
-    code = run_role(body)
-    if place.address is not None:
-        leave(code)
+    return run_and_leave(body)
+
+
+def run_and_leave(body: Callable[[], int]) -> int:
+    """Run the learner; return its exit code, or end the process with it."""
+    try:
+        code = run_role(body)
+    except SystemExit as end:  # stopped at once
+        code = end.code if isinstance(end.code, int) else 1
+    leave(code)
     return code
 
 

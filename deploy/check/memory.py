@@ -8,6 +8,7 @@ on GPUs is estimated in `deploy/launch/memory.py`.
     frozen policy        4 P'                a reference or a teacher
     engine on a CPU      4 P + KV            KV: generators.max_cached_tokens tokens
     reward worker        nothing             its functions take what they do: reward.memory_mb
+    copies for saving    12 P or 14 P        of a checkpoint, with checkpoint.asynchronous
     versions             3 f P in /dev/shm   slots of the learner's shared memory
     checkpoint           12 P or 14 P        float32 weights and moments; bfloat16 weights besides
 """
@@ -69,8 +70,25 @@ def checkpoint_bytes(hf: HfConfig, *, on_gpu: bool, has_critic: bool = False) ->
     return (14 if on_gpu else 12) * hf.num_parameters * (2 if has_critic else 1)
 
 
+def copies_memory(
+    hf: HfConfig, checkpoint: CheckpointSection, *, on_gpu: bool, has_critic: bool = False
+) -> list[MemoryPart]:
+    """Return the memory of a learner's host for what is saved while training continues.
+
+    One replica's ranks hold it, together; all of them may be on this host.
+    """
+    if not (checkpoint.asynchronous and _saves_during_training(checkpoint)):
+        return []
+    size = float(checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic))
+    return [MemoryPart("copies for saving", size, "checkpoint.asynchronous")]
+
+
 def most_checkpoints(checkpoint: CheckpointSection) -> int:
     """Return how many checkpoints are on the disk at a time, with the one that is being written."""
-    if not (checkpoint.every_steps or checkpoint.keep_best):
+    if not _saves_during_training(checkpoint):
         return 1
     return checkpoint.keep_last + checkpoint.keep_best + 1
+
+
+def _saves_during_training(checkpoint: CheckpointSection) -> bool:
+    return bool(checkpoint.every_steps) or checkpoint.keep_best

@@ -33,7 +33,7 @@ from slipstream.deploy.check.machine import (
     see_gpus,
     shared_memory_now,
 )
-from slipstream.deploy.check.memory import host_memory, versions_bytes
+from slipstream.deploy.check.memory import copies_memory, host_memory, versions_bytes
 from slipstream.deploy.check.model import observe_model
 from slipstream.deploy.check.network import observe_network
 from slipstream.deploy.check.requests import (
@@ -65,7 +65,9 @@ from slipstream.wire.settings.sections import model_folder
 if TYPE_CHECKING:
     from slipstream.deploy.check.passage import Sender
 
-_MODEL_SETTINGS = "run.model, generators.count, generators.max_cached_tokens, learner.ranks"
+_MODEL_SETTINGS = (
+    "run.model, generators.count, generators.max_cached_tokens, learner.ranks, checkpoint"
+)
 _GPU_SETTINGS = "run.model, learner.tensor_parallel, learner.max_tokens_per_microbatch"
 
 
@@ -166,6 +168,10 @@ def _resources(view: _View) -> list[Fact]:
             has_critic=view.has_critic,
         )
     )
+    if "learner" in view.kinds:
+        parts += copies_memory(
+            view.hf, config.learner.checkpoint, on_gpu=view.on_gpu, has_critic=view.has_critic
+        )
     facts = [judge_memory("memory", parts, *host_memory_now(), _MODEL_SETTINGS)]
     shared = shared_memory_now()
     if "learner" in view.kinds and shared is not None:

@@ -74,6 +74,9 @@ class LeaderLink(PayloadLink):
         self._should_stop = should_stop
         self._tokens = 0
         self._version: PolicyVersion | None = None
+        self._waits_for: PolicyVersion | None = None  # to train a batch from
+        self._waits_since = 0.0
+        self._logged = ""  # as the reason of that wait
         self._last_step = settings.run.steps  # as the other ranks know it
         self._found: StepPlan | None = None  # of a coming step
         self._posted: int | None = None  # the step that was posted for the other ranks
@@ -110,11 +113,13 @@ class LeaderLink(PayloadLink):
         """
         self._loop.call(self._end_search)
         since = time.monotonic()
-        logged = ""
+        if self._waits_for != version:  # else this is one wait in several calls
+            self._waits_for, self._waits_since, self._logged = version, since, ""
         while True:
             self._loop.check()
             match self._loop.run(self._request_batch(version, version.step)):
                 case BatchDelivered() as batch:
+                    self._waits_for = None
                     found = self._found  # planned for its prefetch
                     if found is not None and found.batch == batch:
                         return found
@@ -122,14 +127,15 @@ class LeaderLink(PayloadLink):
                 case RunComplete() as complete:
                     return complete
                 case BatchNotReady(reason=reason, last_step=last_step) as answer:
-                    waited = time.monotonic() - since
+                    now = time.monotonic()
                     is_news = last_step != self._last_step
                     self._last_step = last_step
-                    if is_news or waited > max_wait_s or self._should_stop():
+                    waited_s = now - self._waits_since
+                    if waited_s > _LOG_WAITING_AFTER_S and reason != self._logged:
+                        _log.info("no batch for %.0f s: waiting for %s", waited_s, reason)
+                        self._logged = reason
+                    if is_news or now - since > max_wait_s or self._should_stop():
                         return answer
-                    if waited > _LOG_WAITING_AFTER_S and reason != logged:
-                        _log.info("no batch for %.0f s: waiting for %s", waited, reason)
-                        logged = reason
 
     def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
         """Report that the batch of this step was not trained; returns when durable."""

@@ -5,6 +5,7 @@ checkpoint.json, which is checked by reading it, and the broker's ledger, which 
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,11 +28,20 @@ _CHUNK_BYTES = 1 << 22
 _THREADS = min(8, os.cpu_count() or 1)
 
 
-def write_digests(folder: Path) -> None:
-    """Write the digests of a checkpoint whose files are complete."""
+def write_digests(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """Write the digests of a checkpoint whose files are complete.
+
+    ``progress`` is called now and then, from several threads.
+    """
     files = sorted(path for path in folder.iterdir() if path.name not in _LATER)
     with ThreadPoolExecutor(_THREADS) as pool:
-        digests = dict(zip((path.name for path in files), pool.map(_digest, files), strict=True))
+        digests = dict(
+            zip(
+                (path.name for path in files),
+                pool.map(lambda path: _digest(path, progress), files),
+                strict=True,
+            )
+        )
     (folder / DIGESTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(digests)))
 
 
@@ -72,9 +82,10 @@ def _damage_of_file(path: Path, expected: str) -> str:
         return f"{path.name}: {error.strerror}"
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, progress: Callable[[], None] = lambda: None) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
+            progress()
     return digest.hexdigest()

@@ -4,44 +4,41 @@ A checkpoint is written into a folder of another name, synced to disk and rename
 every rank is done: one that bears its name is complete. Whatever goes wrong on any rank, all
 ranks give it up together.
 
-Tensors are written by torch's own writer in this process. Megatron's default starts a manager
-and forks writer processes, which takes seconds and forks a process with running threads.
+Training waits until each rank's tensors are copied, or, where nothing is trained meanwhile, until
+they are written: docs/adr/0041.
 """
 
+import io
 import logging
 import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
-from megatron.core.dist_checkpointing.core import (
-    CheckpointingConfig,
-    CheckpointingException,
-    save_config,
-)
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
-from typing_extensions import override
+from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.learner.checkpoints.digests import write_digests
+from slipstream.learner.checkpoints.part import Part
+from slipstream.learner.checkpoints.staging import Staging
+from slipstream.learner.checkpoints.together import CheckpointError, CheckpointStuckError, Together
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
-from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.weightbus.net.threads import submit
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     INFO_FILE,
     LEDGER_FILE,
@@ -51,16 +48,22 @@ from slipstream.wire.files.checkpoints import (
     ledger_file,
 )
 from slipstream.wire.files.replace import put_in_place
+from slipstream.wire.process.patience import Patience, Signs
 
 _log = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 _BACKEND = CheckpointingConfig("torch_dist", 1)
-T = TypeVar("T")
+_POLL_S = 0.1
+_TIMEOUT_S = 900.0  # as learner.timeout_s
+
+Stage: TypeAlias = Literal["staged", "writing", "written", "complete", "renamed"]
+"""Of a save: training may go on; a rank writes its next tensor, or has written all; all files are
+there; it has its name."""
 
 
-class CheckpointError(SlipstreamError):
-    """A checkpoint could not be written; earlier ones are untouched."""
+def ignore(_stage: Stage) -> None:
+    """Do nothing about a stage."""
 
 
 def prepare_folder(folder: Path) -> None:
@@ -90,12 +93,166 @@ def prepare_folder(folder: Path) -> None:
         ) from error
 
 
+class Save:
+    """A checkpoint on its way to disk. Every rank has one and calls its methods at the same places.
+
+    The main threads collect, copy and plan together. Then a thread of each rank writes its part and
+    takes part in no collective. Once the main threads have agreed that all have written, a thread
+    of rank 0 adds what describes the whole, syncs and renames.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        topology: Topology,
+        folder: Path,
+        info: CheckpointInfo,
+        ledger: Callable[[], bytes],
+        *,
+        timeout_s: float,
+        staging: Staging | None = None,
+        observe: Callable[[Stage], None] = ignore,
+    ) -> None:
+        """Begin to write into RUN/checkpoints.
+
+        Rank 0 calls ``ledger`` for that of the broker.
+
+        Args:
+            policy: as it is saved. Without ``staging`` it must not change before it is written.
+            topology: of the ranks.
+            folder: RUN/checkpoints.
+            info: content of checkpoint.json.
+            ledger: returns the broker's part of the checkpoint.
+            timeout_s: without progress of a thread that ``wait`` waits for.
+            staging: for copies of the tensors; those of the save before must have been written.
+            observe: is told of each stage as it is reached, on the thread that has reached it.
+
+        Raises:
+            CheckpointError: on every rank, if any of them failed; nothing is left behind.
+        """
+        self.path = folder / checkpoint_name(info.step)
+        self.num_polls = 0  # of ``wait``
+        self._unfinished = folder / f".{self.path.name}{_UNFINISHED}"
+        self._topology = topology
+        self._together = Together(self.path, topology)
+        self._observe = observe
+        self._timeout_s = timeout_s
+        self._num_signs = 0  # of progress
+        self._patience = Patience(
+            f"{self.path.name} to be written", timeout_s, lambda: Signs(0.0, self._num_signs, 0)
+        )
+        self._files: dict[str, bytes] = {}  # of rank 0, beside the tensors
+        try:
+            self._together.on_rank_0(lambda: self._begin(info, ledger))
+            sharded, common = self._together.on_all(  # parts split over ranks, parts all hold
+                lambda: save_preprocess(
+                    {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
+                )
+            )
+            if topology.rank == 0:
+                self._files[COMMON_STATE_FNAME] = _serialized(common)
+            by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+                sharded, keep_only_main_replica=True
+            )
+            if staging is not None:
+                self._together.on_all(lambda: _stage(by_key, staging))
+            self._part = self._together.on_all(
+                lambda: Part(
+                    by_key, self._unfinished, self._on_tensor, is_staged=staging is not None
+                )
+            )
+        except CheckpointError:
+            self._clear()
+            raise
+        observe("staged")
+        self._all_wrote = topology.world_size == 1  # what follows needs nobody else
+        self._work: Future[Any] = submit(self._write)
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether the checkpoint bears its name.
+
+        Raises:
+            CheckpointError: on every rank, if any of them failed; nothing is left behind.
+        """
+        if any_rank(not self._work.done(), world_size=self._topology.world_size):
+            return False
+        work = self._work
+        try:
+            if self._all_wrote:
+                self._together.on_all(work.result)
+                return True
+            of_all = self._together.on_all(lambda: self._part.gathered(work.result))
+        except CheckpointError:
+            self._clear()
+            raise
+        self._all_wrote = True
+        if self._topology.rank == 0:
+            self._work = submit(lambda: self._finish(of_all))
+        return False
+
+    def wait(self) -> None:
+        """Wait until the checkpoint bears its name.
+
+        Raises:
+            CheckpointError: on every rank, if any of them failed; nothing is left behind.
+            CheckpointStuckError: the same, if the thread of one has made no progress for too long.
+        """
+        world_size = self._topology.world_size
+        while not self.advance():
+            self.num_polls += 1
+            is_stuck = not self._work.done() and self._patience.is_over()
+            if any_rank(is_stuck, world_size=world_size):  # so none waits long for the slowest
+                raise CheckpointStuckError(
+                    f"{self.path.name} is still being written, a learner rank has made no progress "
+                    f"with it for {self._timeout_s:g} s (learner.timeout_s)"
+                )
+            wait_for([self._work], _POLL_S)
+
+    def _begin(self, info: CheckpointInfo, ledger: Callable[[], bytes]) -> None:
+        self._files = {LEDGER_FILE: ledger_file(ledger()), INFO_FILE: encode_info(info)}
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._unfinished.mkdir(parents=True)
+
+    def _write(self) -> list[WriteResult]:
+        """Write this rank's part, on its thread; all of it, where there is one rank."""
+        for name, data in self._files.items():
+            (self._unfinished / name).write_bytes(data)
+        results = self._part.write()
+        self._observe("written")
+        if self._all_wrote:
+            self._finish([results])
+        return results
+
+    def _finish(self, results: list[list[WriteResult]]) -> None:
+        """Add what describes the parts of all ranks, and rename; on a thread of rank 0."""
+        self._part.finish(results)
+        save_config(_BACKEND, str(self._unfinished))
+        write_digests(self._unfinished, self._progress)
+        self._observe("complete")
+        put_in_place(self._unfinished, self.path)
+        self._observe("renamed")
+
+    def _on_tensor(self) -> None:
+        self._progress()
+        self._observe("writing")
+
+    def _progress(self) -> None:
+        self._num_signs += 1
+
+    def _clear(self) -> None:
+        """Remove what was written; no thread of any rank writes any more."""
+        if self._topology.rank == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
 def save_checkpoint(
     policy: Policy,
     topology: Topology,
     folder: Path,
     info: CheckpointInfo,
     ledger: Callable[[], bytes],
+    *,
+    timeout_s: float = _TIMEOUT_S,
 ) -> Path:
     """Write a checkpoint into RUN/checkpoints and return its folder; every rank calls this.
 
@@ -104,107 +261,22 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if any of them failed; nothing is left behind.
     """
-    final = folder / checkpoint_name(info.step)
-    unfinished = folder / f".{final.name}{_UNFINISHED}"
-    together = _Together(final, topology)
-    try:
-        together.on_rank_0(lambda: _begin(unfinished, info, ledger()))
-        sharded, common = together.on_all(  # parts split over ranks, parts that all hold alike
-            lambda: save_preprocess(
-                {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
-            )
-        )
-        together.on_rank_0(lambda: torch.save(common, unfinished / COMMON_STATE_FNAME))
-        together.on_all(lambda: _write_tensors(sharded, unfinished))
-        together.on_rank_0(lambda: _finish(unfinished, final))
-    finally:
-        if topology.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return final
+    save = Save(policy, topology, folder, info, ledger, timeout_s=timeout_s)
+    save.wait()
+    return save.path
 
 
-class _Together:
-    """Runs parts of a save so that all ranks learn whether all of them succeeded."""
-
-    def __init__(self, target: Path, topology: Topology) -> None:
-        self._target = target
-        self._topology = topology
-
-    def on_all(self, part: Callable[[], T]) -> T:
-        """Run a part on every rank."""
-        results: list[T] = []
-        failure: BaseException | None = None
-        try:
-            results.append(part())
-        except (
-            OSError,
-            RuntimeError,  # torch's writer, on a full disk
-            ValueError,
-            CheckpointException,  # not an Exception
-            CheckpointingException,
-            SlipstreamError,
-        ) as error:
-            failure = error
-        if any_rank(failure is not None, world_size=self._topology.world_size):
-            reason = reason_of(failure) if failure is not None else "another rank failed"
-            raise CheckpointError(
-                f"cannot write the checkpoint {self._target}: {reason}"
-            ) from failure
-        return results[0]
-
-    def on_rank_0(self, part: Callable[[], None]) -> None:
-        """Run a part on rank 0; the others wait for its outcome."""
-        self.on_all(part if self._topology.rank == 0 else lambda: None)
+def _stage(by_key: dict[str, list[ShardedBase]], staging: Staging) -> None:
+    """Put copies in the place of tensors that training changes."""
+    tensors = [one for many in by_key.values() for one in many if isinstance(one, ShardedTensor)]
+    for one, copy in zip(tensors, staging.copy([one.data for one in tensors]), strict=True):
+        one.data = copy
 
 
-def reason_of(failure: BaseException) -> str:
-    """Return one line about a failure of a disk or of torch's reader or writer."""
-    if isinstance(failure, CheckpointException) and failure.failures:
-        rank, (error, _trace) = next(iter(failure.failures.items()))
-        return f"rank {rank}: {reason_of(error)}"
-    if isinstance(failure, OSError) and failure.strerror:
-        return failure.strerror
-    return str(failure).partition("\n")[0] or type(failure).__name__
-
-
-class _Writer(FileSystemWriter):
-    """Raises the disk's error: torch sends other ranks only the missing part of its archive."""
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
-        """Write this rank's part."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None:
-                raise
-            raise OSError(cause.errno, cause.strerror) from error
-
-
-def _begin(unfinished: Path, info: CheckpointInfo, ledger: bytes) -> None:
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    (unfinished / LEDGER_FILE).write_bytes(ledger_file(ledger))
-    (unfinished / INFO_FILE).write_bytes(encode_info(info))
-
-
-def _write_tensors(sharded: dict[str, Any], folder: Path) -> None:
-    """Write every rank's part; an error on one rank is raised on all of them."""
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    save_with_torch(
-        mcore_to_pyt_state_dict(by_key, is_loading=False),
-        storage_writer=_Writer(folder, thread_count=1),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-    )
-
-
-def _finish(unfinished: Path, final: Path) -> None:
-    save_config(_BACKEND, str(unfinished))
-    write_digests(unfinished)
-    put_in_place(unfinished, final)
+def _serialized(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def random_state(topology: Topology) -> ShardedObject:

@@ -12,8 +12,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.learner.checkpoints.digests import damage_of
-from slipstream.learner.checkpoints.files import random_state, reason_of
+from slipstream.learner.checkpoints.files import random_state
 from slipstream.learner.checkpoints.identity import refuse_other_model, sizes_of
+from slipstream.learner.checkpoints.together import reason_of
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology

@@ -1,27 +1,23 @@
 """Saves and prunes the learner's checkpoints; the decisions are in retention.py."""
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
-from pathlib import Path
 
-import msgspec
-
-from slipstream.learner.checkpoints.files import CheckpointError, prepare_folder, save_checkpoint
+from slipstream.learner.checkpoints.files import Save, Stage, ignore, prepare_folder
 from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
+from slipstream.learner.checkpoints.kept import Kept
 from slipstream.learner.checkpoints.retention import (
     Resumption,
-    best_of,
-    evaluation_of,
     is_final_save_due,
     is_overtaken,
     is_save_due,
-    to_remove,
 )
+from slipstream.learner.checkpoints.staging import Staging
+from slipstream.learner.checkpoints.together import CheckpointError, CheckpointStuckError
 from slipstream.learner.checkpoints.uploader import Uploader
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.collectives import any_rank
@@ -29,17 +25,12 @@ from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.files.checkpoints import (
-    BEST_FILE,
     FORMAT_REVISION,
-    INFO_FILE,
     LEDGER_FILE,
     UPLOAD_FILE,
-    BestCheckpoint,
     CheckpointInfo,
     checkpoint_name,
-    encode_info,
     ledger_file,
-    read_best,
     read_checkpoint_info,
     readable_checkpoints,
 )
@@ -52,8 +43,22 @@ _log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "megatron-core")
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A checkpoint that is being written."""
+
+    save: Save
+    info: CheckpointInfo
+    replaced: CheckpointInfo | None  # the complete one of its name, until this one is; rank 0
+    started_s: float
+
+
 class Saver:
-    """The checkpoints of one run. Every rank has one; rank 0 alone touches finished checkpoints."""
+    """The checkpoints of one run. Every rank has one; rank 0 alone touches finished checkpoints.
+
+    At most one is being written at a time. All ranks know whether one is, and finish it together
+    at the next call of any method that says so.
+    """
 
     def __init__(
         self,
@@ -64,11 +69,13 @@ class Saver:
         seal: Callable[[PolicyVersion, int, int], None],
         *,
         run_id: str = "",
+        observe: Callable[[Stage], None] = ignore,
     ) -> None:
         """Prepare the run's folder.
 
         Rank 0 calls ``ledger`` for that of the broker, and ``seal`` to report its own version, the
-        step of a durable checkpoint, and that of the oldest one that is kept.
+        step of a durable checkpoint, and that of the oldest one that is kept. ``observe`` is told
+        of each stage of each save.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.
@@ -80,33 +87,59 @@ class Saver:
         self._report_sealed = seal
         self._run_id = run_id
         self._folder = settings.run.checkpoints
+        self._observe = observe
+        self._staging = Staging()
+        self._in_flight: _InFlight | None = None
         self._num_failed = 0
-        self._seconds: float | None = None
-        self._infos: dict[Path, CheckpointInfo] = {}
+        self._num_polls = 0
+        self._figures: dict[str, float] = {}  # since they were asked for
         self._saved = PolicyVersion(0, 0)  # nothing is lost with the weights a run starts from
+        self._current = self._saved  # which the broker wants to hear with every request
         resumed = settings.resume_from
         self._resumed = read_checkpoint_info(resumed) if resumed is not None else None
-        self._resumption: Resumption | None = None
+        uploads = topology.rank == 0 and bool(settings.checkpoint.upload)
         if topology.rank == 0:
             prepare_folder(self._folder)
-            self._infos = readable_checkpoints(self._folder)
-        uploads = topology.rank == 0 and bool(settings.checkpoint.upload)
         self._uploader = Uploader(settings, run_id) if uploads else None
-        if topology.rank == 0 and not uploads:
-            (self._folder / UPLOAD_FILE).unlink(missing_ok=True)  # of a start with other settings
+        self._kept = Kept(settings, self._uploader)
+        if topology.rank == 0:
+            self._kept.infos = readable_checkpoints(self._folder)
+            if not uploads:  # of a start with other settings
+                (self._folder / UPLOAD_FILE).unlink(missing_ok=True)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the last save, for a step's metrics."""
-        figures = {"checkpoint/failed": float(self._num_failed)}
-        if self._seconds is not None:
-            figures["time/save_checkpoint"] = self._seconds
-            self._seconds = None
+        """Return the figures of saves since the last call, for a step's metrics."""
+        figures, self._figures = self._figures, {}
+        figures["checkpoint/failed"] = float(self._num_failed)
+        figures["checkpoint/staged_bytes"] = float(self._staging.num_bytes)
         return figures | (self._uploader.figures() if self._uploader is not None else {})
 
     @property
     def num_polls(self) -> int:
-        """How often ``close`` has looked whether it may end."""
-        return self._uploader.num_polls if self._uploader is not None else 0
+        """How often a wait for a save or an upload has looked whether it may end."""
+        saving = self._in_flight.save.num_polls if self._in_flight is not None else 0
+        uploading = self._uploader.num_polls if self._uploader is not None else 0
+        return self._num_polls + saving + uploading
+
+    @property
+    def is_saving(self) -> bool:
+        """True if a checkpoint is being written; the same on every rank."""
+        return self._in_flight is not None
+
+    def visit(self, version: PolicyVersion) -> None:
+        """Finish a save that is written by now; a failure is a warning. Every rank calls this.
+
+        ``version`` is that of the learner now, here and in the other methods.
+        """
+        self._current = version
+        if self._in_flight is None:
+            return
+        try:
+            if self._in_flight.save.advance():
+                self._complete()
+        except CheckpointError as error:
+            self._give_up()
+            self._warn(error)
 
     def close(self) -> None:
         """Wait until the newest checkpoint is uploaded, or has failed to be."""
@@ -122,52 +155,62 @@ class Saver:
         Raises:
             CheckpointError: that could not be done.
         """
-        self._saved = version
+        self._saved = self._current = version
         if self._resumed is None:
-            self._upload()
+            self._kept.upload()
             return
-        self._resumption = Resumption(self._resumed.version, version.epoch)
+        resumption = self._kept.resumption = Resumption(self._resumed.version, version.epoch)
         overtaken = self._topology.rank == 0 and is_overtaken(
-            list(self._infos.values()), self._resumption
+            list(self._kept.infos.values()), resumption
         )
         if any_rank(overtaken, world_size=self._topology.world_size):
-            self._save(version, self._resumed.evaluation)
+            self._begin(version, self._resumed.evaluation)
+            self._wait()
         else:
-            self._upload()
-            self._seal(version)
+            self._kept.upload()
+            self._seal(version.step)
 
     def save_if_due(self, version: PolicyVersion, *, last_step: int) -> None:
         """Save if this step is due or the last; a failure is a warning. Every rank calls this.
 
-        The last one is tried again ``at_end``.
+        With checkpoint.asynchronous this returns once the policy is copied, unless nothing is
+        trained any more. The last one is tried again ``at_end``.
         """
+        self.visit(version)
         checkpoint, evaluation = self._settings.checkpoint, self._settings.eval
         is_last = version.step >= last_step
         due = is_save_due(version.step, checkpoint, evaluation)
         due = due or (is_last and is_final_save_due(checkpoint, evaluation))
-        if not due or version == self._saved:
+        if not due:
             return
+        is_beside = checkpoint.asynchronous and not is_last
         try:
-            self._save(version)
+            if not self._has_begun(version):
+                self._wait_for_earlier()
+                self._begin(version, is_beside=is_beside)
+            if not is_beside:
+                self._wait()
         except CheckpointError as error:
-            self._num_failed += 1
-            _log.warning("%s; training continues", error)
+            self._warn(error)
 
     def at_end(self, version: PolicyVersion) -> None:
         """Save the policy that the run ends with, if asked and not done. Every rank calls this.
 
         If it was saved before the last evaluations ended, its ledger is replaced by one that has
-        them.
+        them. Nothing is being written after this.
 
         Raises:
             CheckpointError: it could not be saved.
         """
+        self._current = version
+        self._wait_for_earlier()
         due = is_final_save_due(self._settings.checkpoint, self._settings.eval)
         if due and version != self._saved:
-            self._save(version)
+            self._begin(version)
+            self._wait()
         elif self._topology.rank == 0:
             path = self._folder / checkpoint_name(version.step)
-            if path not in self._infos or self._infos[path].version != version:
+            if path not in self._kept.infos or self._kept.infos[path].version != version:
                 return
             try:
                 replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
@@ -177,31 +220,45 @@ class Saver:
     def on_stop(self, version: PolicyVersion) -> None:
         """Save before an early end, if not done. Every rank calls this.
 
+        Nothing is being written after this.
+
         Raises:
             CheckpointError: it could not be saved.
         """
+        self._current = version
+        self._wait_for_earlier()
         if version != self._saved:
-            self._save(version)
+            self._begin(version)
+            self._wait()
 
     def note(self, evaluations: Sequence[EvalPoint]) -> None:
-        """Write evaluations to the checkpoints they belong to, and which is the best; rank 0."""
-        try:
-            noted = False
-            for path, info in self._infos.items():
-                if info.evaluation is not None:
-                    continue
-                point = evaluation_of(info, evaluations, self._resumption)
-                if point is not None:
-                    self._infos[path] = msgspec.structs.replace(info, evaluation=point)
-                    replace_file(path / INFO_FILE, encode_info(self._infos[path]))
-                    noted = True
-            if noted:
-                self._settle()
-        except OSError as error:
-            _log.warning("cannot note evaluations in %s: %s", self._folder, error.strerror)
+        """Write evaluations to the checkpoints they belong to, and which is the best; rank 0.
 
-    def _save(self, version: PolicyVersion, evaluation: EvalPoint | None = None) -> None:
-        started = time.monotonic()
+        One that is being written gets its own when it is complete.
+        """
+        self._kept.note(evaluations)
+
+    # ---- one save --------------------------------------------------------------
+
+    def _has_begun(self, version: PolicyVersion) -> bool:
+        in_flight = self._in_flight
+        return version == self._saved or (
+            in_flight is not None and version == in_flight.info.version
+        )
+
+    def _begin(
+        self,
+        version: PolicyVersion,
+        evaluation: EvalPoint | None = None,
+        *,
+        is_beside: bool = False,
+    ) -> None:
+        """Begin to save; none is being written.
+
+        Raises:
+            CheckpointError: that could not be done.
+        """
+        started_s = time.monotonic()
         model, run = self._policy.model, self._settings.run
         info = CheckpointInfo(
             format_revision=FORMAT_REVISION,
@@ -222,78 +279,99 @@ class Saver:
             has_reference=self._policy.renews_reference,
             has_digests=True,
         )
-        path = save_checkpoint(
-            self._policy, self._topology, self._folder, info, lambda: self._ledger(version)
+        save = Save(
+            self._policy,
+            self._topology,
+            self._folder,
+            info,
+            lambda: self._ledger(version),
+            timeout_s=self._settings.learner.timeout_s,
+            staging=self._staging if is_beside else None,
+            observe=self._observe,
         )
-        self._saved = version
-        self._seconds = time.monotonic() - started
-        if self._topology.rank == 0:
-            _log.info("saved %s in %.2f s", path, self._seconds)
-            self._infos[path] = info
-            self._settle()
-            self._seal(version)
+        # Its thread may rename at any time: what has the same name is no other's business.
+        replaced = self._kept.infos.pop(save.path, None)
+        self._in_flight = _InFlight(save, info, replaced, started_s)
+        if is_beside:
+            self._add("time/stage_checkpoint", time.monotonic() - started_s)
 
-    def _seal(self, version: PolicyVersion) -> None:
-        """Report to the broker that a durable checkpoint holds the steps before this version.
+    def _wait(self) -> None:
+        """Wait until the save in flight, if there is one, is complete.
+
+        Raises:
+            CheckpointError: it failed.
+            CheckpointStuckError: it is still in flight.
+        """
+        if self._in_flight is None:
+            return
+        try:
+            self._in_flight.save.wait()
+        except CheckpointStuckError:
+            raise
+        except CheckpointError:
+            self._give_up()
+            raise
+        self._complete()
+
+    def _wait_for_earlier(self) -> None:
+        """Wait for the save in flight; a failure is a warning.
+
+        Raises:
+            CheckpointStuckError: it is still in flight.
+        """
+        if self._in_flight is None:
+            return
+        started_s = time.monotonic()
+        try:
+            self._wait()
+        except CheckpointStuckError:
+            raise
+        except CheckpointError as error:
+            self._warn(error)
+        finally:
+            self._add("time/save_checkpoint_stall", time.monotonic() - started_s)
+
+    def _complete(self) -> None:
+        """The save in flight has its name: count on it, and have the broker do so."""
+        done = self._end_flight()
+        self._saved = done.info.version
+        seconds = time.monotonic() - done.started_s
+        self._add("time/save_checkpoint", seconds)
+        if self._topology.rank == 0:
+            _log.info("saved %s in %.2f s", done.save.path, seconds)
+            self._kept.add(done.save.path, done.info)
+            self._seal(done.info.step)
+
+    def _give_up(self) -> None:
+        """The save in flight has failed: what it was to replace is still there."""
+        failed = self._end_flight()
+        if failed.replaced is not None and failed.save.path.is_dir():
+            self._kept.infos[failed.save.path] = failed.replaced
+
+    def _end_flight(self) -> _InFlight:
+        ended = self._in_flight
+        if ended is None:
+            raise ValueError("no checkpoint is being written")
+        self._num_polls += ended.save.num_polls
+        self._in_flight = None
+        return ended
+
+    def _warn(self, error: CheckpointError) -> None:
+        self._num_failed += 1
+        _log.warning("%s; training continues", error)
+
+    def _add(self, figure: str, seconds: float) -> None:
+        self._figures[figure] = self._figures.get(figure, 0.0) + seconds
+
+    def _seal(self, step: int) -> None:
+        """Report to the broker that a durable checkpoint holds the steps before this one.
 
         A failure is a warning: the next report includes it.
         """
         if self._topology.rank != 0:
             return
-        oldest = min((info.step for info in self._infos.values()), default=version.step)
+        oldest = min((info.step for info in self._kept.infos.values()), default=step)
         try:
-            self._report_sealed(version, version.step, min(oldest, version.step))
+            self._report_sealed(self._current, step, min(oldest, step))
         except SlipstreamError as error:
-            _log.warning("cannot seal the steps before %d: %s", version.step, error)
-
-    def _settle(self) -> None:
-        """Remove checkpoints that no rule keeps. best.json is updated first, to name a kept one."""
-        old = to_remove(
-            list(self._infos.values()),
-            self._settings.checkpoint,
-            self._settings.eval,
-            resumption=self._resumption,
-        )
-        versions = {info.version for info in old}
-        doomed = [path for path, info in self._infos.items() if info.version in versions]
-        for path in doomed:
-            del self._infos[path]
-        try:
-            self._mark_best()
-        except OSError as error:
-            _log.warning("cannot mark the best in %s: %s", self._folder, error.strerror)
-            with suppress(OSError):
-                (self._folder / BEST_FILE).unlink(missing_ok=True)
-        for path in doomed:
-            unfinished = path.with_name(f".{path.name}.unfinished")
-            try:  # under another name first, so that no half of it is ever found
-                path.rename(unfinished)
-                shutil.rmtree(unfinished)
-            except OSError as error:
-                _log.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)
-
-        self._upload()
-
-    def _upload(self) -> None:
-        if self._uploader is not None:
-            self._uploader.offer(self._infos, self._resumption)
-
-    def _mark_best(self) -> None:
-        metric = self._settings.eval.metric
-        best = best_of(sorted(self._infos.values(), key=lambda info: info.version), metric)
-        if best is None:
-            (self._folder / BEST_FILE).unlink(missing_ok=True)
-            return
-        info, value = best
-        name = checkpoint_name(info.step)
-        answered = sorted(info.evaluation.versions) if info.evaluation is not None else []
-        marked = BestCheckpoint(
-            checkpoint=name,
-            metric=metric,
-            value=value,
-            oldest_version=answered[0].label if answered else "",
-            newest_version=answered[-1].label if answered else "",
-        )
-        if read_best(self._folder) != marked:
-            replace_file(self._folder / BEST_FILE, msgspec.json.encode(marked))
-            _log.info("%s is the best so far: %s %.4f", name, metric, value)
+            _log.warning("cannot seal the steps before %d: %s", step, error)

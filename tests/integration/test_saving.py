@@ -21,7 +21,8 @@ from tests.integration.recorded import LAYOUTS, Replays, rows
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
-EVERY_2 = ("checkpoint.every_steps=2", "eval.file=held_out.jsonl", "eval.every_steps=2")
+AT_ONCE = "checkpoint.asynchronous=false"  # for an order without it: saved, then asked for a batch
+EVERY_2 = ("checkpoint.every_steps=2", "eval.file=held_out.jsonl", "eval.every_steps=2", AT_ONCE)
 
 
 def train(

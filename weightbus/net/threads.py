@@ -50,16 +50,21 @@ def in_time(work: Callable[[], T], timeout_s: float) -> T:
     Raises:
         TimeoutError: it lasts longer.
     """
+    return submit(work).result(timeout_s)
+
+
+def submit(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
+    """Begin a blocking call; return its result to come."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001 raised in the caller
+        except BaseException as error:  # noqa: BLE001 raised where the result is taken
             future.set_exception(error)
 
     start(run)
-    return future.result(timeout_s)
+    return future
 
 
 def start(work: Callable[[], None]) -> None:

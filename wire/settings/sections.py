@@ -275,6 +275,8 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
     """Save when the run is complete."""
     on_stop: bool = True
     """Save when the run is stopped before that, as by Ctrl-C."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written, from a copy of the ranks' state in host memory."""
     keep_last: AtLeast1 = 2
     """Newest checkpoints to keep; older ones are removed."""
     keep_best: bool = False

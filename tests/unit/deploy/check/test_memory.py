@@ -2,6 +2,7 @@ from pathlib import Path
 
 from slipstream.deploy.check.memory import (
     checkpoint_bytes,
+    copies_memory,
     host_memory,
     most_checkpoints,
     versions_bytes,
@@ -37,6 +38,19 @@ def test_the_parts_of_a_host_on_the_cpu(tmp_path: Path):
     assert versions_bytes(hf, on_gpu=True) == 6 * count
     assert checkpoint_bytes(hf, on_gpu=False) == 12 * count
     assert checkpoint_bytes(hf, on_gpu=True, has_critic=True) == 28 * count
+
+
+def test_copies_take_memory_only_where_training_goes_on_beside_a_save(tmp_path: Path):
+    tiny_inputs(tmp_path)
+    hf = load_hf_config(tmp_path / "model")
+
+    def num_bytes(checkpoint: CheckpointSection) -> list[float]:
+        return [part.num_bytes for part in copies_memory(hf, checkpoint, on_gpu=True)]
+
+    assert num_bytes(CheckpointSection(every_steps=5)) == [14 * hf.num_parameters]
+    assert num_bytes(CheckpointSection(keep_best=True)) == [14 * hf.num_parameters]
+    assert num_bytes(CheckpointSection()) == []
+    assert num_bytes(CheckpointSection(every_steps=5, asynchronous=False)) == []
 
 
 def test_one_checkpoint_more_than_is_kept_is_on_the_disk_while_it_is_written():
