@@ -40,6 +40,15 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         DamagedCheckpointError: on every rank, if any of them cannot read it.
     """
     refuse_other_model(policy.model, folder, info)
+    if info.has_divided_optimizer != policy.divides_optimizer:
+        written, now = (
+            str(divided).lower()
+            for divided in (info.has_divided_optimizer, policy.divides_optimizer)
+        )
+        raise ConfigError(
+            f"{folder} was written with learner.distributed_optimizer = {written}, got {now}: the "
+            "optimizer has another form there, resume with the same setting"
+        )
     if policy.critic is not None and not info.has_critic:
         raise ConfigError(
             f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "

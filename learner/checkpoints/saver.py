@@ -278,6 +278,7 @@ class Saver:
             has_critic=self._policy.critic is not None,
             has_reference=self._policy.renews_reference,
             has_digests=True,
+            has_divided_optimizer=self._policy.divides_optimizer,
         )
         save = Save(
             self._policy,

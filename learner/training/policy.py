@@ -136,6 +136,11 @@ class Policy:
         return self._trained.replicas
 
     @property
+    def divides_optimizer(self) -> bool:
+        """True if the optimizer's state is divided over the replicas."""
+        return self._trained.divides_optimizer
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next optimizer update."""
         return self._trained.lr

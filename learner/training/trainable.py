@@ -58,6 +58,7 @@ class Trainable(Generic[Output]):
         """
         self.model = model
         self.replicas = Replicas(topology)
+        self.divides_optimizer = settings.distributed_optimizer
         self._topology = topology
         config = model.config
         config.finalize_model_grads_func = _finalize

@@ -50,6 +50,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_critic: bool = False
     has_reference: bool = False  # one that was renewed
     has_digests: bool = False  # of its files, in digests.json
+    has_divided_optimizer: bool = False  # learner.distributed_optimizer: it has another form
 
     @property
     def step(self) -> int:

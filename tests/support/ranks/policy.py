@@ -164,20 +164,13 @@ def distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> fl
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def restored_reference(
-    policy: "Policy",
-    settings: LearnerSettings,
-    topology: "Topology",
-    work: Path,
-    batches: Sequence[PackedBatch],
-) -> dict[str, float]:
-    """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
-    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+def checkpoint_info(
+    policy: "Policy", settings: LearnerSettings, topology: "Topology", **others: bool
+) -> CheckpointInfo:
+    """Describe a checkpoint of a policy."""
     from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
-    from slipstream.learner.checkpoints.loading import load_checkpoint
-    from slipstream.learner.starting_policy import build_policy
 
-    info = CheckpointInfo(
+    return CheckpointInfo(
         format_revision=FORMAT_REVISION,
         run_name="a",
         version=PolicyVersion(1, 1),
@@ -191,8 +184,24 @@ def restored_reference(
         parallel=topology.sizes.others(),
         packages={},
         has_digests=True,
-        has_reference=True,
+        has_divided_optimizer=policy.divides_optimizer,
+        **others,
     )
+
+
+def restored_reference(
+    policy: "Policy",
+    settings: LearnerSettings,
+    topology: "Topology",
+    work: Path,
+    batches: Sequence[PackedBatch],
+) -> dict[str, float]:
+    """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
+    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+    from slipstream.learner.checkpoints.loading import load_checkpoint
+    from slipstream.learner.starting_policy import build_policy
+
+    info = checkpoint_info(policy, settings, topology, has_reference=True)
     if topology.rank == 0:
         prepare_folder(work / "checkpoints")
     torch.distributed.barrier()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,12 +30,20 @@ def start(work: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def start_ranks(module: str, model: Path, work: Path, world_size: int, **learner: object):
+def start_ranks(
+    module: str,
+    model: Path,
+    work: Path,
+    world_size: int,
+    arguments: Sequence[object] = (),
+    **learner: object,
+):
     """Start the ranks of a learner whose section has these settings."""
     work.mkdir()
     layout = json.dumps(learner)
     return [
-        start(work, module, model, work, rank, world_size, layout) for rank in range(world_size)
+        start(work, module, model, work, rank, world_size, layout, *arguments)
+        for rank in range(world_size)
     ]
 
 

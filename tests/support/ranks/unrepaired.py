@@ -1,0 +1,56 @@
+"""What Megatron-Core does where learner/model/megatron_repairs.py has something else.
+
+Usage: unrepaired
+Prints one line of JSON: by defect, whether it is still there.
+"""
+
+import inspect
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from slipstream.learner.model import device
+
+
+def main() -> None:
+    device.prepare()
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.moe import moe_utils
+
+    main_weight, loaded = torch.nn.Parameter(torch.zeros(2)), torch.ones(2)
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}
+    optimizer = SimpleNamespace(
+        model_param_group_index_map={"weight": (0, 0)},
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        optimizer=SimpleNamespace(
+            param_groups=[{"params": [main_weight]}], state={main_weight: state}
+        ),
+    )
+    missing = ""
+    try:
+        with torch.no_grad():
+            DistributedOptimizer._set_main_param_and_optimizer_states(
+                optimizer, "weight", {"param": loaded, "exp_avg": loaded}
+            )
+    except KeyError as error:
+        missing = error.args[0]
+    shapes = inspect.getsource(P2PCommunicator._communicate_shapes)
+    experts = inspect.getsource(ColumnParallelLinear.__init__)
+    found = {
+        "the router's import": "te_general_gemm" not in vars(moe_utils),
+        "shapes of both directions in one group": shapes.count("self.pp_group") > 2
+        and "batch_isend_irecv" in shapes,
+        "experts that are marked with expert parallelism alone": (
+            "self.expert_parallel = config.expert_model_parallel_size > 1" in experts
+        ),
+        "the count of updates of torch's Adam": missing == "step",
+    }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
