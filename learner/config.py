@@ -127,6 +127,9 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Size of rollouts/trained.jsonl at which its oldest half is removed."""
     deterministic: bool = False
     """Choose operators that compute the same bits each time; slower on a GPU."""
+    peak_tflops: NotNegative = 0.0
+    """What one rank's device does at most, in TFLOP/s: throughput/mfu is a share of it. 0 looks a
+    GPU up by its name (dense bfloat16); there is no such figure of a CPU or an unknown GPU."""
     megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to megatron-core's TransformerConfig."""
 

@@ -31,11 +31,13 @@ from slipstream.learner.checkpoints.files import Stage, ignore
 from slipstream.learner.checkpoints.saver import Saver
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
+from slipstream.learner.model import device
 from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.publish.weight_writer import WeightWriter
 from slipstream.learner.record.profiling import StepProfiler
 from slipstream.learner.record.rollout_log import open_rollout_log
+from slipstream.learner.record.throughput import throughput_figures
 from slipstream.learner.training.batch import BatchTraining
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import PublishError, SlipstreamError
@@ -99,6 +101,9 @@ class LearnerLoop:
         )
         self._profiler = StepProfiler(
             settings.profile, settings.run.folder / "profile", rank=topology.rank
+        )
+        self._peak_tflops = settings.learner.peak_tflops or device.peak_tflops(
+            policy.model.config.params_dtype
         )
         self._writer: WeightWriter | None = None
         self._rejected_in_a_row = 0
@@ -197,11 +202,16 @@ class LearnerLoop:
             self._policy.renew_reference()
         figures["time/step"] = time.monotonic() - started
         reported, self._reported_s = self._reported_s, self._clock.seconds()
-        for name, total in self._reported_s.items():  # which add up to all the time since then
-            figures[PHASE_TIME + name] = total - reported.get(name, 0.0)
+        phase_s = {  # which add up to all the time since then
+            name: total - reported.get(name, 0.0) for name, total in self._reported_s.items()
+        }
+        figures |= {PHASE_TIME + name: seconds for name, seconds in phase_s.items()}
+        figures |= throughput_figures(
+            outcome.work, phase_s, ranks=self._topology.world_size, peak_tflops=self._peak_tflops
+        )
         figures |= self._saver.figures()
         with self._clock.phase("commit"):
-            committed = self._coordinator.commit(version, figures, outcome.num_tokens)
+            committed = self._coordinator.commit(version, figures, outcome.work.num_trained_tokens)
             self._saver.note(committed.evaluations)
         self._publish(version)
         self._profiler.after(version.step)

@@ -17,11 +17,11 @@ from slipstream.generators.sglang.cpu import define_torchvision_operators
 from slipstream.learner.batches.packing import TrainSequence, pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
+from slipstream.learner.model.flops import SequenceCost, peak_tflops_of
 from slipstream.learner.training.step import train_step
 from slipstream.wire.process.phases import PhaseClock
 from tests.support.ranks.policy import algorithm, random_outcomes, whole_plan
 
-_PEAK_FLOPS = 989e12  # H100 and H200, bfloat16 without sparsity
 _WARM_UP, _STEPS = 2, 3
 _SHARE = 1.0  # of the speed of transformers with FlashAttention
 _MFU = 0.4
@@ -122,11 +122,14 @@ def _ours(
     report.fact(f"{label} parameters", parameters)
     report.fact(f"{label} tokens/s", round(tokens / seconds, 1))
     if torch.cuda.is_available():
-        layers, hidden = (int(str(config[k])) for k in ("num_hidden_layers", "hidden_size"))
-        attention = 6 * layers * hidden * length * tokens  # causal: half of 12
-        flops = 6 * parameters * tokens + attention
-        mfu = flops / seconds / _PEAK_FLOPS
-        report.at_least(f"{label} MFU", mfu, "of 989 TFLOP/s", needs=_MFU)
+        flops = tokens // length * SequenceCost.of(model.hf_config).flops(length)
+        gpu, tflops = torch.cuda.get_device_name(), flops / seconds / 1e12
+        report.fact(f"{label} TFLOP/s", tflops)
+        peak = peak_tflops_of(gpu)
+        if peak is None:
+            report.skip(f"{label} MFU", f"the peak of {gpu} is not known")
+        else:
+            report.at_least(f"{label} MFU", tflops / peak, f"of {peak:g} TFLOP/s", needs=_MFU)
         report.fact(f"{label} most memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
         report.fact(f"{label} kernels", _top_kernels(step))
     return tokens / seconds

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from slipstream.learner.model import cpu_shim
+from slipstream.learner.model.flops import peak_tflops_of
 
 # This project uses Megatron's fallbacks without Transformer Engine and Apex, and
 # megatron-core's default scope.
@@ -49,6 +50,13 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def peak_tflops(dtype: torch.dtype) -> float | None:
+    """Return what this rank's device does at most in a type, in TFLOP/s; None if unknown."""
+    if not torch.cuda.is_available() or dtype != torch.bfloat16:
+        return None
+    return peak_tflops_of(torch.cuda.get_device_name())
 
 
 def backend() -> Literal["gloo", "nccl"]:

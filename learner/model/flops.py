@@ -1,9 +1,10 @@
-"""Pure: what it costs to train on a sequence, in floating-point operations of the model's formulas.
+"""Pure: what training on a sequence costs, in floating-point operations, and what GPUs can do.
 
 Only products of matrices count, a multiplication and an addition each as one operation. Norms,
 rotary embeddings, the softmax and the optimizer are a few in a thousand.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,3 +71,35 @@ class SequenceCost:
     def flops(self, num_tokens: int) -> float:
         """Return the operations of one sequence."""
         return (self.linear + self.quadratic * num_tokens) * num_tokens
+
+
+# TFLOP/s of tensor cores in bfloat16, without sparsity, from NVIDIA's data sheets, which give some
+# with sparsity: half of that. The first name that a GPU's name holds counts.
+_PEAK_TFLOPS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),  # SXM
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),  # SXM
+    ("GH200", 989.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
+    ("B200", 2250.0),
+    ("GB200", 2500.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+    ("A10", 125.0),
+)
+
+
+def peak_tflops_of(gpu_name: str) -> float | None:
+    """Return what a GPU of this name does at most in bfloat16, in TFLOP/s; None if unknown.
+
+    A part of a GPU (MIG) is unknown.
+    """
+    if re.search(r"\bMIG\b", gpu_name):
+        return None
+    found = (peak for name, peak in _PEAK_TFLOPS if re.search(rf"\b{name}\b", gpu_name))
+    return next(found, None)

@@ -3,6 +3,7 @@
 All ranks train a batch or none does: every failure is agreed on before a weight changes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.algos.compose import Algorithm
@@ -12,10 +13,12 @@ from slipstream.learner.batches.packing import PackedBatch, pack
 from slipstream.learner.batches.share import fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.device import device
+from slipstream.learner.model.flops import SequenceCost
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
+from slipstream.learner.record.throughput import StepWork
 from slipstream.learner.training.policy import Policy
-from slipstream.learner.training.step import train_step
+from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import batch_figures, step_data
 from slipstream.wire.process.phases import PhaseClock
 
@@ -25,7 +28,7 @@ class TrainedBatch:
     """The result of a batch that was trained."""
 
     figures: dict[str, float]
-    num_tokens: int  # sampled ones, of all ranks
+    work: StepWork
 
 
 class BatchTraining:
@@ -49,6 +52,7 @@ class BatchTraining:
         self._link = link
         self._rollouts = rollouts
         self._clock = clock
+        self._cost = SequenceCost.of(policy.model.hf_config)
 
     def train(self, order: StepPlan) -> TrainedBatch | Rejection:
         """Train a batch. If it is rejected, it is rejected on every rank and no weight has changed.
@@ -74,6 +78,7 @@ class BatchTraining:
             everything = groups_of(order, range(len(order.headers)))
             return Rejection("nonfinite", everything, str(error))
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
+        figures |= self._policy.pipeline_figures()
         if self._rollouts is not None:
             share = order.share(self._topology.data_parallel_rank)
             parts = [  # empty microbatches come last
@@ -82,7 +87,17 @@ class BatchTraining:
                 for part in zip(share[one.number], packed[one.number], one.proximal, strict=False)
             ]
             self._rollouts.record(order.step, order.trajectories, parts)
-        return TrainedBatch(figures, sum(header.num_response_tokens for header in order.headers))
+        return TrainedBatch(figures, self._work(order, trained))
+
+    def _work(self, order: StepPlan, trained: Sequence[TrainedMinibatch]) -> StepWork:
+        lengths = [header.num_tokens for header in order.headers]
+        updates = trained if self._algorithm.trains_policy(order.step) else []
+        members = [i for one in updates for i in order.plans[one.number].members]
+        return StepWork(
+            num_tokens=sum(lengths),
+            num_trained_tokens=sum(header.num_response_tokens for header in order.headers),
+            flops=sum(self._cost.flops(lengths[i]) for i in members),
+        )
 
     def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:
         """Return this rank's microbatches by minibatch, and prefetch the next batch."""

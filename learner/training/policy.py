@@ -5,6 +5,7 @@ its share; H hidden size.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.passes import Passes, Share
+from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.trainable import LossFunction, Trainable
 
@@ -129,6 +131,7 @@ class Policy:
         self._needs_squares = needs_squares
         self._reference_states: list[Tensor] = []  # of one update, by microbatch
         self._trained = Trainable(model, settings, topology, self, decay_steps=decay_steps)
+        self._pipeline_clock = PipelineClock() if topology.sizes.pipeline > 1 else None
 
     @property
     def replicas(self) -> Replicas:
@@ -206,10 +209,21 @@ class Policy:
         # without a token has none, and a pipeline has others on the way.
         if self._needs_full_kl and self.reference is not None and self._is_coupled:
             self._reference_states = self.reference.states(batches)
+        clock = self._pipeline_clock
         try:
-            return self._trained.update(batches, loss_function)
+            with clock.timing(self.model.config) if clock is not None else nullcontext():
+                return self._trained.update(batches, loss_function)
         finally:
             self._reference_states = []
+
+    def pipeline_figures(self) -> dict[str, float]:
+        """Return the bubble's share of the updates since the last call; every rank calls this.
+
+        Empty without pipeline stages, or where nothing was updated.
+        """
+        clock = self._pipeline_clock
+        share = bubble_share(clock.take()) if clock is not None else None
+        return {} if share is None else {"throughput/bubble": share}
 
     def on_all_stages(self, values: Sequence[Tensor], like: Sequence[PackedBatch]) -> list[Tensor]:
         """Return values [T] per microbatch of the last stage on all of them."""

@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from slipstream.learner.model.flops import SequenceCost
+from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.trajectory_file import RecordedGroup, TrajectoryFileWriter, read_groups
 from slipstream.wire.messages.broker import (
@@ -27,6 +29,7 @@ from slipstream.wire.messages.broker import (
     TakeOver,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.phases import PHASE_TIME
 from tests.integration.recorded import (
     GROUPS,
     LAYOUTS,
@@ -177,6 +180,37 @@ def test_one_rank_of_a_replica_fetches_its_payloads_while_the_step_before_is_tra
     assert len(broker.of(FetchPayloads)) == 3 * len(fetching)
     early = [r for r in broker.of(RequestBatch) if r.step == r.version.step + 1]
     assert {r.step for r in early} == {1, 2}, "nothing is asked for after the last step"
+
+
+def test_a_commit_says_how_fast_its_step_was_and_what_it_waited_for(learning: Learning):
+    batches = learning.batches[:2]
+    script = Script(batches=learning.script(*batches), steps=2)
+    stages = ("learner.ranks=2", "learner.pipeline_parallel=2", "learner.peak_tflops=2.0")
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        finish(learning.start(*stages, "run.steps=2", "checkpoint.at_end=false"))
+
+    hf = load_hf_config(learning.replays.model)
+    for commit, batch in zip(broker.of(StepCommit), batches, strict=True):
+        figures = commit.metrics
+        headers = [t.header for recorded in batch for t in recorded.group.trajectories]
+        phase_s = {
+            name.removeprefix(PHASE_TIME): seconds
+            for name, seconds in figures.items()
+            if name.startswith(PHASE_TIME)
+        }
+        step_s, flops = sum(phase_s.values()), SequenceCost.of(hf).flops
+        expected = {
+            "tokens_per_s": sum(h.num_tokens for h in headers) / step_s,
+            "trained_tokens_per_s": sum(h.num_response_tokens for h in headers) / step_s,
+            "tflops_per_rank": sum(flops(h.num_tokens) for h in headers) / 2e12 / phase_s["train"],
+            "mfu": figures["throughput/tflops_per_rank"] / 2.0,
+            "stall_data": (phase_s["wait"] + phase_s["fetch"]) / step_s,
+            "stall_publish": phase_s.get("export", 0.0) / step_s,
+            "bubble": figures["throughput/bubble"],
+        }
+        named = {k: v for k, v in figures.items() if k.startswith("throughput/")}
+        assert named == pytest.approx({f"throughput/{k}": v for k, v in expected.items()})
+        assert 0.0 < figures["throughput/bubble"] < 1.0
 
 
 def test_without_prefetch_a_batch_is_asked_for_when_its_step_begins(learning: Learning):

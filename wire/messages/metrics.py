@@ -142,5 +142,5 @@ class MetricName(StrEnum):
     )
     LAST_STEP = (
         *("slipstream_last_step", "gauge", "as the figure", ("name",)),
-        "Figures of the newest learner step, such as reward/sampled or staleness/mismatch_kl",
+        "Figures of the newest learner step, such as staleness/mismatch_kl or throughput/mfu",
     )

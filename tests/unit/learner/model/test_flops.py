@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from slipstream.learner.model.flops import SequenceCost, num_multiplied_parameters
+from slipstream.learner.model.flops import SequenceCost, num_multiplied_parameters, peak_tflops_of
 from slipstream.learner.model.hf_config import HfConfig
 
 QWEN2_5_HALF_B = HfConfig(
@@ -47,3 +47,26 @@ def test_operations_are_those_of_all_products_of_a_sequence_forward_and_backward
 
 def test_a_cost_without_a_model_counts_tokens():
     assert [SequenceCost().flops(length) for length in (1, 10, 32_768)] == [1, 10, 32_768]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100-PCIE-40GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, peak: float | None):
+    assert peak_tflops_of(name) == peak

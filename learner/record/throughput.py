@@ -1,0 +1,56 @@
+"""Pure: how fast a learner step was, and what it waited for.
+
+Seconds are rank 0's, by phase (PhaseClock), from the commit before to this step's: all of that
+time. Tokens are divided by the whole step, since that is what a run gets; FLOPs by the phase
+``train`` alone, which is where they are computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.wire.process.phases import WAIT
+
+_TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What all ranks together trained in a learner step."""
+
+    num_tokens: int  # of the batch, prompts included
+    num_trained_tokens: int  # those of them that the policy chose
+    flops: float  # of the policy's forward and backward passes in the phase ``train``
+
+
+def throughput_figures(
+    work: StepWork, phase_s: Mapping[str, float], *, ranks: int, peak_tflops: float | None
+) -> dict[str, float]:
+    """Return the figures of a step. Where nothing is known to divide by, a figure is left out.
+
+    ::
+
+        tokens_per_s         num_tokens / step             step = seconds of all phases
+        trained_tokens_per_s num_trained_tokens / step
+        tflops_per_rank      flops / 10^12 / train / ranks train = seconds of that phase
+        mfu                  tflops_per_rank / peak_tflops
+        stall_data           (wait + fetch) / step
+        stall_publish        export / step
+
+    ``flops`` is of ``SequenceCost``: what is computed again, and the forward passes of the proximal
+    and reference policies, of teachers and critics, do not count; but for a full KL's, they are
+    not in ``train`` either. The time of the optimizer is.
+    """
+    step_s, train_s = sum(phase_s.values()), phase_s.get("train", 0.0)
+    figures: dict[str, float] = {}
+    if step_s > 0:
+        figures["throughput/tokens_per_s"] = work.num_tokens / step_s
+        figures["throughput/trained_tokens_per_s"] = work.num_trained_tokens / step_s
+        for_data = phase_s.get(WAIT, 0.0) + phase_s.get("fetch", 0.0)
+        figures["throughput/stall_data"] = for_data / step_s
+        figures["throughput/stall_publish"] = phase_s.get("export", 0.0) / step_s
+    if train_s > 0 and work.flops > 0:
+        tflops = work.flops / _TERA / train_s / ranks
+        figures["throughput/tflops_per_rank"] = tflops
+        if peak_tflops is not None:
+            figures["throughput/mfu"] = tflops / peak_tflops
+    return figures
