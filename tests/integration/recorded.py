@@ -33,6 +33,8 @@ LAYOUTS = {
     "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
     "dp2": ("learner.ranks=2",),
     "bf16": ("learner.dtype=bfloat16",),
+    "tp2-pp2": (*("learner.ranks=4", "learner.tensor_parallel=2", "learner.pipeline_parallel=2"),),
+    "pp2-bf16": (*("learner.ranks=2", "learner.pipeline_parallel=2", "learner.dtype=bfloat16"),),
     "critic-tp2": (
         *("learner.ranks=2", "learner.tensor_parallel=2"),
         *("algo.preset=ppo", "algo.critic.lr=1e-2"),

@@ -1,10 +1,13 @@
 """Checkpoints: resuming computes the same bits, in the same layout; other layouts can read them."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.recorded import LAYOUTS, Replays, finish, rows, weights
 from tests.support.ranks.run import outputs, reports, start
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 SCHEDULE = (
@@ -51,10 +55,36 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return trained
 
 
+@pytest.mark.slow  # test_saving_beside_training.py has a rank killed at each stage of a save
+def test_a_learner_killed_at_random_steps_computes_the_same_bits(
+    straight: Callable[[str], tuple[Replays, Path]],
+):
+    replays, run = straight("tp2-pp2")
+    settings = (*LAYOUTS["tp2-pp2"], *SCHEDULE, "checkpoint.every_steps=1")
+    saved = replays.folder / "runs" / "killed" / "checkpoints"
+    random = Random(7)
+    resume: tuple[str, ...] = ()
+    for _ in range(2):
+        process = replays.start("killed", *settings, *resume)
+        wanted = len(checkpoints_in(saved)) + random.randint(0, 1)
+        until(
+            lambda: len(checkpoints_in(saved)) > wanted or process.poll() is not None,  # noqa: B023
+            "a checkpoint",
+        )
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+        resume = (f"run.resume_from={checkpoints_in(saved)[-1]}",)
+    killed = replays.train("killed", *settings, *resume)
+    assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(killed).items())
+
+
 @pytest.mark.parametrize(
     "layout",  # critic-tp2 has all that tp2 has; replicas that resume are tested below
     [
-        pytest.param(layout, marks=[pytest.mark.slow] * (layout in {"tp2", "dp2"}))
+        pytest.param(
+            layout, marks=[pytest.mark.slow] * (layout not in {"one", "bf16", "critic-tp2"})
+        )
         for layout in LAYOUTS
     ],
 )
@@ -70,7 +100,7 @@ def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
     assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(resumed).items())
     expected, figures = (
         [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "checkpoint/"))}
+            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/", "checkpoint/"))}
             for row in rows(folder)
         ]
         for folder in (run, resumed)
