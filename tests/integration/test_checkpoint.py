@@ -100,7 +100,11 @@ def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
     assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(resumed).items())
     expected, figures = (
         [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/", "checkpoint/"))}
+            {
+                k: v
+                for k, v in row.items()
+                if not k.startswith(("time/", "throughput/", "checkpoint/"))
+            }
             for row in rows(folder)
         ]
         for folder in (run, resumed)
