@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
-from slipstream.deploy.launch.memory import GIB, MemoryPart
+from slipstream.deploy.launch.memory import GIB
+from slipstream.learner.memory import MemoryPart
 from slipstream.wire.process.gpus import usable_gpus
 
 _SHARED = Path("/dev/shm")  # noqa: S108 the kernel's shared memory

@@ -3,9 +3,7 @@
 P parameters of the policy, f bytes of each: 4 on a CPU (float32), 2 on a GPU (bfloat16). What lies
 on GPUs is estimated in `deploy/launch/memory.py`.
 
-    learner on a CPU     16 P per replica    weights, gradients, two moments of Adam: float32
-    critic               16 P more           the same
-    frozen policy        4 P'                a reference or a teacher
+    learner on a CPU     learner/memory.py   16 P per replica in float32 and more, as it is divided
     engine on a CPU      4 P + KV            KV: generators.max_cached_tokens tokens
     reward worker        nothing             its functions take what they do: reward.memory_mb
     copies for saving    12 P or 14 P        of a checkpoint, with checkpoint.asynchronous
@@ -16,7 +14,8 @@ on GPUs is estimated in `deploy/launch/memory.py`.
 from collections.abc import Sequence
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.memory import MemoryPart, kv_bytes_per_token
+from slipstream.deploy.launch.memory import kv_bytes_per_token
+from slipstream.learner.memory import MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.settings.sections import CheckpointSection
@@ -44,20 +43,33 @@ def host_memory(
         has_critic: whether a critic is trained.
     """
     generators = config.generators.generators
-    replicas = learner_ranks / config.learner.learner.tensor_parallel
-    trained = hf.num_parameters * (2 if has_critic else 1)
     cached = generators.max_cached_tokens * kv_bytes_per_token(hf, element_bytes=_FLOAT32)
     parts = [
-        MemoryPart("learner", 16.0 * trained * replicas, "learner.ranks"),
-        MemoryPart(
-            "frozen policies",
-            replicas * sum(_FLOAT32 * one.num_parameters for one in frozen),
-            "algo.kl, algo.teacher",
-        ),
+        *_learner_memory(hf, config, learner_ranks, frozen, has_critic=has_critic),
         MemoryPart("engines' weights", _FLOAT32 * hf.num_parameters * engines, "generators.count"),
         MemoryPart("engines' caches", cached * engines, "generators.max_cached_tokens"),
     ]
     return [part for part in parts if part.num_bytes]
+
+
+def _learner_memory(
+    hf: HfConfig, config: RunConfig, ranks: int, frozen: Sequence[HfConfig], *, has_critic: bool
+) -> list[MemoryPart]:
+    """Return the memory of this many ranks, those of the pipeline stages that need most."""
+    learner = config.learner.learner
+    stages = learner_stages(hf, config.learner, on_gpu=False, frozen=frozen, has_critic=has_critic)
+    stages.sort(key=total_bytes, reverse=True)
+    each = learner.ranks // learner.pipeline_parallel
+    here = [stages[rank // each] for rank in range(ranks)]
+    settings = {"frozen policies": "algo.kl, algo.teacher", "critic": "algo.advantage"}
+    return [
+        MemoryPart(
+            f"learner's {same[0].what}",
+            sum(part.num_bytes for part in same),
+            settings.get(same[0].what, "learner.ranks"),
+        )
+        for same in zip(*here, strict=True)
+    ]
 
 
 def versions_bytes(hf: HfConfig, *, on_gpu: bool) -> int:

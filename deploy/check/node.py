@@ -53,8 +53,9 @@ from slipstream.deploy.check.requests import (
 from slipstream.deploy.check.store import observe_store
 from slipstream.deploy.check.trial import observe_data, observe_prompt, observe_reward
 from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.launch.memory import GIB, MemoryPart, generator_memory, learner_memory
+from slipstream.deploy.launch.memory import GIB, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import kind_of
+from slipstream.learner.memory import MemoryPart
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.weightbus.config import weightbus_section
 from slipstream.wire.errors import ConfigError, SlipstreamError

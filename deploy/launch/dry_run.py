@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.memory import GIB, MemoryPart, generator_memory, learner_memory
+from slipstream.deploy.launch.memory import GIB, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import RolePlan
+from slipstream.learner.memory import MemoryPart
 from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.settings.sections import model_folder
 
@@ -64,7 +65,12 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
-    _print_parts("learner, rank 0", learner, available, console)
+    _print_parts(
+        "learner, a rank of the stage that needs most: slipstream memory has all stages",
+        learner,
+        available,
+        console,
+    )
     _print_parts("generator", generator[:2] if shared else generator, available, console)
     if shared:
         both = [*learner, *generator[:2]]

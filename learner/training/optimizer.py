@@ -58,6 +58,15 @@ def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
                     state["step"] = state["step"].to(place, torch.float32)
 
 
+def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Return the weights that the optimizer updates, and its state of each."""
+    inners = _torch_optimizers(optimizer)
+    weights = [w for inner in inners for group in inner.param_groups for w in group["params"]]
+    states = [state for inner in inners for state in inner.state.values()]
+    values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return weights + values
+
+
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the norm of the prepared gradients over all ranks of a model, where they are. []."""

@@ -148,6 +148,10 @@ class Policy:
         """The learning rate of the next optimizer update."""
         return self._trained.lr
 
+    def held_bytes(self) -> dict[str, int]:
+        """Return the sizes of this rank's tensors: weights, gradients, optimizer."""
+        return self._trained.held_bytes()
+
     def end_step(self, *, trained_policy: bool = True) -> None:
         """Move the schedules on by one learner step, however many updates it held.
 

@@ -25,6 +25,7 @@ from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.optimizer import (
     begin_steps,
     gradient_norm,
+    optimizer_tensors,
     put_steps_in_place,
     step_with,
     use_fused_kernels,
@@ -105,6 +106,28 @@ class Trainable(Generic[Output]):
         """The learning rate of the next optimizer update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    def held_bytes(self) -> dict[str, int]:
+        """Return the sizes of this rank's tensors: weights, gradients, optimizer.
+
+        The optimizer's are those it has after an update, without weights that are the model's.
+        """
+        weights = list(self.model.parameters())
+        own = {weight.untyped_storage().data_ptr() for weight in weights}
+        buffers = [
+            buffer
+            for chunk in self._chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        return {
+            "weights": sum(map(_num_bytes, weights)),
+            "gradients": sum(_num_bytes(buffer.grad_data) for buffer in buffers),
+            "optimizer": sum(
+                _num_bytes(tensor)
+                for tensor in optimizer_tensors(self._optimizer)
+                if tensor.untyped_storage().data_ptr() not in own
+            ),
+        }
+
     def end_step(self) -> None:
         """Move the schedule on by one learner step, however many updates it held."""
         self._scheduler.step(1)
@@ -177,6 +200,10 @@ class Trainable(Generic[Output]):
             values = self.passes.on_all_stages(torch.stack(own) if own else None, 1)
             totals = dict(zip(names, values.squeeze(-1), strict=True))
         return self.replicas.combined(totals)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _overlap(config: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> None:

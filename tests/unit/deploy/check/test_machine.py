@@ -1,5 +1,6 @@
 from slipstream.deploy.check.machine import SeenGpu, judge_gpus, judge_memory, read_gpus
-from slipstream.deploy.launch.memory import GIB, MemoryPart
+from slipstream.deploy.launch.memory import GIB
+from slipstream.learner.memory import MemoryPart
 
 LISTING = """0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 81078, 570.124.06
 1, GPU-bbbb, NVIDIA H100 80GB HBM3, 81559, 12000, 570.124.06

@@ -23,14 +23,24 @@ def test_the_parts_of_a_host_on_the_cpu(tmp_path: Path):
         "generators": {"device": "cpu", "max_cached_tokens": 1000},
     }
     hf = load_hf_config(tmp_path / "model")
-    count = hf.num_parameters
+    count, hidden = hf.num_parameters, hf.hidden_size
+    norms = (2 * hf.num_hidden_layers + 1) * hidden  # on both ranks of a replica
+    held = 2 * (count + norms)
+    output_layer = 0 if hf.tie_word_embeddings else hf.vocab_size * hidden
+    critic = held - 2 * output_layer + 4 * (hidden + 1)  # a value head on each rank
     parts = host_memory(
         hf, run_config(table), learner_ranks=4, engines=3, frozen=[hf], has_critic=True
     )
     kv = 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * 4
-    assert {part.what: part.num_bytes for part in parts} == {
-        "learner": 2 * 2 * 16 * count,  # two replicas, each with a critic
-        "frozen policies": 2 * 4 * count,
+    found = {part.what: part.num_bytes for part in parts}
+    working = ("activations", "logits", "last hidden states", "one gradient")
+    assert all(found.pop(f"learner's {what}") > 0 for what in working)
+    assert found == {
+        "learner's weights": 4 * held,
+        "learner's gradients": 4 * held,
+        "learner's optimizer": 8 * held,
+        "learner's critic": 16 * critic,
+        "learner's frozen policies": 4 * held,
         "engines' weights": 3 * 4 * count,
         "engines' caches": 3 * 1000 * kv,
     }

@@ -1,0 +1,226 @@
+"""`slipstream memory`: the memory of each of the learner's ranks, estimated or measured.
+
+Prints what a rank of each pipeline stage holds, kind by kind with its formula, and whether that
+fits a GPU of deploy.gpu_memory_gib. With --measure the ranks are started on this host's CPU: they
+build model and optimizer with random weights as the settings divide them, do one update, and what
+they hold is printed beside the estimate. Generators are not looked at: `slipstream run --dry-run`.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.memory import GIB
+from slipstream.deploy.terminal.console import make_console
+from slipstream.learner.memory import MemoryPart, learner_stages, total_bytes
+from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import model_folder
+
+if TYPE_CHECKING:
+    from slipstream.learner.measure import Measured
+
+EXAMPLES = """examples:
+  slipstream memory run.toml                               by pipeline stage and kind
+  slipstream memory run.toml learner.pipeline_parallel=2   with other settings
+  slipstream memory run.toml --measure                     a small model, on this host's CPU
+"""
+RSS = "process (RSS)"
+KINDS = ("weights", "gradients", "optimizer")  # that --measure measures tensor by tensor
+_LETTERS = (
+    "N parameters of the rank: D without experts, E of experts; d, d' ranks that share the state "
+    "of one replica's optimizer; T tokens of a microbatch, L layers of the rank, a passes in "
+    "flight, A elements that a layer keeps of a token, h hidden size"
+)
+_PROCESS_BYTES = 700 * 2**20  # of a rank without a model: its libraries
+
+
+class MeasuredRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Estimate and measurement of one rank, in bytes."""
+
+    rank: int
+    stage: int
+    estimated: dict[str, float]
+    measured: dict[str, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_config(parser, required=True)
+    parser.add_argument(
+        "--measure", action="store_true", help="start the ranks on this CPU and measure them"
+    )
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 1 if a rank does not fit its GPU."""
+    config = run_config(load_table(arguments.config, arguments.overrides))
+    model = model_folder(config.run)
+    hf = load_hf_config(model)
+    console = make_console()
+    if arguments.measure:
+        ranks = measured(config, hf, arguments.config, arguments.overrides)
+        if arguments.json:
+            print_json({"ranks": ranks})
+        else:
+            print_measured(ranks, console)
+        return 0
+    from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
+
+    algorithm = algorithm_of(config.learner)
+    on_gpu = config.generators.device != "cpu"
+    stages = learner_stages(
+        hf,
+        config.learner,
+        on_gpu=on_gpu,
+        frozen=frozen_policies(algorithm, model),
+        has_critic=algorithm.choice.needs_values,
+    )
+    available = config.deploy.gpu_memory_gib * GIB
+    fits = not on_gpu or max(map(total_bytes, stages)) <= available
+    if arguments.json:
+        print_json({"fits": fits, "stages": stages})
+    else:
+        print_stages(hf, stages, console)
+        if on_gpu:
+            verdict = "fits" if fits else "does NOT fit"
+            most = max(map(total_bytes, stages)) / GIB
+            console.print(
+                f"{verdict}: {most:.1f} GiB at most, deploy.gpu_memory_gib = {available / GIB:g}",
+                style="green" if fits else "bold red",
+            )
+    return 0 if fits else 1
+
+
+def print_stages(hf: HfConfig, stages: Sequence[Sequence[MemoryPart]], console: Console) -> None:
+    """Print the parts of each stage, then their formulas."""
+    console.print(
+        f"GiB of each rank by pipeline stage, for a policy of {hf.num_parameters:,} parameters"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    for stage in range(len(stages)):
+        table.add_column(str(stage), justify="right", no_wrap=True)
+    table.add_column("bytes, of stage 0")
+    for same in zip(*stages, strict=True):
+        sizes = [f"{part.num_bytes / GIB:.3f}" for part in same]
+        table.add_row(same[0].what, *sizes, same[0].formula)
+    table.add_row("in all", *(f"{total_bytes(parts) / GIB:.3f}" for parts in stages), style="bold")
+    console.print(table)
+    console.print(f"{_LETTERS}; learner/memory.py has the reasons\n", style="dim")
+
+
+def print_measured(ranks: Sequence[MeasuredRank], console: Console) -> None:
+    """Print each rank's estimate beside what was measured."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "stage", "kind"):
+        table.add_column(title)
+    for title in ("estimated MiB", "measured MiB", "measured / estimated"):
+        table.add_column(title, justify="right")
+    for one in ranks:
+        for kind, estimate in one.estimated.items():
+            found = one.measured[kind]
+            row = (f"{estimate / 2**20:.2f}", f"{found / 2**20:.2f}", f"{found / estimate:.3f}")
+            table.add_row(str(one.rank), str(one.stage), kind, *row)
+    console.print(table)
+
+
+def measured(
+    config: RunConfig, hf: HfConfig, settings: Path, overrides: Sequence[str]
+) -> list[MeasuredRank]:
+    """Start all ranks here, wait for them, and return what each holds; of the policy alone.
+
+    Raises:
+        ConfigError: this host's memory is too small for them.
+        SlipstreamError: a rank failed.
+    """
+    from slipstream.learner.measure import Measured  # torch
+
+    stages = learner_stages(hf, config.learner, on_gpu=False)
+    refuse_too_large(stages, config.learner.learner.ranks, int(psutil.virtual_memory().available))
+    with tempfile.TemporaryDirectory(prefix="slipstream-memory-") as name:
+        folder = Path(name)
+        _run_ranks(folder, settings, overrides, config.learner.learner.ranks)
+        found = [
+            msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=Measured)
+            for rank in range(config.learner.learner.ranks)
+        ]
+    return [beside(rank, one, stages) for rank, one in enumerate(found)]
+
+
+def beside(rank: int, found: "Measured", stages: Sequence[Sequence[MemoryPart]]) -> MeasuredRank:
+    """Return what a rank measured beside the estimate of its stage."""
+    parts = {part.what: part.num_bytes for part in stages[found.stage]}
+    held = {kind: parts[kind] for kind in KINDS}
+    return MeasuredRank(
+        rank=rank,
+        stage=found.stage,
+        estimated={**held, RSS: found.rss_before + sum(held.values())},
+        measured={**found.tensors, RSS: found.rss_after},
+    )
+
+
+def refuse_too_large(
+    stages: Sequence[Sequence[MemoryPart]], ranks: int, available_bytes: int
+) -> None:
+    """Refuse to measure what this host cannot hold.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    of_stage = ranks // len(stages)
+    needed = sum(of_stage * total_bytes(parts) for parts in stages) + ranks * _PROCESS_BYTES
+    if needed > available_bytes:
+        raise ConfigError(
+            f"--measure needs about {needed / GIB:.1f} GiB of this host for learner.ranks = "
+            f"{ranks}, and {available_bytes / GIB:.1f} GiB are free: name a smaller run.model"
+        )
+
+
+def _run_ranks(folder: Path, settings: Path, overrides: Sequence[str], ranks: int) -> None:
+    module = "slipstream.learner.measure"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
+    processes: list[subprocess.Popen[bytes]] = []
+    logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", module, str(settings), str(folder), str(rank)]
+            with log.open("wb") as output:
+                processes.append(
+                    subprocess.Popen(  # noqa: S603 our own program
+                        [*command, *overrides], env=environment, stdout=output, stderr=output
+                    )
+                )
+        # One that fails leaves the others in a collective: they end with it.
+        left = dict(enumerate(processes))
+        while left:
+            for rank, process in list(left.items()):
+                try:
+                    code = process.wait(timeout=0.2)
+                except subprocess.TimeoutExpired:
+                    continue
+                del left[rank]
+                if code != 0:
+                    lines = logs[rank].read_text(errors="replace").strip().splitlines()
+                    reason = lines[-1] if lines else "it printed nothing"
+                    raise SlipstreamError(f"rank {rank} ended with code {code}: {reason}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,111 @@
+"""The estimate of a learner's memory beside what its ranks hold, on the CPU.
+
+Through `slipstream memory --measure`: each rank builds its part of the model and does one update.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.hosts import toml_of
+from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import HANG_S
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
+    "one": ("qwen2", {}),
+    "one-bfloat16": ("qwen2", {"dtype": "bfloat16"}),
+    "tp2": ("qwen2", {"ranks": 2, "tensor_parallel": 2}),
+    "pp2-tied": ("qwen2", {"ranks": 2, "pipeline_parallel": 2}),
+    "ep2": ("qwen3_moe", {"ranks": 2, "expert_parallel": 2}),
+    "dp2-distributed": ("qwen3", {"ranks": 2, "distributed_optimizer": True}),
+    "dp2-distributed-bfloat16": (
+        "qwen3",
+        {"ranks": 2, "distributed_optimizer": True, "dtype": "bfloat16"},
+    ),
+    "tp2-ep2-distributed": (
+        "qwen3_moe",
+        {"ranks": 4, "tensor_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True},
+    ),
+}
+# In `make test` one of each kind of division.
+SLOW = {"one-bfloat16", "dp2-distributed-bfloat16", "tp2-ep2-distributed"}
+
+
+def called(
+    folder: Path, family: str, learner: dict[str, object], **changed: object
+) -> subprocess.CompletedProcess[str]:
+    """Call the command for a tiny model with a changed config.json."""
+    model = write_tiny_model(folder / "model", family)
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": "1", "answer": "1"}) + "\n")
+    settings = {
+        "run.model": str(model),
+        "data.file": str(folder / "train.jsonl"),
+        "sampling.max_prompt_tokens": 16,
+        "sampling.max_response_tokens": 48,
+        "learner.max_tokens_per_microbatch": 200,
+        "learner.timeout_s": HANG_S,
+        "generators.device": "cpu",
+        **{f"learner.{name}": value for name, value in learner.items()},
+    }
+    (folder / "run.toml").write_text(toml_of(settings))
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "slipstream.deploy.main", "memory"),
+            *(str(folder / "run.toml"), "--measure", "--json"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+
+def ranks_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["ranks"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS],
+)
+def test_tensors_are_as_estimated_within_2_percent(name: str, tmp_path: Path):
+    family, learner = LAYOUTS[name]
+    ranks = ranks_of(called(tmp_path, family, learner))
+    assert [one["rank"] for one in ranks] == list(range(int(str(learner.get("ranks", 1)))))
+    if name == "pp2-tied":
+        assert [one["stage"] for one in ranks] == [0, 1]
+    for one in ranks:
+        for kind in ("weights", "gradients", "optimizer"):
+            assert one["measured"][kind] == pytest.approx(one["estimated"][kind], rel=0.02), kind
+        if "distributed_optimizer" not in learner:
+            assert one["measured"]["weights"] == one["estimated"]["weights"]
+
+
+def test_a_process_grows_as_estimated_within_10_percent(tmp_path: Path):
+    changed = {"vocab_size": 300_000, "tie_word_embeddings": False}  # 38M parameters, 614 MB
+    (one,) = ranks_of(called(tmp_path, "llama", {}, **changed))
+    estimated, measured = one["estimated"], one["measured"]
+    model = sum(estimated[kind] for kind in ("weights", "gradients", "optimizer"))
+    assert model > 600e6
+    before = estimated["process (RSS)"] - model
+    assert measured["process (RSS)"] - before == pytest.approx(model, rel=0.1)
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_with_both_numbers(tmp_path: Path):
+    large = {"hidden_size": 8192, "num_hidden_layers": 9000, "intermediate_size": 30000}
+    done = called(tmp_path, "llama", {}, **large)
+    assert done.returncode == 2
+    assert re.search(
+        r"needs about \d{6}\.\d GiB of this host .* and [\d.]+ GiB are free", done.stderr
+    )
