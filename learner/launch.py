@@ -27,6 +27,8 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Address, Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
+from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
@@ -74,6 +76,7 @@ def run_learner(
         PeerLostError: another node did, or did not come.
     """
     algorithm = algorithm_of(settings)
+    refuse_layout(load_hf_config(settings.model), settings.learner)
     if launch.resumes and place.node == 0:
         fetch_newer(settings)
     if algorithm.choice.learns_from_equal_rewards and settings.broker.drop_zero_variance:

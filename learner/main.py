@@ -21,6 +21,7 @@ from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
+from slipstream.wire.settings.sections import model_folder
 
 _THREADS_S = 1.0  # for requests to a store that does not answer, a checkpoint that is given up
 
@@ -78,9 +79,12 @@ def main() -> int:
         )
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
+            from slipstream.learner.model.division import refuse_layout
+            from slipstream.learner.model.hf_config import load_hf_config
             from slipstream.learner.training.algorithm import algorithm_of
 
             algorithm_of(settings)
+            refuse_layout(load_hf_config(model_folder(settings.run)), settings.learner)
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:

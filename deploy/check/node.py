@@ -56,6 +56,7 @@ from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import GIB, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import kind_of
 from slipstream.learner.memory import MemoryPart
+from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.weightbus.config import weightbus_section
 from slipstream.wire.errors import ConfigError, SlipstreamError
@@ -110,11 +111,13 @@ def _view(begin: Begin) -> _View:
 
     config = run_config(tomllib.loads(begin.settings))
     algorithm, model = algorithm_of(config.learner), model_folder(config.run)
+    hf = load_hf_config(model)
+    refuse_layout(hf, config.learner.learner)
     return _View(
         config=config,
         roles=begin.roles,
         keys_by_run=begin.keys_by_run,
-        hf=load_hf_config(model),
+        hf=hf,
         frozen=frozen_policies(algorithm, model),
         has_critic=algorithm.choice.needs_values,
     )

@@ -25,6 +25,7 @@ from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import GIB
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import MemoryPart, learner_stages, total_bytes
+from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.process.command_line import print_json
@@ -73,6 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = run_config(load_table(arguments.config, arguments.overrides))
     model = model_folder(config.run)
     hf = load_hf_config(model)
+    refuse_layout(hf, config.learner.learner)
     console = make_console()
     if arguments.measure:
         ranks = measured(config, hf, arguments.config, arguments.overrides)

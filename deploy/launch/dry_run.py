@@ -10,6 +10,7 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import GIB, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.learner.memory import MemoryPart
+from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.settings.sections import model_folder
 
@@ -54,6 +55,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print()
     model = model_folder(config.run)
     hf = load_hf_config(model)
+    refuse_layout(hf, config.learner.learner)
     if config.generators.device == "cpu":
         console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
         return

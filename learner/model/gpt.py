@@ -35,6 +35,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout, VarlenCoreAttention, packed_layout
 from slipstream.learner.model.context import HeadShares, TokenSplit
+from slipstream.learner.model.division import MEGATRON_STAGES, refuse_undivided
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
@@ -42,14 +43,6 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 
 megatron_repairs.install()
-# Megatron's own ways to divide layers over stages, in [learner.megatron].
-MEGATRON_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
 # Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
 _NO_FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
@@ -260,7 +253,7 @@ def _transformer_config(
     hf: HfConfig, dtype: torch.dtype, extra: Mapping[str, object], learner: LearnerSection
 ) -> TransformerConfig:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    _refuse_undivided(hf, ranks)
+    refuse_undivided(hf, _sizes())
     fixed: dict[str, object] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -299,6 +292,18 @@ def _transformer_config(
         raise ConfigError(f"Megatron refuses [learner.megatron] {dict(extra)}: {error}") from error
 
 
+def _sizes() -> ParallelSizes:
+    """Return the parallel sizes that Megatron was started with."""
+    return ParallelSizes(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
+        chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    )
+
+
 def _expert_config(hf: HfConfig) -> dict[str, object]:
     """Return the part of Megatron's configuration that is about experts."""
     sizes: dict[str, object] = {
@@ -323,8 +328,8 @@ def _pipeline_config(
     hf: HfConfig, extra: Mapping[str, object], layers_per_stage: tuple[int, ...]
 ) -> dict[str, object]:
     """Return the part of Megatron's configuration that is about pipeline stages."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    sizes = _sizes()
+    stages, chunks = sizes.pipeline, sizes.chunks
     values: dict[str, object] = {
         "pipeline_model_parallel_size": stages,
         "variable_seq_lengths": True,
@@ -346,7 +351,6 @@ def _pipeline_config(
                 "set one of them"
             )
         return values | {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-    sizes = ParallelSizes(pipeline=stages, chunks=chunks)
     layers = sizes.layers_of_stages(hf.num_hidden_layers, layers_per_stage)
     layout = [["decoder"] * count for count in layers]
     layout[0].insert(0, "embedding")
@@ -369,39 +373,6 @@ def _recompute_config(learner: LearnerSection) -> dict[str, object]:
                 "recompute_method": "block" if layers else "uniform",
                 "recompute_num_layers": layers or 1,
             }
-
-
-def _refuse_undivided(hf: HfConfig, tensor_parallel: int) -> None:
-    """Refuse a model whose sizes the ranks do not divide.
-
-    Raises:
-        ConfigError: naming both numbers and the setting.
-    """
-    experts = parallel_state.get_expert_model_parallel_world_size()
-    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
-    if not hf.num_routed_experts and experts * expert_tensor > 1:
-        setting = "expert_parallel" if experts > 1 else "expert_tensor_parallel"
-        raise ConfigError(
-            f"learner.{setting} = {max(experts, expert_tensor)}, and run.model "
-            f"({hf.model_type}) has no experts"
-        )
-    sizes = [
-        ("num_attention_heads", hf.num_attention_heads, "tensor_parallel", tensor_parallel),
-        ("num_key_value_heads", hf.num_query_groups, "tensor_parallel", tensor_parallel),
-    ]
-    if hf.num_routed_experts:
-        width = hf.moe_intermediate_size
-        sizes.append(("num_experts", hf.num_routed_experts, "expert_parallel", experts))
-        sizes.append(("moe_intermediate_size", width, "expert_tensor_parallel", expert_tensor))
-    else:
-        width = hf.intermediate_size
-        sizes.append(("intermediate_size", width, "tensor_parallel", tensor_parallel))
-    for name, size, setting, ranks in sizes:
-        if size % ranks:
-            raise ConfigError(
-                f"{name} of run.model must be a multiple of learner.{setting}, got {size} and "
-                f"{ranks}"
-            )
 
 
 def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) -> None:

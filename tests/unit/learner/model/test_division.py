@@ -1,0 +1,86 @@
+"""What parallel sizes cannot divide is refused by name before a rank is started."""
+
+import pytest
+
+from slipstream.learner.config import LearnerSection
+from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.errors import ConfigError
+
+DENSE = HfConfig(
+    model_type="qwen3",
+    vocab_size=131,
+    hidden_size=64,
+    intermediate_size=90,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+EXPERTS = HfConfig(
+    model_type="qwen3_moe",
+    vocab_size=131,
+    hidden_size=64,
+    intermediate_size=91,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=33,
+)
+
+
+@pytest.mark.parametrize(
+    ("hf", "learner", "why"),
+    [
+        (
+            DENSE,
+            {"tensor_parallel": 4},
+            "num_key_value_heads of run.model must be a multiple of learner.tensor_parallel, got 2 "
+            "and 4",
+        ),
+        (
+            DENSE,
+            {"expert_parallel": 2},
+            "learner.expert_parallel = 2, and run.model (qwen3) has no experts",
+        ),
+        (
+            EXPERTS,
+            {"expert_parallel": 4},
+            "num_experts of run.model must be a multiple of learner.expert_parallel, got 6 and 4",
+        ),
+        (
+            EXPERTS,
+            {"expert_tensor_parallel": 2},
+            "moe_intermediate_size of run.model must be a multiple of "
+            "learner.expert_tensor_parallel, got 33 and 2",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel": 2, "layers_per_stage": (2, 2)},
+            "learner.layers_per_stage adds up to 4 layers, run.model has 5",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel": 3, "interleaved_chunks": 2},
+            "learner.pipeline_parallel x learner.interleaved_chunks = 3 x 2 = 6 stages, and "
+            "run.model has 5 layers: each stage needs one",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(hf: HfConfig, learner: dict[str, object], why: str):
+    with pytest.raises(ConfigError) as refusal:
+        refuse_layout(hf, LearnerSection(**learner))  # type: ignore[arg-type]  # TOML's types
+    assert str(refusal.value) == why
+
+
+@pytest.mark.parametrize(
+    ("hf", "learner"),
+    [
+        (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 5}),
+        (EXPERTS, {"tensor_parallel": 2, "expert_parallel": 3, "expert_tensor_parallel": 3}),
+        (DENSE, {"pipeline_parallel": 2, "megatron": {"num_layers_in_last_pipeline_stage": 2}}),
+    ],
+)
+def test_one_that_fits_is_taken(hf: HfConfig, learner: dict[str, object]):
+    refuse_layout(hf, LearnerSection(**learner))  # type: ignore[arg-type]  # TOML's types
