@@ -61,14 +61,20 @@ def _learner_memory(
     stages.sort(key=total_bytes, reverse=True)
     each = learner.ranks // learner.pipeline_parallel
     here = [stages[rank // each] for rank in range(ranks)]
+    kinds = {
+        "learner": ("weights", "gradients", "optimizer"),
+        "activations": ("activations", "logits", "last hidden states", "one gradient"),
+        "frozen policies": ("frozen policies",),
+        "critic": ("critic",),
+    }
     settings = {"frozen policies": "algo.kl, algo.teacher", "critic": "algo.advantage"}
     return [
         MemoryPart(
-            f"learner's {same[0].what}",
-            sum(part.num_bytes for part in same),
-            settings.get(same[0].what, "learner.ranks"),
+            kind,
+            sum(part.num_bytes for parts in here for part in parts if part.what in whats),
+            settings.get(kind, "learner.ranks"),
         )
-        for same in zip(*here, strict=True)
+        for kind, whats in kinds.items()
     ]
 
 

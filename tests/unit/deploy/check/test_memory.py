@@ -33,14 +33,11 @@ def test_the_parts_of_a_host_on_the_cpu(tmp_path: Path):
     )
     kv = 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * 4
     found = {part.what: part.num_bytes for part in parts}
-    working = ("activations", "logits", "last hidden states", "one gradient")
-    assert all(found.pop(f"learner's {what}") > 0 for what in working)
+    assert found.pop("activations") > 0
     assert found == {
-        "learner's weights": 4 * held,
-        "learner's gradients": 4 * held,
-        "learner's optimizer": 8 * held,
-        "learner's critic": 16 * critic,
-        "learner's frozen policies": 4 * held,
+        "learner": 16 * held,
+        "critic": 16 * critic,
+        "frozen policies": 4 * held,
         "engines' weights": 3 * 4 * count,
         "engines' caches": 3 * 1000 * kv,
     }
