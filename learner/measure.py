@@ -111,7 +111,8 @@ def _smallest(hf: HfConfig, learner: LearnerSection) -> HfConfig:
 def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "Policy":
     """Return a random policy after one update that fills the pipeline."""
     from slipstream.algos.compose import PolicyOutputs
-    from slipstream.learner.model.division import build_model
+    from slipstream.learner.model.division import MEGATRON_STAGES
+    from slipstream.learner.model.gpt import build_model
     from slipstream.learner.training.policy import Policy
 
     learner, extra = settings.learner, settings.learner.megatron
