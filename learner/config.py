@@ -74,8 +74,8 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     recompute_layers: AtLeast0 = 0
     """Layers of each stage that "full" computes again, the first ones; 0 is all of them."""
     distributed_optimizer: bool = False
-    """Divide the optimizer's state over the data-parallel replicas, each of which updates a part
-    of the weights."""
+    """Divide the optimizer's state over the ranks that hold the same weights (replicas, and those
+    of context_parallel), each of which updates a part of them."""
     overlap_grad_reduce: bool = False
     """Sum gradients over replicas while the backward pass computes others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -236,6 +236,16 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     learner, run = settings.learner, settings.run
     learner.sizes.check(learner.ranks)
     _ = settings.layout  # its checks
+    if learner.recompute != "selective" and learner.recompute_modules != ("core_attn",):
+        raise ConfigError(
+            f"learner.recompute_modules = {list(learner.recompute_modules)} has a meaning with "
+            f'learner.recompute = "selective" alone, got {learner.recompute!r}'
+        )
+    if not learner.recompute_modules:
+        raise ConfigError(
+            "learner.recompute_modules is empty: name what is computed again, or set "
+            'learner.recompute = "none"'
+        )
     if learner.recompute_layers and learner.recompute != "full":
         raise ConfigError(
             f"learner.recompute_layers = {learner.recompute_layers} has a meaning with "

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import prod
 
 from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model.division import section_for
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.files.model_families import Parameter, Sizes
@@ -110,7 +111,7 @@ def _shares(parameters: Mapping[str, Parameter], sizes: Sizes, ranks: int) -> li
 def _layers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> tuple[int, ...]:
     """Return the layers of each chunk of a rank."""
     sizes = learner.sizes
-    layers = sizes.layers_of_stages(hf.num_hidden_layers, learner.layers_per_stage)
+    layers = sizes.layers_of_stages(hf.num_hidden_layers, section_for(hf, learner).layers_per_stage)
     return layers[stage :: sizes.pipeline]
 
 

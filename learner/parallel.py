@@ -93,11 +93,14 @@ class ParallelSizes:
         """Return the ranks that share a replica, in order; the first fetches for all."""
         return [rank for rank in range(ranks) if self.place(rank, ranks).replica == replica]
 
-    def layers_of_stages(self, num_layers: int, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def layers_of_stages(
+        self, num_layers: int, given: tuple[int, ...] = (), setting: str = "run.model"
+    ) -> tuple[int, ...]:
         """Return the layers of each stage in order, chunk by chunk where they are interleaved.
 
         Not given, they are divided evenly; of a remainder the stages in the middle take one more
         each, since the first one has the embedding and the last the output layer besides.
+        ``setting`` names the model.
 
         Raises:
             ConfigError: ``given`` does not fit to the stages or the layers, or a stage has none.
@@ -107,7 +110,7 @@ class ParallelSizes:
             if num_layers < stages:
                 raise ConfigError(
                     f"learner.pipeline_parallel x learner.interleaved_chunks = {self.pipeline} x "
-                    f"{self.chunks} = {stages} stages, and run.model has {num_layers} layers: each "
+                    f"{self.chunks} = {stages} stages, and {setting} has {num_layers} layers: each "
                     "stage needs one"
                 )
             least, more = divmod(num_layers, stages)
@@ -120,7 +123,7 @@ class ParallelSizes:
             )
         if sum(given) != num_layers:
             raise ConfigError(
-                f"learner.layers_per_stage adds up to {sum(given)} layers, run.model has "
+                f"learner.layers_per_stage adds up to {sum(given)} layers, {setting} has "
                 f"{num_layers}"
             )
         return given

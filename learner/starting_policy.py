@@ -13,6 +13,7 @@ from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.model.collectives import broadcast_bytes
+from slipstream.learner.model.division import POLICY, section_for
 from slipstream.learner.model.gpt import build_model
 from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
 from slipstream.learner.model.hf_weights import load_hf_weights
@@ -135,11 +136,13 @@ def _model(
     extra = dict(learner.megatron)
     if learner.deterministic:
         extra.setdefault("deterministic_mode", True)
+    hf = load_hf_config(folder, setting)
     model = build_model(
-        load_hf_config(folder, setting),
+        hf,
         dtype=torch.bfloat16 if bfloat16 else torch.float32,
         extra=extra,
-        learner=learner,
+        learner=learner if setting == POLICY else section_for(hf, learner),
+        setting=setting,
     )
     if fill:
         load_hf_weights(model, folder, setting)

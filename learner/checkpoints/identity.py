@@ -41,9 +41,10 @@ def parameters_hash(model: RankModel) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def sizes_of(info: CheckpointInfo) -> ParallelSizes:
-    """Return the sizes that a checkpoint was written with."""
-    return ParallelSizes(tensor=info.tensor_parallel, **info.parallel)
+def is_of_layout(info: CheckpointInfo, ranks: int, sizes: ParallelSizes) -> bool:
+    """True if a checkpoint was written by as many ranks, divided alike."""
+    ours = (ranks, sizes.tensor, sizes.others())
+    return (info.ranks, info.tensor_parallel, info.parallel) == ours
 
 
 def dtype_name(model: RankModel) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.files import random_state
-from slipstream.learner.checkpoints.identity import refuse_other_model, sizes_of
+from slipstream.learner.checkpoints.identity import is_of_layout, refuse_other_model
 from slipstream.learner.checkpoints.together import reason_of
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.rank_model import RankModel
@@ -54,7 +54,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
             f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
             "that wrote it, or export it and start a run from it (run.model)"
         )
-    same = (info.ranks, sizes_of(info)) == (topology.world_size, topology.sizes)
+    same = is_of_layout(info, topology.world_size, topology.sizes)
     wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
     if info.has_reference and not policy.renews_reference:
         _log.warning(
@@ -93,7 +93,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
             "%s was written by %d ranks in another layout (%s): random numbers start over",
             folder.name,
             info.ranks,
-            sizes_of(info),
+            {"tensor": info.tensor_parallel, **info.parallel},
         )
 
 

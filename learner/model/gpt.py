@@ -35,7 +35,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout, VarlenCoreAttention, packed_layout
 from slipstream.learner.model.context import HeadShares, TokenSplit
-from slipstream.learner.model.division import MEGATRON_STAGES, refuse_undivided
+from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
@@ -43,6 +43,14 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 
 megatron_repairs.install()
+# Settings of [learner] that stand for names of Megatron's.
+_OWN_SETTINGS = {
+    "sequence_parallel": "sequence_parallel",
+    "pipeline_model_parallel_layout": "layers_per_stage",
+    "recompute_granularity": "recompute",
+    "recompute_num_layers": "recompute_layers",
+    "recompute_modules": "recompute_modules",
+}
 # Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
 _NO_FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
@@ -75,16 +83,18 @@ def build_model(
     dtype: torch.dtype,
     extra: Mapping[str, object],
     learner: LearnerSection | None = None,
+    setting: str = POLICY,
 ) -> RankModel:
     """Return this rank's part of the model, with random weights; the topology must be up.
 
     The table [learner.megatron], ``extra``, reaches Megatron's TransformerConfig as it is. From
     ``learner`` come the settings that divide and recompute layers; None is their defaults.
+    ``setting`` names the model, the policy or one beside it.
 
     Raises:
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
     """
-    config = _transformer_config(hf, dtype, extra, learner or LearnerSection())
+    config = _transformer_config(hf, dtype, extra, learner or LearnerSection(), setting)
     config.rotary = Rotary.of(hf, device.device())
     return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
 
@@ -250,10 +260,14 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def _transformer_config(
-    hf: HfConfig, dtype: torch.dtype, extra: Mapping[str, object], learner: LearnerSection
+    hf: HfConfig,
+    dtype: torch.dtype,
+    extra: Mapping[str, object],
+    learner: LearnerSection,
+    setting: str,
 ) -> TransformerConfig:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    refuse_undivided(hf, _sizes())
+    refuse_undivided(hf, _sizes(), setting)
     fixed: dict[str, object] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -270,7 +284,7 @@ def _transformer_config(
         "qk_layernorm": hf.family.has_qk_norm,
         **hf.family.megatron,
         **_expert_config(hf),
-        **_pipeline_config(hf, extra, learner.layers_per_stage),
+        **_pipeline_config(hf, extra, learner.layers_per_stage, setting),
         **_recompute_config(learner),
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -289,7 +303,10 @@ def _transformer_config(
     try:
         return TransformerConfig(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron refuses [learner.megatron] {dict(extra)}: {error}") from error
+        raise ConfigError(
+            f"Megatron refuses {setting} as [learner] divides it: {error} ([learner.megatron] = "
+            f"{dict(extra)})"
+        ) from error
 
 
 def _sizes() -> ParallelSizes:
@@ -306,13 +323,11 @@ def _sizes() -> ParallelSizes:
 
 def _expert_config(hf: HfConfig) -> dict[str, object]:
     """Return the part of Megatron's configuration that is about experts."""
-    sizes: dict[str, object] = {
+    if not hf.num_routed_experts:
+        return {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    return {
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-    if not hf.num_routed_experts:
-        return sizes
-    return sizes | {
         "num_moe_experts": hf.num_routed_experts,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
@@ -325,18 +340,17 @@ def _expert_config(hf: HfConfig) -> dict[str, object]:
 
 
 def _pipeline_config(
-    hf: HfConfig, extra: Mapping[str, object], layers_per_stage: tuple[int, ...]
+    hf: HfConfig, extra: Mapping[str, object], layers_per_stage: tuple[int, ...], setting: str
 ) -> dict[str, object]:
     """Return the part of Megatron's configuration that is about pipeline stages."""
     sizes = _sizes()
     stages, chunks = sizes.pipeline, sizes.chunks
     values: dict[str, object] = {
         "pipeline_model_parallel_size": stages,
+        "pipeline_model_parallel_layout": None,
         "variable_seq_lengths": True,
     }
     if stages == 1:
-        if layers_per_stage:
-            raise ConfigError("learner.layers_per_stage needs learner.pipeline_parallel > 1, got 1")
         return values
     if chunks > 1:
         # Both directions in one exchange wait for each other where stages tell each other shapes.
@@ -344,14 +358,8 @@ def _pipeline_config(
     elif device.device().type == "cpu":  # gloo has no batches
         values |= {"batch_p2p_comm": False}
     if any(name in extra for name in MEGATRON_STAGES):
-        if layers_per_stage:
-            named = next(name for name in MEGATRON_STAGES if name in extra)
-            raise ConfigError(
-                f"learner.layers_per_stage and learner.megatron.{named} both divide the layers: "
-                "set one of them"
-            )
         return values | {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-    layers = sizes.layers_of_stages(hf.num_hidden_layers, layers_per_stage)
+    layers = sizes.layers_of_stages(hf.num_hidden_layers, layers_per_stage, setting)
     layout = [["decoder"] * count for count in layers]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
@@ -379,9 +387,10 @@ def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) ->
     known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for name in extra:
         if name in fixed:
+            instead = _OWN_SETTINGS.get(name, "")
             raise ConfigError(
                 f"learner.megatron.{name} follows from the model and the learner's settings "
-                f"({fixed[name]!r}) and cannot be set"
+                f"({fixed[name]!r}) and cannot be set{instead and f': set learner.{instead}'}"
             )
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)

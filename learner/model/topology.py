@@ -30,9 +30,7 @@ class Topology:
     stage: int  # of the pipeline
     data_parallel: int
     data_parallel_rank: int
-    expert_parallel_rank: int
     tensor_group: dist.ProcessGroup  # ranks that hold the shards of the same layers
-    context_group: dist.ProcessGroup  # ranks that hold different tokens of the same sequences
     pipeline_group: dist.ProcessGroup  # ranks that hold different layers of one replica
     data_group: dist.ProcessGroup  # ranks that hold the same part of different replicas
     replica_group: dist.ProcessGroup  # ranks that share one replica
@@ -107,9 +105,7 @@ def init_topology(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         data_parallel=parallel_state.get_data_parallel_world_size(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        context_group=parallel_state.get_context_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         replica_group=replica_group,

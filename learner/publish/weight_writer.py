@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slipstream.learner.model.device import device
 from slipstream.learner.model.gathering import (
     ShardFacts,
     facts_of_all,
@@ -72,7 +73,7 @@ class WeightWriter:
             self._memory = made or SharedSlots.open(
                 self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
             )
-            if self._shards and self._shards[0][1].tensor.is_cuda:
+            if device().type == "cuda":
                 self._memory.pin()
         self._geometry = geometry_of(model.hf_config)
 

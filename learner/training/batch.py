@@ -75,6 +75,7 @@ class BatchTraining:
                 num_lags=num_lags,
             )
         except NonFiniteError as error:
+            self._policy.pipeline_figures()  # of this batch, and none of the next
             everything = groups_of(order, range(len(order.headers)))
             return Rejection("nonfinite", everything, str(error))
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)

@@ -104,9 +104,12 @@ class Passes(Generic[Output]):
         """
 
         def of_last_stage(number: int, share: Share) -> Tensor:
-            if not len(share.batch.token_ids):
-                return share.hidden.sum() * 0.0
-            return loss_of(number, share.batch, self._head.read(number, share))
+            output = self._head.read(number, share)
+            if not len(
+                share.batch.token_ids
+            ):  # a gradient of 0 for every weight, which waits for it
+                return self._head.stacked(output).sum() * 0.0
+            return loss_of(number, share.batch, output)
 
         self._run(batches, of_last_stage, trains=True)
 

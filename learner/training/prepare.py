@@ -7,7 +7,7 @@ Shapes: T tokens of B sequences of one microbatch, N trajectories of the step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from slipstream.learner.training.policy import Policy
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedMinibatch:
     """This rank's share of one optimizer update, with all that its losses need."""
@@ -37,6 +40,10 @@ class PreparedMinibatch:
     denominators: Denominators  # of all ranks together
     is_at_start: bool
     """True if its own training pass computes the proximal logprobs: no update comes before it."""
+
+    def with_tokens(self, outputs: Sequence[T]) -> Sequence[T]:
+        """Return the outputs for ``microbatches`` among those for ``batches``."""
+        return outputs[: len(self.microbatches)]
 
     @property
     def is_empty(self) -> bool:
@@ -82,7 +89,7 @@ def prepare(
             PreparedMinibatch(
                 microbatches=[
                     Microbatch.of(batch, indices, copies, data.step, denominators)
-                    for batch, indices in zip(of_minibatch, mine, strict=False)
+                    for batch, indices in zip(of_minibatch, mine, strict=True)
                     if indices
                 ],
                 batches=of_minibatch,
@@ -119,17 +126,25 @@ def _run_forward_passes(
     """Run every model whose outputs a minibatch needs."""
     share, batches = minibatch.microbatches, minibatch.batches
     if not minibatch.is_at_start:
-        for one, outputs in zip(share, policy.proximal(batches), strict=False):
+        for one, outputs in zip(
+            share, minibatch.with_tokens(policy.proximal(batches)), strict=True
+        ):
             one.proximal, one.entropy = outputs.logprobs, outputs.entropy
             one.squares = outputs.squares
     if policy.reference is not None and algorithm.needs_reference_logprobs:
-        for one, logprobs in zip(share, policy.reference.logprobs(batches), strict=False):
+        for one, logprobs in zip(
+            share, minibatch.with_tokens(policy.reference.logprobs(batches)), strict=True
+        ):
             one.reference = logprobs
     if policy.teacher is not None:
-        for one, logprobs in zip(share, policy.teacher.logprobs(batches), strict=False):
+        for one, logprobs in zip(
+            share, minibatch.with_tokens(policy.teacher.logprobs(batches)), strict=True
+        ):
             one.teacher = logprobs
     if policy.critic is not None:
-        for one, values in zip(share, policy.critic.values(batches), strict=False):
+        for one, values in zip(
+            share, minibatch.with_tokens(policy.critic.values(batches)), strict=True
+        ):
             one.values = values
 
 

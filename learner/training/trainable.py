@@ -35,7 +35,11 @@ from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.schedule import make_scheduler
 
 # Of Megatron's ways to write a distributed optimizer, the one that every layout can read.
-_OF_ANY_LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Each of its parts goes to one rank's host, and not to the GPUs of all.
+_OF_ANY_LAYOUT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 Output = TypeVar("Output")
 LossFunction = Callable[[int, PackedBatch, Output], tuple[Tensor, Sums]]
 """(microbatch number, batch, outputs of the model) -> (loss [], sums to log)."""

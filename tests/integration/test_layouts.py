@@ -80,6 +80,19 @@ SLOW = [
     layout("pp2-dp2", 4, DENSE, pipeline=2),
     layout("tp2-pp2-cp2", 8, DENSE, tensor=2, pipeline=2, context=2),
     Layout("dp2-divided", 2, DENSE, {"distributed_optimizer": True, "overlap_grad_reduce": True}),
+    Layout("dp4-ep2-overlap", 4, EXPERTS, {"expert_parallel": 2, "overlap_grad_reduce": True}),
+    Layout(
+        "pp2-chunks2-overlap",
+        4,
+        DENSE,
+        {
+            "pipeline_parallel": 2,
+            "interleaved_chunks": 2,
+            "overlap_grad_reduce": True,
+            "distributed_optimizer": True,
+        },
+    ),
+    Layout("pp4-hosts4", 4, DENSE, {"pipeline_parallel": 4, "ranks_per_node": 1}),
     Layout("recompute", 1, DENSE, {"recompute": "full"}),
     Layout("recompute-two", 1, DENSE, {"recompute": "full", "recompute_layers": 2}),
     Layout(

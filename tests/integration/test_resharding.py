@@ -22,6 +22,7 @@ MORE_DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-chunks2": (2, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
     "pp2-uneven": (2, {"pipeline_parallel": 2, "layers_per_stage": [3, 1]}),
     "pp4": (4, {"pipeline_parallel": 4}),
+    "pp2-cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}),
     "tp2-dp2-divided": (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
 }
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,6 +31,11 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-ep2": (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
     "tp2-etp2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     "tp2-ep2": (2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "cp2-ep2": (2, {"context_parallel": 2, "expert_parallel": 2}),
+    "tp2-ep2-divided": (
+        4,
+        {"tensor_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True},
+    ),
 }
 
 

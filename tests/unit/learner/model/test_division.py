@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.division import refuse_layout, section_for
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
 
@@ -62,6 +62,32 @@ EXPERTS = HfConfig(
         ),
         (
             DENSE,
+            {"layers_per_stage": (5,)},
+            "learner.layers_per_stage needs learner.pipeline_parallel > 1, got 1",
+        ),
+        (
+            DENSE,
+            {
+                "pipeline_parallel": 2,
+                "layers_per_stage": (3, 2),
+                "megatron": {"num_layers_in_last_pipeline_stage": 2},
+            },
+            "learner.layers_per_stage and learner.megatron.num_layers_in_last_pipeline_stage both "
+            "divide the layers: set one of them",
+        ),
+        (
+            EXPERTS,
+            {"tensor_parallel": 2, "sequence_parallel": False},
+            "learner.sequence_parallel = false with learner.tensor_parallel = 2: a mixture of "
+            "experts (run.model) needs it",
+        ),
+        (
+            EXPERTS,
+            {"recompute": "selective", "recompute_modules": ("mlp",)},
+            "learner.recompute_modules has 'mlp', and a qwen3_moe model has none",
+        ),
+        (
+            DENSE,
             {"pipeline_parallel": 3, "interleaved_chunks": 2},
             "learner.pipeline_parallel x learner.interleaved_chunks = 3 x 2 = 6 stages, and "
             "run.model has 5 layers: each stage needs one",
@@ -84,3 +110,10 @@ def test_a_layout_that_does_not_fit_is_refused(hf: HfConfig, learner: dict[str, 
 )
 def test_one_that_fits_is_taken(hf: HfConfig, learner: dict[str, object]):
     refuse_layout(hf, LearnerSection(**learner))  # type: ignore[arg-type]  # TOML's types
+
+
+def test_a_model_beside_the_policy_is_divided_as_far_as_the_settings_are_about_it():
+    learner = LearnerSection(pipeline_parallel=2, layers_per_stage=(1, 2), expert_parallel=2)
+    refuse_layout(DENSE, section_for(DENSE, learner), "algo.teacher.model")
+    with pytest.raises(ConfigError, match=r"num_key_value_heads of algo\.teacher\.model must"):
+        refuse_layout(DENSE, LearnerSection(tensor_parallel=4), "algo.teacher.model")
