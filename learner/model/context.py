@@ -3,8 +3,8 @@
 Every rank knows all token ids; it embeds and transforms its own share of the tokens. For attention
 the ranks exchange heads for tokens (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509): each
 then has all tokens of its share of the heads, and one causal call over whole sequences does the
-rest. Where there are fewer heads than ranks, groups of ranks share the heads, and the keys and
-values of all tokens are sent to each group, as Llama 3 was trained (arXiv:2407.21783, 3.3.2).
+rest. Where the ranks do not divide the heads, groups of ranks share them, and the keys and values
+of all tokens are sent to each group, as Llama 3 was trained (arXiv:2407.21783, 3.3.2).
 A group's tokens are then two pieces, one from the front and one from the back, so that all groups
 attend to about as many keys.
 
