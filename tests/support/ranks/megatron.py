@@ -40,7 +40,9 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         seed=1,
         timeout_s=HANG_S,
     )
-    model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+    # Under sequence parallelism Megatron's finalization sums gradients of norms, and is not here.
+    learner = section_of(layout, sequence_parallel=False)
+    model = build_model(load_hf_config(folder), dtype=torch.float32, extra={}, learner=learner)
     load_hf_weights(model, folder)
     logprobs, entropies = forward_backward(model, topology)
     original = load_file(folder / "model.safetensors")
