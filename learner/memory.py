@@ -111,7 +111,7 @@ def _shares(parameters: Mapping[str, Parameter], sizes: Sizes, ranks: int) -> li
 def _layers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> tuple[int, ...]:
     """Return the layers of each chunk of a rank."""
     sizes = learner.sizes
-    layers = sizes.layers_of_stages(hf.num_hidden_layers, section_for(hf, learner).layers_per_stage)
+    layers = sizes.layers_of_stages(hf.num_hidden_layers, learner.layers_per_stage)
     return layers[stage :: sizes.pipeline]
 
 
@@ -184,7 +184,7 @@ def _stage(
             )
         )
     if frozen:
-        counts = [rank_parameters(one, learner, stage).count for one in frozen]
+        counts = [rank_parameters(one, section_for(one, learner), stage).count for one in frozen]
         parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
     if has_critic:
         critic = rank_parameters(hf, learner, stage, is_critic=True)
