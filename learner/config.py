@@ -76,6 +76,10 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     distributed_optimizer: bool = False
     """Divide the optimizer's state over the ranks that hold the same weights (replicas, and those
     of context_parallel), each of which updates a part of them."""
+    offload: tuple[Literal["weights", "gradients", "optimizer"], ...] = ()
+    """What is on the device only while it is used, and on the host in between: weights while
+    another model computes (critic, reference, teacher), gradients between updates (they are not
+    copied), the optimizer's state but for the moment of its update."""
     overlap_grad_reduce: bool = False
     """Sum gradients over replicas while the backward pass computes others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -137,6 +137,7 @@ class LearnerLoop:
         self._coordinator.end()
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
+            self._policy.bring_weights()
             save_hf_folder(self._policy.model, folder, self._settings.model)
         with self._clock.phase("checkpoint"):
             self._saver.close()
@@ -257,6 +258,7 @@ class LearnerLoop:
                 )
                 coordinator.open_weights(self._writer.path, self._writer.layout)
             slot = coordinator.reserve()
+            self._policy.bring_weights()
             bad = self._writer.write(slot)
             if coordinator.on_any(bool(bad)):
                 name = bad or "a tensor that another learner rank's log names"

@@ -20,6 +20,7 @@ from slipstream.learner.model.hf_weights import load_hf_weights
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic, with_value_head
+from slipstream.learner.training.offload import Offload
 from slipstream.learner.training.policy import Policy, ReferencePolicy, Teacher
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError
@@ -68,6 +69,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
     learner, choice = settings.learner, algorithm.choice
     resumes = settings.resume_from is not None
     hf = load_hf_config(settings.model)
+    offload = Offload(learner.offload)
     critic = None
     frozen: dict[Path, ReferencePolicy] = {}
 
@@ -75,7 +77,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         refuse_other_tokens(folder, settings.model, setting, whole=algorithm.needs_full_kl)
         if (known := frozen.get(folder.resolve())) is not None:
             return known
-        return ReferencePolicy(_model(learner, folder, setting), topology)
+        return ReferencePolicy(_model(learner, folder, setting), topology, offload=offload)
 
     reference: ReferencePolicy | None = None
     decay_steps = settings.lr_decay_steps
@@ -105,6 +107,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
             msgspec.structs.replace(learner, lr=lr, lr_min=lr_min),
             topology,
             decay_steps=decay_steps,
+            offload=offload,
         )
         if not learner.lr_decay_steps:  # the policy is trained in the steps after the warm-up
             decay_steps = max(1, decay_steps - choice.critic.warmup_steps)
@@ -119,6 +122,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         critic=critic,
         needs_full_kl=algorithm.needs_full_kl,
         needs_squares=algorithm.needs_squares,
+        offload=offload,
     )
     if settings.resume_from is not None:
         info = read_checkpoint_info(settings.resume_from)

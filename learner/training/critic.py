@@ -19,6 +19,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.offload import Offload
 from slipstream.learner.training.passes import Share
 from slipstream.learner.training.trainable import LossFunction, Trainable
 
@@ -72,10 +73,12 @@ class Critic:
         topology: Topology,
         *,
         decay_steps: int = 1,
+        offload: Offload | None = None,
     ) -> None:
         """Wrap a model of ``with_value_head``; settings are the optimizer's."""
-        head = _Values()
-        self._trained = Trainable(model, settings, topology, head, decay_steps=decay_steps)
+        self._trained = Trainable(
+            model, settings, topology, _Values(), decay_steps=decay_steps, offload=offload
+        )
 
     @torch.no_grad()
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -83,7 +86,7 @@ class Critic:
 
         Index t is the state in which the token at t was chosen; 0.0 outside the loss mask.
         """
-        return self._trained.passes.forward(batches)
+        return self._trained.forward(batches)
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[Tensor]

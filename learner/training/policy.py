@@ -24,6 +24,7 @@ from slipstream.learner.model.gpt import output_weight
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
+from slipstream.learner.training.offload import Offload, Tenant
 from slipstream.learner.training.passes import Passes, Share
 from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
 from slipstream.learner.training.replicas import Replicas
@@ -43,15 +44,21 @@ class Teacher(Protocol):
 class ReferencePolicy:
     """A frozen model; its log-probabilities are of the same tempered distributions."""
 
-    def __init__(self, model: RankModel, topology: Topology) -> None:
-        """Freeze a model."""
+    def __init__(
+        self, model: RankModel, topology: Topology, *, offload: Offload | None = None
+    ) -> None:
+        """Freeze a model; ``offload`` is that of all models of this rank."""
         self._model = model.requires_grad_(False)
         self._topology = topology
         self._passes = Passes(model.chunks, self, topology)
+        self._offload = offload or Offload()
+        self.weights = self._offload.tenant("weights", model.parameters, is_constant=True)
+        self._offload.use()
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
+        self._offload.use(self.weights)
         return self._passes.forward(batches)
 
     def read(self, _number: int, share: Share) -> Tensor:
@@ -70,21 +77,25 @@ class ReferencePolicy:
     @torch.no_grad()
     def states(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return hidden states [T/c, H] per microbatch on the last stage, [] elsewhere."""
+        self._offload.use(self.weights)
         return self._passes.hidden(batches)
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch, states: Tensor | None = None) -> Reference:
         """Return its hidden states and output layer, from which KL is taken in full.
 
-        Unless ``states`` has them, they are computed here, where there is one stage.
+        Unless ``states`` has them, they are computed here, where there is one stage. The weights
+        are on the device: they are used beside those of the policy.
         """
         if states is None:
-            (states,) = self.states([batch])
+            (states,) = self._passes.hidden([batch])
         return Reference(states, output_layer(self._model, self._topology, batch))
 
     @torch.no_grad()
-    def renew(self, model: RankModel) -> None:
+    def renew(self, model: RankModel, weights_of_model: Tenant) -> None:
         """Copy the weights of a model of the same architecture."""
+        self._offload.use(self.weights, weights_of_model)
+        self.weights.has_changed()
         ours = dict(self._model.named_parameters())
         for name, weights in model.named_parameters():
             ours[name].copy_(weights)
@@ -95,6 +106,8 @@ class ReferencePolicy:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state read for ``sharded_state``."""
+        self._offload.use(self.weights)
+        self.weights.has_changed()
         self._model.load_state_dict(state, _REFERENCE_PREFIX)
 
 
@@ -114,12 +127,14 @@ class Policy:
         critic: Critic | None = None,
         needs_full_kl: bool = False,
         needs_squares: bool = False,
+        offload: Offload | None = None,
     ) -> None:
         """Wrap a model, with the other models that the algorithm needs.
 
         ``decay_steps`` is where the learning rate's decay ends. ``renews_reference`` is set
         if ``renew_reference`` is called now and then, ``needs_full_kl`` if a loss needs the KL from
         the reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
+        ``offload`` is that of all models of this rank.
         """
         self.model = model
         self.reference = reference
@@ -130,7 +145,10 @@ class Policy:
         self._needs_full_kl = needs_full_kl
         self._needs_squares = needs_squares
         self._reference_states: list[Tensor] = []  # of one update, by microbatch
-        self._trained = Trainable(model, settings, topology, self, decay_steps=decay_steps)
+        self._offload = offload or Offload()
+        self._trained = Trainable(
+            model, settings, topology, self, decay_steps=decay_steps, offload=self._offload
+        )
         self._pipeline_clock = PipelineClock() if topology.sizes.pipeline > 1 else None
 
     @property
@@ -165,7 +183,11 @@ class Policy:
     def renew_reference(self) -> None:
         """Make the reference policy equal to the policy."""
         if self.reference is not None:
-            self.reference.renew(self.model)
+            self.reference.renew(self.model, self._trained.weights)
+
+    def bring_weights(self) -> None:
+        """Have the weights of ``model`` on the device, for others to read."""
+        self._offload.use(self._trained.weights)
 
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
         """Return weights, optimizers and schedules as Megatron's sharded state.
@@ -177,7 +199,7 @@ class Policy:
             state["critic"] = self.critic.sharded_state(is_loading=is_loading)
         if self.reference is not None and self.renews_reference and has_reference:
             state["reference"] = self.reference.sharded_state()
-        return state
+        return self._offload.put_away(state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state read for ``sharded_state``; settings of this run stay."""
@@ -192,13 +214,13 @@ class Policy:
 
         Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
         """
-        (outputs,) = self._trained.passes.forward([batch])
+        (outputs,) = self._trained.forward([batch])
         return outputs
 
     @torch.no_grad()
     def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
         """Return the policy's figures for each token, per microbatch, without gradient."""
-        return self._trained.passes.forward(batches)
+        return self._trained.forward(batches)
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[PolicyOutputs]
@@ -211,12 +233,15 @@ class Policy:
         """
         # Ranks that wait for each other run its passes together and not inside a loss: a microbatch
         # without a token has none, and a pipeline has others on the way.
-        if self._needs_full_kl and self.reference is not None and self._is_coupled:
-            self._reference_states = self.reference.states(batches)
+        beside: list[Tenant] = []
+        if self._needs_full_kl and self.reference is not None:
+            beside.append(self.reference.weights)
+            if self._is_coupled:
+                self._reference_states = self.reference.states(batches)
         clock = self._pipeline_clock
         try:
             with clock.timing(self.model.config) if clock is not None else nullcontext():
-                return self._trained.update(batches, loss_function)
+                return self._trained.update(batches, loss_function, beside=beside)
         finally:
             self._reference_states = []
 

@@ -3,7 +3,7 @@
 Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.offload import Offload, Tenant, storage_id
 from slipstream.learner.training.optimizer import (
     begin_steps,
     gradient_norm,
@@ -56,10 +57,12 @@ class Trainable(Generic[Output]):
         head: Head[Output],
         *,
         decay_steps: int,
+        offload: Offload | None = None,
     ) -> None:
         """Wrap a model; ``decay_steps`` is where the learning rate's decay ends.
 
-        ``head`` turns its hidden states into inputs of a loss.
+        ``head`` turns its hidden states into inputs of a loss. ``offload`` is that of all models of
+        this rank.
         """
         self.model = model
         self.replicas = Replicas(topology)
@@ -104,6 +107,13 @@ class Trainable(Generic[Output]):
         if device.device().type == "cuda":
             use_fused_kernels(self._optimizer)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
+        self._offload = offload or Offload()
+        self.weights = self._offload.tenant("weights", model.parameters)
+        self._gradients = self._offload.tenant(
+            "gradients", self._gradient_buffers, keeps_content=False
+        )
+        self._state = self._offload.tenant("optimizer", self._optimizer_state)
+        self._offload.use()
 
     @property
     def lr(self) -> float:
@@ -113,24 +123,27 @@ class Trainable(Generic[Output]):
     def held_bytes(self) -> dict[str, int]:
         """Return the sizes of this rank's tensors: weights, gradients, optimizer.
 
-        The optimizer's are those it has after an update, without weights that are the model's.
+        What is on the host instead counts nothing. The optimizer's are those it has after an
+        update, without weights that are the model's.
         """
-        weights = list(self.model.parameters())
-        own = {weight.untyped_storage().data_ptr() for weight in weights}
-        buffers = [
-            buffer
+        return {
+            "weights": _num_bytes(self.model.parameters()),
+            "gradients": _num_bytes(self._gradient_buffers()),
+            "optimizer": _num_bytes(self._optimizer_state()),
+        }
+
+    def _gradient_buffers(self) -> list[Tensor]:
+        return [
+            buffer.grad_data
             for chunk in self._chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        return {
-            "weights": sum(map(_num_bytes, weights)),
-            "gradients": sum(_num_bytes(buffer.grad_data) for buffer in buffers),
-            "optimizer": sum(
-                _num_bytes(tensor)
-                for tensor in optimizer_tensors(self._optimizer)
-                if tensor.untyped_storage().data_ptr() not in own
-            ),
-        }
+
+    def _optimizer_state(self) -> list[Tensor]:
+        """Return what the optimizer holds beside the model's weights."""
+        own = {storage_id(weight) for weight in self.model.parameters()}
+        held = optimizer_tensors(self._optimizer)
+        return [tensor for tensor in held if storage_id(tensor) not in own]
 
     def end_step(self) -> None:
         """Move the schedule on by one learner step, however many updates it held."""
@@ -138,6 +151,7 @@ class Trainable(Generic[Output]):
 
     def sharded_state(self, *, is_loading: bool, prefix: str = "") -> dict[str, Any]:
         """Return weights, optimizer and schedule as Megatron's sharded state."""
+        self._offload.use(self.weights, self._state)
         model = self.model.sharded_state_dict(prefix=prefix)
         if is_loading:
             begin_steps(self._optimizer)
@@ -148,6 +162,7 @@ class Trainable(Generic[Output]):
 
     def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:
         """Load the state read for ``sharded_state``; settings of this run stay."""
+        self._offload.use(self.weights, self._state)
         self.model.load_state_dict(state["model"], prefix)
         groups = self._optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -157,18 +172,28 @@ class Trainable(Generic[Output]):
         put_steps_in_place(self._optimizer)
         self._scheduler.load_state_dict(state["scheduler"])
 
+    def forward(self, batches: Sequence[PackedBatch]) -> list[Output]:
+        """Return the outputs per microbatch."""
+        self._offload.use(self.weights)
+        return self.passes.forward(batches)
+
     def update(
-        self, batches: Sequence[PackedBatch], loss_function: LossFunction[Output]
+        self,
+        batches: Sequence[PackedBatch],
+        loss_function: LossFunction[Output],
+        *,
+        beside: Sequence[Tenant] = (),
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         The host waits for the GPU once, for all figures together; with pipeline stages again, for
-        what the last one sends to the others.
+        what the last one sends to the others. The loss uses what is ``beside`` the model, too.
 
         Raises:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
                 optimizer are as they were.
         """
+        self._offload.use(self.weights, self._gradients, *beside)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -193,6 +218,7 @@ class Trainable(Generic[Output]):
             raise NonFiniteError(
                 f"the loss is {figures['loss']:g}, the norm of its gradient {grad_norm:g}"
             )
+        self._offload.use(self.weights, self._gradients, self._state)
         step_with(self._optimizer, grad_norm)
         return figures, grad_norm
 
@@ -206,8 +232,8 @@ class Trainable(Generic[Output]):
         return self.replicas.combined(totals)
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().nbytes())
 
 
 def _overlap(config: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> None:

@@ -59,7 +59,21 @@ QUICK = [
         {"pipeline_parallel": 2, "expert_parallel": 2, "ranks_per_node": 2},
     ),
 ]
+OFFLOAD = ["weights", "gradients", "optimizer"]
 SLOW = [
+    Layout("offload", 1, DENSE, {"offload": OFFLOAD}),
+    Layout(
+        "tp2-pp2-offload",
+        4,
+        TIED,
+        {"tensor_parallel": 2, "pipeline_parallel": 2, "offload": OFFLOAD},
+    ),
+    Layout(
+        "ep2-divided-offload",
+        2,
+        EXPERTS,
+        {"expert_parallel": 2, "distributed_optimizer": True, "offload": OFFLOAD},
+    ),
     layout("tp2", 2, TIED, tensor=2),
     layout("tp2", 2, DENSE, tensor=2),
     Layout("tp2-whole-tokens", 2, DENSE, {"tensor_parallel": 2, "sequence_parallel": False}),

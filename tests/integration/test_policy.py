@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support.ranks.run import outputs, reports, start, start_ranks
 from tests.support.tiny_models import write_tiny_model
@@ -81,3 +82,45 @@ def test_optimizer_settings_act(tmp_path: Path):
     # A step of the critic alone, then one of both.
     assert report["warming"]["policy"] == pytest.approx([0.25, 0.25, 0.5])
     assert report["warming"]["critic"] == pytest.approx([0.25, 0.5, 0.75])
+
+
+def test_the_device_holds_what_is_used_and_nothing_else_of_what_is_offloaded(tmp_path: Path):
+    model, work = write_tiny_model(tmp_path / "model", "qwen2"), tmp_path / "work"
+    work.mkdir()
+    outputs([start(work, "support.ranks.offload", model, work)])
+    (report,) = reports(work, 1)
+
+    def second_step(name: str) -> list[tuple[str, set[str]]]:
+        held = [(moment, set(kinds)) for moment, kinds in report[name]["held"]]
+        return [*held[len(held) // 2 : -1], held[-1]]
+
+    own = {"weights", "gradients", "optimizer"}
+    everything = {f"{one} {kind}" for one in ("policy", "critic") for kind in own}
+    everything.add("reference weights")
+    assert all(kinds == everything for _, kinds in second_step("plain"))
+    training = {"policy weights", "policy gradients"}
+    critic = {"critic weights", "critic gradients"}
+    for name in ("all", "all-divided", "all-bfloat16"):
+        assert second_step(name) == [
+            ("forward", {"policy weights"}),
+            ("forward", {"reference weights"}),
+            ("forward", {"critic weights"}),
+            ("train", training),
+            ("update", {*training, "policy optimizer"}),
+            ("train", critic),
+            ("update", {*critic, "critic optimizer"}),
+            ("publish", {"policy weights"}),
+        ], name
+    for kind in own:
+        away = {what for what in everything if what.endswith(kind)}
+        moments = second_step(kind)
+        assert all(everything - away <= kinds for _, kinds in moments), kind
+        assert all(kinds & away < away for _, kinds in moments), kind
+    for name in report:
+        like = name.removeprefix("all-") if name.startswith("all-") else name
+        like = "plain" if like in own or like == "all" else like
+        assert report[name]["figures"] == report[like]["figures"], name
+        weights, right = (load_file(work / one / "model.safetensors") for one in (name, like))
+        assert all(weights[tensor].equal(right[tensor]) for tensor in right), name
+    before = load_file(model / "model.safetensors")
+    assert any((right[tensor] - before[tensor]).abs().max() > 1e-3 for tensor in before)

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.integration
 PROGRAM = "support.ranks.reshard"
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
+    "one-offload": (1, {"offload": ["weights", "gradients", "optimizer"]}),
     "tp2-pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
 MORE_DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -22,6 +23,10 @@ MORE_DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-chunks2": (2, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
     "pp2-uneven": (2, {"pipeline_parallel": 2, "layers_per_stage": [3, 1]}),
     "pp4": (4, {"pipeline_parallel": 4}),
+    "dp2-divided-offload": (
+        2,
+        {"distributed_optimizer": True, "offload": ["weights", "gradients", "optimizer"]},
+    ),
     "pp2-cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}),
     "tp2-dp2-divided": (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
 }

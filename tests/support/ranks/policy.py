@@ -297,6 +297,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             together = pack(everything, cpu)
             report["logprobs"] = policy.proximal([together])[0].logprobs.tolist()
             if world_size == 1:
+                policy.bring_weights()
                 report["plain"] = [
                     value for s in everything for value in plain_logprobs(policy.model, s)
                 ]
@@ -322,6 +323,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             PhaseClock(),
             num_lags=3,
         )
+        policy.bring_weights()
         save_hf_folder(policy.model, work / name, folder)
         if name == "default":
             report["published"] = published(policy, topology, work / name)

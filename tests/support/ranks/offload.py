@@ -1,0 +1,129 @@
+"""What a rank holds on its device while it computes, with learner.offload and without.
+
+Usage: offload MODEL_FOLDER WORK_FOLDER
+Writes WORK_FOLDER/0.json: per setting the figures of two steps and, per moment, the models and
+kinds of tensors that the device held; and the trained models to WORK_FOLDER/SETTING.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.batches.packing import PackedBatch, pack
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.step import train_step
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.process.phases import PhaseClock
+from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
+from tests.support.waiting import HANG_S
+
+if TYPE_CHECKING:
+    from slipstream.learner.training.policy import Policy
+
+KINDS = ("weights", "gradients", "optimizer")
+SETTINGS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "all": {"offload": KINDS},
+    "divided": {"distributed_optimizer": True},
+    "all-divided": {"offload": KINDS, "distributed_optimizer": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "all-bfloat16": {"offload": KINDS, "dtype": "bfloat16"},
+    **{kind: {"offload": (kind,)} for kind in KINDS},
+}
+
+
+def main(folder: Path, work: Path) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
+    from slipstream.learner.training import trainable
+    from slipstream.learner.training.passes import Passes
+
+    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=HANG_S)
+    everything = train_sequences()
+    batch, plan = pack(everything, device.device()), whole_plan(everything)
+    held: list[tuple[str, list[str]]] = []
+    policies: list[Policy] = []
+
+    def observed(moment: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: object, **kwargs: object) -> object:
+            if policies:
+                held.append((moment, sorted(_held(policies[-1]))))
+            return function(*args, **kwargs)
+
+        return call
+
+    Passes.forward = observed("forward", Passes.forward)  # type: ignore[method-assign]
+    Passes.train = observed("train", Passes.train)  # type: ignore[method-assign]
+    trainable.step_with = observed("update", trainable.step_with)
+
+    report: dict[str, object] = {}
+    for name, learner in SETTINGS.items():
+        settings = LearnerSettings(
+            run=RunSection(model=str(folder)),
+            learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, **learner),  # type: ignore[arg-type]
+            algo=AlgoSection(
+                preset="vapo",
+                critic={"warmup_steps": 0, "lr": 1e-2},  # type: ignore[arg-type]
+                kl={"coefficient": 0.1, "name": "k1", "place": "reward", "renew_every": 1},  # type: ignore[arg-type]
+            ),
+            weightbus=WeightBusSection(),
+            sampling=SamplingSection(max_response_tokens=32),
+        )
+        held.clear()
+        policy = build_policy(settings, algorithm_of(settings), topology)
+        policies.append(policy)
+        figures = []
+        for step in range(2):
+            batches: list[list[PackedBatch]] = [[batch]]
+            found, _ = train_step(
+                policy,
+                batches,
+                [plan],
+                random_outcomes(everything, step),
+                algorithm_of(settings),
+                PhaseClock(),
+            )
+            figures.append(found)
+            policy.end_step()
+            policy.renew_reference()
+        policy.bring_weights()
+        held.append(("publish", sorted(_held(policy))))
+        report[name] = {"figures": figures, "held": list(held)}
+        save_hf_folder(policy.model, work / name, folder)
+        policies.clear()
+    (work / "0.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+def _held(policy: "Policy") -> set[str]:
+    """Return the kinds of tensors on the device, by model."""
+    assert policy.critic is not None
+    assert policy.reference is not None
+    models = {"policy": policy._trained, "critic": policy.critic._trained}
+    kinds = {
+        f"{name} {kind}"
+        for name, model in models.items()
+        for kind, num_bytes in model.held_bytes().items()
+        if num_bytes > 1000  # counts of updates are on the host at all times
+    }
+    frozen = policy.reference._model.parameters()
+    if any(weight.untyped_storage().nbytes() for weight in frozen):
+        kinds.add("reference weights")
+    return kinds
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:3]))
