@@ -80,6 +80,9 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """What is on the device only while it is used, and on the host in between: weights while
     another model computes (critic, reference, teacher), gradients between updates (they are not
     copied), the optimizer's state but for the moment of its update."""
+    optimizer_offload_fraction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of the optimizer that is on the host for good and updates its weights there, by
+    Megatron's hybrid device optimizer; with distributed_optimizer. learner.threads is how fast."""
     overlap_grad_reduce: bool = False
     """Sum gradients over replicas while the backward pass computes others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -240,21 +243,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     learner, run = settings.learner, settings.run
     learner.sizes.check(learner.ranks)
     _ = settings.layout  # its checks
-    if learner.recompute != "selective" and learner.recompute_modules != ("core_attn",):
-        raise ConfigError(
-            f"learner.recompute_modules = {list(learner.recompute_modules)} has a meaning with "
-            f'learner.recompute = "selective" alone, got {learner.recompute!r}'
-        )
-    if not learner.recompute_modules:
-        raise ConfigError(
-            "learner.recompute_modules is empty: name what is computed again, or set "
-            'learner.recompute = "none"'
-        )
-    if learner.recompute_layers and learner.recompute != "full":
-        raise ConfigError(
-            f"learner.recompute_layers = {learner.recompute_layers} has a meaning with "
-            f'learner.recompute = "full" alone, got {learner.recompute!r}'
-        )
+    _check_memory(learner)
     replicas = learner.sizes.replicas(learner.ranks)
     trajectories = run.groups_per_step * run.group_size
     if trajectories < replicas * learner.minibatches:
@@ -272,6 +261,40 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
                 f"profile.ranks names rank {rank}, there are {learner.ranks} (learner.ranks)"
             )
     return settings
+
+
+def _check_memory(learner: LearnerSection) -> None:
+    if learner.recompute != "selective" and learner.recompute_modules != ("core_attn",):
+        raise ConfigError(
+            f"learner.recompute_modules = {list(learner.recompute_modules)} has a meaning with "
+            f'learner.recompute = "selective" alone, got {learner.recompute!r}'
+        )
+    if not learner.recompute_modules:
+        raise ConfigError(
+            "learner.recompute_modules is empty: name what is computed again, or set "
+            'learner.recompute = "none"'
+        )
+    if learner.recompute_layers and learner.recompute != "full":
+        raise ConfigError(
+            f"learner.recompute_layers = {learner.recompute_layers} has a meaning with "
+            f'learner.recompute = "full" alone, got {learner.recompute!r}'
+        )
+    if learner.optimizer_offload_fraction and not learner.distributed_optimizer:
+        raise ConfigError(
+            f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "
+            "learner.distributed_optimizer = true (with one replica, too), got false"
+        )
+    if learner.optimizer_offload_fraction and learner.dtype == "float32":
+        raise ConfigError(
+            f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "
+            'weights in bfloat16, got learner.dtype = "float32"'
+        )
+    if learner.optimizer_offload_fraction and "optimizer" in learner.offload:
+        raise ConfigError(
+            f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} updates "
+            'a share on the host, and learner.offload has "optimizer", which updates all on the '
+            "device: set one of them"
+        )
 
 
 def _check_schedule(settings: LearnerSettings) -> None:

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from slipstream.learner.model import hybrid_repairs
 from slipstream.learner.model.device import device
 
 _MARK = "_slipstream_repaired"
@@ -29,6 +30,7 @@ _MARK = "_slipstream_repaired"
 
 def install() -> None:
     """Repair what is repaired by a replacement; a second call does nothing."""
+    hybrid_repairs.install()
     vars(moe_utils).setdefault("te_general_gemm", None)
     p2p_communication.P2PCommunicator._communicate_shapes = _communicate_shapes
     if getattr(DistributedOptimizer, _MARK, False):

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 MegatronOptimizer = Any  # megatron is untyped
+_HYBRID_SETTINGS = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
 
 
 def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
@@ -20,7 +30,7 @@ def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
 
     torch's default takes another 4 bytes per parameter while it updates.
     """
-    for inner in _torch_optimizers(optimizer):
+    for inner in _torch_optimizers(optimizer):  # a hybrid one uses them anyway
         if isinstance(inner, torch.optim.Adam):
             for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
@@ -35,13 +45,31 @@ def begin_steps(optimizer: MegatronOptimizer) -> None:
     for one in _parts(optimizer):
         if not isinstance(one, DistributedOptimizer):
             continue
-        for group in one.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = one.optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        hybrid = one.optimizer if isinstance(one.optimizer, HybridDeviceOptimizer) else None
+        for inner in hybrid.sub_optimizers if hybrid is not None else [one.optimizer]:
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    state = inner.state[parameter]
+                    if not state:
+                        place = parameter.device if group.get("fused") else torch.device("cpu")
+                        state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+                        state["exp_avg"] = torch.zeros_like(parameter)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        if hybrid is not None:
+            hybrid._sync_sub_optimizers_state_to_hdo()
+
+
+def without_hybrid_settings(state: object) -> None:
+    """Take out of an optimizer's state what only the hybrid one has in its groups, also classes.
+
+    Then any optimizer reads it, and nothing but data is in a checkpoint.
+    """
+    if isinstance(state, dict):
+        for group in state.get("param_groups", ()):
+            for name in _HYBRID_SETTINGS:
+                group.pop(name, None)
+        for value in state.values():
+            without_hybrid_settings(value)
 
 
 def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
@@ -50,6 +78,8 @@ def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
     Fused kernels read them from the parameters' device, all others from the host.
     """
     for inner in _torch_optimizers(optimizer):
+        if isinstance(inner, HybridDeviceOptimizer):
+            continue  # has them beside what they belong to
         for group in inner.param_groups:
             for parameter in group["params"]:
                 state = inner.state.get(parameter, {})
@@ -59,8 +89,12 @@ def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the weights that the optimizer updates, and its state of each."""
-    inners = _torch_optimizers(optimizer)
+    """Return the weights that the optimizer updates on the device, and its state of each."""
+    inners = [
+        inner.gpu_optimizer if isinstance(inner, HybridDeviceOptimizer) else inner
+        for inner in _torch_optimizers(optimizer)
+    ]
+    inners = [inner for inner in inners if inner is not None]  # all is updated on the host
     weights = [w for inner in inners for group in inner.param_groups for w in group["params"]]
     states = [state for inner in inners for state in inner.state.values()]
     values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -91,7 +125,12 @@ def step_with(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the prepared gradients, which have this norm, and update the weights by them."""
     for one in _parts(optimizer):
         if one.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(one.get_parameters(), one.config.clip_grad, norm)
+            clip_grad_by_total_norm_fp32(
+                one.get_parameters(),
+                one.config.clip_grad,
+                norm,
+                one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
     optimizer.step_with_ready_grads()
 
 

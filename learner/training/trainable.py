@@ -30,6 +30,7 @@ from slipstream.learner.training.optimizer import (
     put_steps_in_place,
     step_with,
     use_fused_kernels,
+    without_hybrid_settings,
 )
 from slipstream.learner.training.passes import Head, Passes
 from slipstream.learner.training.replicas import Replicas
@@ -88,6 +89,7 @@ class Trainable(Generic[Output]):
         if settings.overlap_grad_reduce:
             _overlap(config, self._chunks)
         self.passes = Passes(self._chunks, head, topology)
+        share_on_host = settings.optimizer_offload_fraction
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -101,6 +103,10 @@ class Trainable(Generic[Output]):
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=settings.distributed_optimizer,
+                optimizer_cpu_offload=share_on_host > 0,
+                optimizer_offload_fraction=share_on_host,
+                overlap_cpu_optimizer_d2h_h2d=share_on_host > 0,
+                use_precision_aware_optimizer=share_on_host > 0,
             ),
             self._chunks,
         )
@@ -158,6 +164,7 @@ class Trainable(Generic[Output]):
         optimizer = self._optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_OF_ANY_LAYOUT
         )
+        without_hybrid_settings(optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
     def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:

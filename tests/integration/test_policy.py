@@ -116,11 +116,23 @@ def test_the_device_holds_what_is_used_and_nothing_else_of_what_is_offloaded(tmp
         moments = second_step(kind)
         assert all(everything - away <= kinds for _, kinds in moments), kind
         assert all(kinds & away < away for _, kinds in moments), kind
-    for name in report:
-        like = name.removeprefix("all-") if name.startswith("all-") else name
-        like = "plain" if like in own or like == "all" else like
+    alike = {
+        "plain": ["all", *own],
+        "divided": ["all-divided"],
+        "bfloat16": ["all-bfloat16"],
+        "divided-bfloat16": ["half-bfloat16", "whole-bfloat16"],
+    }
+    for name, like in ((name, like) for like, names in alike.items() for name in names):
         assert report[name]["figures"] == report[like]["figures"], name
         weights, right = (load_file(work / one / "model.safetensors") for one in (name, like))
         assert all(weights[tensor].equal(right[tensor]) for tensor in right), name
     before = load_file(model / "model.safetensors")
-    assert any((right[tensor] - before[tensor]).abs().max() > 1e-3 for tensor in before)
+    for like in alike:
+        after = load_file(work / like / "model.safetensors")
+        assert any((after[name] - before[name]).abs().max() > 1e-3 for name in before), like
+    # A share of the optimizer is on the host for good.
+    whole, half, none = (
+        report[name]["held bytes"]
+        for name in ("divided-bfloat16", "half-bfloat16", "whole-bfloat16")
+    )
+    assert none == 0 < 0.3 * whole < half < 0.7 * whole

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.ranks.run import outputs, start_ranks
@@ -44,6 +45,15 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+BFLOAT16: dict[str, tuple[int, dict[str, Any]]] = {
+    "divided": (1, {"distributed_optimizer": True, "dtype": "bfloat16"}),
+    "dp2-hybrid": (
+        2,
+        {"distributed_optimizer": True, "optimizer_offload_fraction": 0.5, "dtype": "bfloat16"},
+    ),
+}
+
+
 def is_divided(layout: tuple[int, dict[str, Any]]) -> bool:
     return bool(layout[1].get("distributed_optimizer"))
 
@@ -52,6 +62,8 @@ def is_divided(layout: tuple[int, dict[str, Any]]) -> bool:
     ("family", "layers", "layouts"),
     [
         pytest.param("qwen3", 4, DENSE, id="dense"),
+        # Weights in float32 on the host or on the device.
+        pytest.param("qwen3", 2, BFLOAT16, id="bfloat16"),
         # The same, over every pair of more layouts and with experts.
         pytest.param("qwen3", 4, DENSE | MORE_DENSE, id="more", marks=pytest.mark.slow),
         pytest.param("qwen2", 4, DENSE | MORE_DENSE, id="tied", marks=pytest.mark.slow),
@@ -84,7 +96,9 @@ def test_a_checkpoint_of_any_layout_continues_in_any_other(
             again = load_file(work / f"from-{other}-next" / "model.safetensors")
             for tensor, value in after.items():
                 if "k_proj.bias" not in tensor:  # its true gradient is 0
-                    difference = (again[tensor] - value).abs().max()
-                    assert difference < 2e-5, (other, name, tensor)
-            moved = max((after[tensor] - saved[tensor]).abs().max() for tensor in saved)
+                    difference = (again[tensor].float() - value.float()).abs().max()
+                    # Of bfloat16: rounding in the passes, of a step of at most 1e-2.
+                    most = 1e-3 if value.dtype == torch.bfloat16 else 2e-5
+                    assert difference < most, (other, name, tensor)
+            moved = max((after[one].float() - saved[one].float()).abs().max() for one in saved)
             assert moved > 1e-3, "the step after the checkpoint trains"

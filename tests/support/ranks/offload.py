@@ -35,6 +35,17 @@ SETTINGS: dict[str, dict[str, object]] = {
     "all": {"offload": KINDS},
     "divided": {"distributed_optimizer": True},
     "all-divided": {"offload": KINDS, "distributed_optimizer": True},
+    "half-bfloat16": {
+        "optimizer_offload_fraction": 0.5,
+        "distributed_optimizer": True,
+        "dtype": "bfloat16",
+    },
+    "whole-bfloat16": {
+        "optimizer_offload_fraction": 1.0,
+        "distributed_optimizer": True,
+        "dtype": "bfloat16",
+    },
+    "divided-bfloat16": {"distributed_optimizer": True, "dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16"},
     "all-bfloat16": {"offload": KINDS, "dtype": "bfloat16"},
     **{kind: {"offload": (kind,)} for kind in KINDS},
@@ -100,7 +111,11 @@ def main(folder: Path, work: Path) -> None:
             policy.renew_reference()
         policy.bring_weights()
         held.append(("publish", sorted(_held(policy))))
-        report[name] = {"figures": figures, "held": list(held)}
+        report[name] = {
+            "figures": figures,
+            "held": list(held),
+            "held bytes": policy.held_bytes()["optimizer"],
+        }
         save_hf_folder(policy.model, work / name, folder)
         policies.clear()
     (work / "0.json").write_text(json.dumps(report))

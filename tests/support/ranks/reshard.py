@@ -31,7 +31,7 @@ from tests.support.ranks.run import section_of
 def main(
     folder: Path, work: Path, rank: int, world_size: int, layout: str, others: list[Path]
 ) -> None:
-    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32")
+    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
     from slipstream.learner.checkpoints.loading import load_checkpoint
@@ -66,6 +66,7 @@ def main(
         for _ in range(times):
             data = random_outcomes(everything)
             train_step(policy, batches, plans, data, algorithm, PhaseClock())
+        policy.bring_weights()
         save_hf_folder(policy.model, work / name, folder)
 
     for other in others:

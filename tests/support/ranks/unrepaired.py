@@ -1,4 +1,4 @@
-"""What Megatron-Core does where learner/model/megatron_repairs.py has something else.
+"""What Megatron-Core does where megatron_repairs.py and hybrid_repairs.py have something else.
 
 Usage: unrepaired
 Prints one line of JSON: by defect, whether it is still there.
@@ -7,6 +7,7 @@ Prints one line of JSON: by defect, whether it is still there.
 import inspect
 import json
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -14,8 +15,34 @@ import torch
 from slipstream.learner.model import device
 
 
+def fails(call: Callable[[], object], kind: type[Exception]) -> bool:
+    """Return whether a call raises an error of this kind."""
+    try:
+        call()
+    except kind:
+        return True
+    return False
+
+
+def updated_on_a_cpu() -> None:
+    """Do one update of Megatron's hybrid optimizer."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    HybridDeviceOptimizer(
+        [weight],
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        lr=0.1,
+    ).step()
+
+
 def main() -> None:
     device.prepare()
+    from megatron.core.optimizer import optimizer_config
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -48,6 +75,14 @@ def main() -> None:
             "self.expert_parallel = config.expert_model_parallel_size > 1" in experts
         ),
         "the count of updates of torch's Adam": missing == "step",
+        "the version of Transformer Engine": fails(
+            lambda: optimizer_config.is_te_min_version("2.1.0"), TypeError
+        ),
+        "a hybrid optimizer without CUDA": fails(updated_on_a_cpu, KeyError),
+        "where a hybrid optimizer's loaded state is": (
+            'isinstance(optimizer, self.defaults["cpu_optimizer_cls"])'
+            in inspect.getsource(HybridDeviceOptimizer._move_new_state_to_right_device)
+        ),
     }
     sys.stdout.write(json.dumps(found))
 

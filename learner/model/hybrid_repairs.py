@@ -1,0 +1,76 @@
+"""Defects of Megatron's HybridDeviceOptimizer; a test fails when one of them is gone upstream.
+
+It keeps a share of bfloat16 weights in float32 on the host and updates them there. For float32
+weights, of which a distributed optimizer gives it views, it cannot be made.
+
+- Its settings ask for the version of Transformer Engine, which fails where there is none.
+- Which weights are the device's is asked of ``is_cuda``: on a machine without CUDA none are, and
+  the first update fails.
+- Where the class of both optimizers is the same (without Transformer Engine), a loaded state is on
+  the host for all of them.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.utils import get_te_version
+from torch import Tensor
+
+Groups = list[dict[str, Any]]
+Pairs = dict[Tensor, Tensor]
+
+
+def install() -> None:
+    """Repair them by replacements; a second call does nothing."""
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _param_groups
+    HybridDeviceOptimizer._move_new_state_to_right_device = _state_beside_weights
+    if get_te_version() is None:
+        optimizer_config.is_te_min_version = _is_no_version
+
+
+def _is_no_version(*_args: object, **_kwargs: object) -> bool:
+    return False
+
+
+def _param_groups(
+    optimizer: HybridDeviceOptimizer, offload_fraction: float
+) -> tuple[Groups, Groups, Pairs, Pairs, Pairs]:
+    """Take the place of the method: the first weights go to the host until they are enough."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    wanted = offload_fraction * sum(weight.numel() for weight in weights)
+    on_host: Groups = []
+    on_device: Groups = []
+    host_copies: Pairs = {}
+    float32_copies: Pairs = {}
+    num_away = 0
+    for group in optimizer.param_groups:
+        ours, theirs = ({**group, "params": []} for _ in range(2))
+        for weight in group["params"]:
+            inner = weight
+            is_away = num_away < wanted
+            if is_away:
+                num_away += weight.numel()
+                inner = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
+                inner.copy_(weight.detach())
+            if optimizer.param_update_in_fp32 and weight.dtype != torch.float32:
+                inner = inner.detach().clone().float()
+                float32_copies[weight] = inner
+            if is_away:
+                host_copies[weight] = inner
+            (theirs if is_away else ours)["params"].append(inner)
+        on_device += [ours] if ours["params"] else []
+        on_host += [theirs] if theirs["params"] else []
+    weight_of_copy = {copy: weight for weight, copy in host_copies.items()}
+    return on_host, on_device, host_copies, weight_of_copy, float32_copies
+
+
+def _state_beside_weights(optimizer: HybridDeviceOptimizer) -> None:
+    """Take the place of the method: a state is where what it belongs to is updated."""
+    for one in optimizer.sub_optimizers:
+        for weight, state in one.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(weight.device)
+            optimizer.state[optimizer.inner_param_to_orig_param[weight]] = state
