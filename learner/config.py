@@ -29,6 +29,7 @@ from slipstream.wire.settings.sections import (
 )
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_MOST_BETA2 = 0.99
 Schedule = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 
 
@@ -76,6 +77,9 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     distributed_optimizer: bool = False
     """Divide the optimizer's state over the ranks that hold the same weights (replicas, and those
     of context_parallel), each of which updates a part of them."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the optimizer's two moments in memory; they are computed with in float32 always.
+    bfloat16 needs adam_beta2 of at most 0.99: it cannot hold smaller changes."""
     offload: tuple[Literal["weights", "gradients", "optimizer"], ...] = ()
     """What is on the device only while it is used, and on the host in between: weights while
     another model computes (critic, reference, teacher), gradients between updates (they are not
@@ -279,6 +283,19 @@ def _check_memory(learner: LearnerSection) -> None:
             f"learner.recompute_layers = {learner.recompute_layers} has a meaning with "
             f'learner.recompute = "full" alone, got {learner.recompute!r}'
         )
+    if learner.moments_dtype == "bfloat16":
+        if learner.adam_beta2 > _MOST_BETA2:
+            raise ConfigError(
+                f'learner.moments_dtype = "bfloat16" needs learner.adam_beta2 <= {_MOST_BETA2}, '
+                f"got {learner.adam_beta2:g}: each update changes the second moment by less than "
+                "bfloat16 can tell apart"
+            )
+        if learner.optimizer_offload_fraction:
+            raise ConfigError(
+                'learner.moments_dtype = "bfloat16" cannot be had with '
+                f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g}, "
+                "whose optimizer is Megatron's: set one of them"
+            )
     if learner.optimizer_offload_fraction and not learner.distributed_optimizer:
         raise ConfigError(
             f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "

@@ -20,6 +20,7 @@ from math import prod
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model.division import section_for
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.offloaded_memory import CRITIC, KINDS, POLICY, Held, never_at_once
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.files.model_families import Parameter, Sizes
 
@@ -164,16 +165,20 @@ def _stage(
     own = rank_parameters(hf, learner, stage)
     element = element_bytes(learner, on_gpu=on_gpu)
     state, state_formula = _optimizer(own, learner, element)
-    parts = [
-        MemoryPart("weights", element * own.count, f"{element} N"),
-        MemoryPart("gradients", 4 * own.count, "4 N, float32"),
-        MemoryPart("optimizer", state, state_formula),
+    working = [
         _activations(hf, learner, stage, element),
         *_last_stage(
             hf, learner, element, on_gpu=on_gpu, is_last=stage + 1 == learner.sizes.pipeline
         ),
         MemoryPart("one gradient", element * own.largest, f"{element} x the largest parameter"),
     ]
+    parts = [
+        MemoryPart("weights", element * own.count, f"{element} N"),
+        MemoryPart("gradients", 4 * own.count, "4 N, float32"),
+        MemoryPart("optimizer", state, state_formula),
+        *working,
+    ]
+    held = [Held(POLICY, part.what, part.num_bytes) for part in parts[:3]]
     if on_gpu:
         relay = 4.0 * settings.weightbus.bucket_bytes if stage == 0 else 0.0
         parts.append(
@@ -186,15 +191,28 @@ def _stage(
     if frozen:
         counts = [rank_parameters(one, section_for(one, learner), stage).count for one in frozen]
         parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
+        held += [Held(f"frozen {i}", "weights", element * n) for i, n in enumerate(counts)]
     if has_critic:
         critic = rank_parameters(hf, learner, stage, is_critic=True)
         state, state_formula = _optimizer(critic, learner, element)
+        of_critic = (element * critic.count, 4 * critic.count, state)
+        held += [Held(CRITIC, kind, size) for kind, size in zip(KINDS, of_critic, strict=True)]
         parts.append(
             MemoryPart(
                 "critic",
-                (element + 4) * critic.count + state,
+                sum(of_critic),
                 f"{element} N + 4 N + {state_formula.partition(',')[0]}, N of the critic",
             )
+        )
+    if learner.offload and on_gpu:
+        away = never_at_once(
+            held,
+            learner.offload,
+            working=total_bytes(working),
+            beside_policy="frozen 0" if settings.algo.kl.get("name") == "full" else "",
+        )
+        parts.append(
+            MemoryPart("never at once", -away, "learner.offload: what waits on the host by turns")
         )
     return parts
 
@@ -206,17 +224,21 @@ def element_bytes(learner: LearnerSection, *, on_gpu: bool) -> int:
 
 def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> tuple[float, str]:
     """Return the bytes of the optimizer's state, and their formula."""
-    each = 12 if element == 2 else 8
+    moments = 2 if learner.moments_dtype == "bfloat16" else 4
+    each: float = 2 * moments + (4 if element == 2 else 0)
     what = "float32 weights, two moments" if element == 2 else "two moments"
+    if learner.optimizer_offload_fraction:
+        each *= 1 - learner.optimizer_offload_fraction
+        what += f"; {learner.optimizer_offload_fraction:g} of it is on the host"
     if not learner.distributed_optimizer:
-        return each * own.count, f"{each} N, {what}"
+        return each * own.count, f"{each:g} N, {what}"
     sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
     dense = of_stage // sizes.tensor
     expert = of_stage // (sizes.expert * sizes.expert_tensor)
     state = each * (-(-own.dense // dense) + -(-own.expert // expert))
     if own.expert:
-        return state, f"{each} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"
-    return state, f"{each} N / d, {what}; d = {dense}"
+        return state, f"{each:g} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"
+    return state, f"{each:g} N / d, {what}; d = {dense}"
 
 
 def passes_in_flight(sizes: ParallelSizes, stage: int) -> float:

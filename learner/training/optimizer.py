@@ -13,6 +13,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from slipstream.learner.training.narrow_adam import MOMENTS, NarrowAdamW
+
 MegatronOptimizer = Any  # megatron is untyped
 _HYBRID_SETTINGS = (
     "offload_fraction",
@@ -37,24 +39,36 @@ def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
             put_steps_in_place(optimizer)
 
 
-def begin_steps(optimizer: MegatronOptimizer) -> None:
-    """Give a distributed optimizer the state of Adam that it has after its first update.
+def narrow_moments(optimizer: MegatronOptimizer) -> None:
+    """Have torch's AdamW keep its moments in bfloat16."""
+    for inner in _torch_optimizers(optimizer):
+        inner.__class__ = NarrowAdamW
 
-    Megatron reads a checkpoint into what is there, and torch's Adam has nothing before.
+
+def begin_steps(optimizer: MegatronOptimizer) -> None:
+    """Give an optimizer the state of Adam that it has after its first update, if it needs it.
+
+    Megatron reads a checkpoint into what is there, and torch's Adam has nothing before. Megatron
+    itself makes what is float32 and not divided.
     """
     for one in _parts(optimizer):
-        if not isinstance(one, DistributedOptimizer):
-            continue
+        is_divided = isinstance(one, DistributedOptimizer)
         hybrid = one.optimizer if isinstance(one.optimizer, HybridDeviceOptimizer) else None
+        is_narrow = isinstance(one.optimizer, NarrowAdamW)
+        if not is_divided and not is_narrow:
+            continue
         for inner in hybrid.sub_optimizers if hybrid is not None else [one.optimizer]:
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     state = inner.state[parameter]
-                    if not state:
+                    if state:
+                        continue
+                    dtype = torch.bfloat16 if is_narrow else parameter.dtype
+                    for name in MOMENTS:
+                        state[name] = torch.zeros_like(parameter, dtype=dtype)
+                    if is_divided:
                         place = parameter.device if group.get("fused") else torch.device("cpu")
                         state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-                        state["exp_avg"] = torch.zeros_like(parameter)
-                        state["exp_avg_sq"] = torch.zeros_like(parameter)
         if hybrid is not None:
             hybrid._sync_sub_optimizers_state_to_hdo()
 

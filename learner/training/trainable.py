@@ -26,6 +26,7 @@ from slipstream.learner.training.offload import Offload, Tenant, storage_id
 from slipstream.learner.training.optimizer import (
     begin_steps,
     gradient_norm,
+    narrow_moments,
     optimizer_tensors,
     put_steps_in_place,
     step_with,
@@ -110,6 +111,8 @@ class Trainable(Generic[Output]):
             ),
             self._chunks,
         )
+        if settings.moments_dtype == "bfloat16":
+            narrow_moments(self._optimizer)
         if device.device().type == "cuda":
             use_fused_kernels(self._optimizer)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)

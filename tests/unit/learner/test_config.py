@@ -48,10 +48,41 @@ def test_decay_ends_with_the_run_by_default(run: Table):
             r"wsd_decay_steps has no meaning with learner\.lr_schedule = \"cosine\"",
         ),
         ({"lr_schedule": "wsd"}, "Invalid enum value 'wsd'"),
+        (
+            {"moments_dtype": "bfloat16", "adam_beta2": 0.999},
+            r"moments_dtype = \"bfloat16\" needs learner\.adam_beta2 <= 0\.99, got 0\.999",
+        ),
+        (
+            {"optimizer_offload_fraction": 0.5},
+            r"= 0\.5 needs learner\.distributed_optimizer = true .* got false",
+        ),
+        (
+            {"optimizer_offload_fraction": 1.0, "distributed_optimizer": True, "dtype": "float32"},
+            r"= 1 needs weights in bfloat16, got learner\.dtype = \"float32\"",
+        ),
+        (
+            {
+                "optimizer_offload_fraction": 0.5,
+                "distributed_optimizer": True,
+                "offload": ["optimizer"],
+            },
+            r"learner\.offload has \"optimizer\", .*set one of them",
+        ),
+        (
+            {
+                "optimizer_offload_fraction": 0.5,
+                "distributed_optimizer": True,
+                "moments_dtype": "bfloat16",
+            },
+            r"moments_dtype = \"bfloat16\" cannot be had with .*_fraction = 0\.5",
+        ),
+        ({"offload": ["activations"]}, "Invalid enum value 'activations'"),
         ({"save_final": True}, r"unknown setting learner\.save_final"),
     ],
 )
-def test_schedules_that_cannot_be_are_refused(run: Table, learner: Table, message: str):
+def test_settings_of_the_optimizer_that_cannot_be_are_refused(
+    run: Table, learner: Table, message: str
+):
     refused(run, message, learner=learner)
 
 

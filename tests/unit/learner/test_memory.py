@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,6 +140,46 @@ def test_a_distributed_optimizer_is_divided_over_replicas_and_context_and_expert
     assert divided["optimizer"] == 8 * (-(-own.dense // 4) + own.expert // 2)
 
 
+def test_moments_in_bfloat16_and_a_share_on_the_host_are_less_of_the_optimizer():
+    count = SMALL.num_parameters
+    assert parts_of(SMALL, moments_dtype="bfloat16")["optimizer"] == 4 * count
+    assert parts_of(SMALL, on_gpu=True, moments_dtype="bfloat16")["optimizer"] == 8 * count
+    divided = {"distributed_optimizer": True, "optimizer_offload_fraction": 0.75}
+    assert parts_of(SMALL, on_gpu=True, **divided)["optimizer"] == 3 * count
+    assert (
+        parts_of(SMALL, on_gpu=True, **divided | {"optimizer_offload_fraction": 1})["optimizer"]
+        == 0
+    )
+
+
+def test_what_is_offloaded_counts_in_the_moment_that_uses_it():
+    frozen, everything = [MIXTURE], ("weights", "gradients", "optimizer")
+
+    def total(offload: tuple[str, ...], tokens: int, kl: dict[str, object] | None = None) -> float:
+        given = settings(offload=offload, max_tokens_per_microbatch=tokens)
+        given = msgspec.structs.replace(given, algo=AlgoSection(kl=kl or {}))
+        (parts,) = learner_stages(SMALL, given, on_gpu=True, frozen=frozen, has_critic=True)
+        return total_bytes(parts)
+
+    count = SMALL.num_parameters
+    critic = rank_parameters(SMALL, LearnerSection(), 0, is_critic=True).count
+    reference = 2 * MIXTURE.num_parameters
+    relay = 4 * settings().weightbus.bucket_bytes
+    # Few tokens: the moment of the critic's update, or the pass of a large frozen model.
+    few = total(everything, 1) - relay
+    assert few == max((2 + 4 + 12) * max(count, critic), reference)
+    # Many tokens: the training pass; the optimizer's state is away.
+    working = total((), 4000) - relay - 18 * (count + critic) - reference
+    assert total(everything, 4000) - relay == working + 6 * max(count, critic)
+    assert total(("optimizer",), 4000) - relay == working + 6 * (count + critic) + reference
+    assert total(("weights",), 4000) - relay == working + 16 * (count + critic) + 2 * max(
+        count, critic
+    )
+    # A KL over the whole vocabulary is taken with the weights of both.
+    full = total(everything, 4000, {"name": "full", "coefficient": 0.1}) - relay
+    assert full == working + 6 * count + reference
+
+
 def test_activations_of_one_rank():
     of_layer = 4 * 8 + 2 * (8 + 4) + 4 * 12
     assert parts_of(SMALL, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 3 * of_layer
@@ -212,8 +253,6 @@ POWERS = st.sampled_from([1, 2, 4])
 def test_the_ranks_of_a_replica_hold_the_model_once_but_for_what_is_copied(
     tensor: int, pipeline: int, expert: int, expert_tensor: int, vocabulary: int
 ):
-    import msgspec
-
     hf = msgspec.structs.replace(MIXTURE, vocab_size=vocabulary)
     learner = LearnerSection(
         ranks=tensor * pipeline * expert * expert_tensor,

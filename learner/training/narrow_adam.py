@@ -1,0 +1,77 @@
+"""AdamW whose moments are bfloat16 in memory and float32 while they are computed with.
+
+What Megatron calls a precision-aware optimizer needs Transformer Engine; this needs torch alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from typing_extensions import override
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NarrowAdamW(torch.optim.AdamW):
+    """Updates one weight after the other, with torch's own kernels.
+
+    An ``AdamW`` becomes one by its ``__class__``: torch makes none for views, which the weights of
+    Megatron's distributed optimizer are.
+    """
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient.
+
+        Raises:
+            ValueError: there is a closure.
+        """
+        if closure is not None:
+            raise ValueError("there is nothing to evaluate again")
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, group)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, whatever the type of its moments."""
+        super().load_state_dict(state_dict)  # gives them the type of the weights
+        for state in self.state.values():
+            for name in MOMENTS:
+                if name in state:
+                    state[name] = state[name].to(torch.bfloat16)
+
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+        state, fused = self.state[weight], bool(group.get("fused"))
+        if "exp_avg" not in state:
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(weight, dtype=torch.bfloat16)
+        if "step" not in state:
+            place = weight.device if fused else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+        first, second = (state[name].float() for name in MOMENTS)
+        beta1, beta2 = group["betas"]
+        adam(
+            [weight],
+            [weight.grad],  # type: ignore[list-item]  # there is one
+            [first],
+            [second],
+            [],
+            [state["step"]],
+            foreach=False,
+            fused=fused,
+            decoupled_weight_decay=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for name, value in zip(MOMENTS, (first, second), strict=True):
+            state[name].copy_(value)
