@@ -129,16 +129,25 @@ def as_experts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "before", "sizes"),
+    ("ranks", "before", "sizes", "others"),
     [
         # tests/integration/test_layouts.py has every layout's update.
-        pytest.param(4, as_qwen3, {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
-        pytest.param(2, as_experts, {"expert": 2}, id="ep2"),
-        pytest.param(2, as_qwen3, {"tensor": 2}, id="tp2", marks=pytest.mark.slow),
-        pytest.param(2, as_qwen3, {"pipeline": 2}, id="pp2", marks=pytest.mark.slow),
-        pytest.param(2, as_qwen3, {"context": 2}, id="cp2", marks=pytest.mark.slow),
+        pytest.param(4, as_qwen3, {"tensor": 2, "pipeline": 2}, {}, id="tp2-pp2"),
         pytest.param(
-            4, as_experts, {"pipeline": 2, "expert": 2}, id="pp2-ep2", marks=pytest.mark.slow
+            2,
+            as_experts,
+            {"expert": 2},
+            {  # weights come and go, too: the reference policy takes their place
+                "learner__offload": ["weights", "gradients", "optimizer"],
+                "algo__kl__coefficient": 0.01,
+            },
+            id="ep2-offload",
+        ),
+        pytest.param(2, as_qwen3, {"tensor": 2}, {}, id="tp2", marks=pytest.mark.slow),
+        pytest.param(2, as_qwen3, {"pipeline": 2}, {}, id="pp2", marks=pytest.mark.slow),
+        pytest.param(2, as_qwen3, {"context": 2}, {}, id="cp2", marks=pytest.mark.slow),
+        pytest.param(
+            4, as_experts, {"pipeline": 2, "expert": 2}, {}, id="pp2-ep2", marks=pytest.mark.slow
         ),
     ],
 )
@@ -148,6 +157,7 @@ def test_a_learner_of_any_layout_publishes_what_it_learned(
     ranks: int,
     before: Callable[[Path], None],
     sizes: dict[str, int],
+    others: dict[str, object],
 ):
     run = start_run(
         before=before,
@@ -158,6 +168,7 @@ def test_a_learner_of_any_layout_publishes_what_it_learned(
         sampling__temperature=0.6,
         learner__ranks=ranks,
         **{f"learner__{name}_parallel": size for name, size in sizes.items()},
+        **others,
     )
     assert run.wait() == 0, run.output
     summary = run.summary()

@@ -15,11 +15,11 @@ PROGRAM = "support.ranks.reshard"
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "one-offload": (1, {"offload": ["weights", "gradients", "optimizer"]}),
-    "narrow": (1, {"moments_dtype": "bfloat16"}),
     "tp2-pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
 MORE_DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-divided": (2, {"distributed_optimizer": True}),
+    "narrow": (1, {"moments_dtype": "bfloat16"}),
     "tp2": (2, {"tensor_parallel": 2}),
     "cp2": (2, {"context_parallel": 2}),
     "pp2-chunks2": (2, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
