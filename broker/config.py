@@ -184,6 +184,9 @@ class LoggingSection(Section, frozen=True, kw_only=True):
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Any of tensorboard, wandb, mlflow, swanlab; all but the first are installed apart."""
+    verl_names: bool = False
+    """Log a learner step's times and throughput by verl's names as well, to compare with its runs:
+    [coming_from_verl.md](coming_from_verl.md#timings-and-throughput) has them, and what differs."""
     project: str = "slipstream"
     """Project (MLflow: experiment) that a tracker files the run under."""
     wandb: dict[str, Json] = msgspec.field(default_factory=dict)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from slipstream.broker.config import LoggingSection
 from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+from slipstream.broker.report.trackers.verl_names import WithVerlNames
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.sections import RunSection
@@ -65,4 +66,6 @@ def load_trackers(
         trackers.append(tracker)
     if ids:
         replace_file(ids_file, json.dumps(ids, indent=2).encode() + b"\n")
+    if logging.verl_names:
+        return [WithVerlNames(tracker) for tracker in trackers]
     return trackers
