@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.files import random_state
-from slipstream.learner.checkpoints.identity import is_of_layout, refuse_other_model
+from slipstream.learner.checkpoints.identity import dtype_name, is_of_layout, refuse_other_model
+from slipstream.learner.checkpoints.other_form import load_other_form
 from slipstream.learner.checkpoints.together import reason_of
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.rank_model import RankModel
@@ -32,23 +33,14 @@ class DamagedCheckpointError(ConfigError):
 def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: CheckpointInfo) -> None:
     """Fill model, optimizer, schedule and random numbers from a checkpoint; every rank calls this.
 
-    It may have been written by other parallel sizes. Random numbers are restored where the sizes
-    are the same; otherwise they stay as they were seeded.
+    It may have been written by other parallel sizes, with a divided optimizer or not. Random
+    numbers are restored where the sizes are the same; otherwise they stay as they were seeded.
 
     Raises:
         ConfigError: it is of another model.
         DamagedCheckpointError: on every rank, if any of them cannot read it.
     """
     refuse_other_model(policy.model, folder, info)
-    if info.has_divided_optimizer != policy.divides_optimizer:
-        written, now = (
-            str(divided).lower()
-            for divided in (info.has_divided_optimizer, policy.divides_optimizer)
-        )
-        raise ConfigError(
-            f"{folder} was written with learner.distributed_optimizer = {written}, got {now}: the "
-            "optimizer has another form there, resume with the same setting"
-        )
     if policy.critic is not None and not info.has_critic:
         raise ConfigError(
             f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
@@ -75,7 +67,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         failure = error
     if not any_rank(failure is not None, world_size=topology.world_size):
         try:
-            state = _load(wanted, folder)
+            state = _read(policy, wanted, folder, info)
         except DamagedCheckpointError as error:
             failure = error
     if any_rank(failure is not None, world_size=topology.world_size):
@@ -113,6 +105,15 @@ def load_weights(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
 def _refuse_damaged(folder: Path) -> None:
     if damage := damage_of(folder):
         raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
+
+
+def _read(
+    policy: Policy, wanted: dict[str, Any], folder: Path, info: CheckpointInfo
+) -> dict[str, Any]:
+    if info.has_divided_optimizer == policy.divides_optimizer:
+        return _load(wanted, folder)
+    has_float32 = dtype_name(policy.model) == "float32"
+    return load_other_form(wanted, lambda part: _load(part, folder), has_float32=has_float32)
 
 
 def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
@@ -73,12 +72,6 @@ def main(
         policy = build_policy(settings, algorithm, topology)
         (saved,) = (other / "checkpoints").iterdir()
         info = read_checkpoint_info(saved)
-        if info.has_divided_optimizer != learner.distributed_optimizer:
-            try:
-                load_checkpoint(policy, topology, saved, info)
-            except ConfigError as error:
-                (work / f"from-{other.name}-refused").write_text(str(error))
-            continue
         load_checkpoint(policy, topology, saved, info)
         train(policy, 0, f"from-{other.name}")
         train(policy, 1, f"from-{other.name}-next")
