@@ -131,7 +131,7 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
         settings = settings_of(model, dtype, algo)
         algorithm = algorithm_of(settings)
         policy = build_policy(settings, algorithm, topology)
-        before = policy.outputs(batch).logprobs
+        before = policy.proximal([batch])[0].logprobs
         data = random_outcomes(sequences, step=5)
         figures, _ = train_step(policy, [[batch]], [plan], data, algorithm, PhaseClock())
         reads, calls = Counter[str](), Counter[str]()
@@ -146,7 +146,7 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
         report[name] = {
             "logprobs": before.tolist(),
             "figures": figures,
-            "trained": policy.outputs(batch).logprobs.tolist(),
+            "trained": policy.proximal([batch])[0].logprobs.tolist(),
             "reads": sum(reads.values()),
             "waits": sum("called a synchronizing" in str(one.message) for one in seen),
             "where": {f"{Path(one.filename).name}:{one.lineno}": 1 for one in seen},

@@ -146,10 +146,17 @@ class ModelInput:
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> "ModelInput":
-        """Divide a microbatch over ranks; arguments as for ``packed_forward``.
+        """Divide a microbatch over ranks.
 
         Context and sequence parallelism divide tokens evenly: where they do not divide, a
         sequence of padding follows the others. A microbatch without a token is that alone.
+
+        Args:
+            config: of the model.
+            token_ids: [T] int64.
+            position_ids: [T] int64, from 0 in each sequence.
+            cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
+            max_seqlen: the length of the longest sequence, exactly.
         """
         split = _token_split(config, len(token_ids))
         missing = split.padded - split.count
@@ -202,23 +209,6 @@ def _token_split(config: TransformerConfig, count: int) -> TokenSplit:
         shares,
         parallel_state.get_context_parallel_group(),
     )
-
-
-def packed_forward(
-    model: RankModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> Tensor:
-    """Return the hidden states after the last layer, as ``ModelInput.hidden`` has them.
-
-    Args:
-        model: from ``build_model``, without pipeline parallelism.
-        token_ids: [T] int64.
-        position_ids: [T] int64, from 0 in each sequence.
-        cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
-        max_seqlen: the length of the longest sequence, exactly.
-    """
-    (chunk,) = model.chunks
-    given = ModelInput.of(model.config, token_ids, position_ids, cu_seqlens, max_seqlen)
-    return given.hidden(given.through(chunk))
 
 
 def output_weight(model: RankModel) -> Tensor:

@@ -209,17 +209,12 @@ class Policy:
         if self.reference is not None and "reference" in state:
             self.reference.load_state(state["reference"])
 
-    def outputs(self, batch: PackedBatch) -> PolicyOutputs:
-        """Return the tempered policy's figures for each token.
+    @torch.no_grad()
+    def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
+        """Return the tempered policy's figures for each token, per microbatch, without gradient.
 
         Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
         """
-        (outputs,) = self._trained.forward([batch])
-        return outputs
-
-    @torch.no_grad()
-    def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
-        """Return the policy's figures for each token, per microbatch, without gradient."""
         return self._trained.forward(batches)
 
     def update(

@@ -1,9 +1,21 @@
-"""The logits of a policy, which a learner never has whole."""
+"""Hidden states and logits of a policy, which a learner never has whole."""
 
 from torch import Tensor
 
-from slipstream.learner.model.gpt import output_weight, packed_forward
+from slipstream.learner.model.gpt import ModelInput, output_weight
 from slipstream.learner.model.rank_model import RankModel
+
+
+def packed_forward(
+    model: RankModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """Return the hidden states after the last layer of a model with one pipeline stage.
+
+    Arguments and result as those of ``ModelInput.of`` and ``ModelInput.hidden``.
+    """
+    (chunk,) = model.chunks
+    given = ModelInput.of(model.config, token_ids, position_ids, cu_seqlens, max_seqlen)
+    return given.hidden(given.through(chunk))
 
 
 def packed_logits(

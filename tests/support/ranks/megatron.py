@@ -69,7 +69,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
 
 def forward_backward(model, topology):  # noqa: ANN001 - known only after prepare()
     """Return logprobs and entropies by sequence number; leave the gradients in the model."""
-    from slipstream.learner.model.gpt import output_weight, packed_forward
+    from slipstream.learner.model.gpt import output_weight
+    from tests.support.logits import packed_forward
 
     numbers = range(topology.data_parallel_rank, len(sequences()), topology.data_parallel)
     mine = [torch.tensor(sequences()[i]) for i in numbers]
@@ -108,7 +109,7 @@ class Kernels(TorchDispatchMode):
 
 def kernels_of_many_sequences(model) -> list[int]:  # noqa: ANN001 - known only after prepare()
     """Return how many kernels 48 sequences of six lengths launch, forward and backward."""
-    from slipstream.learner.model.gpt import packed_forward
+    from tests.support.logits import packed_forward
 
     lengths = [5, 1, 17, 9, 30, 2] * 8
     token_ids = torch.arange(sum(lengths)) % 100

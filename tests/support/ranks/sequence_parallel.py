@@ -53,7 +53,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         policy = build_policy(settings, algorithm, topology)
         assert policy.reference is not None
         assert policy.critic is not None
-        before = policy.outputs(batch)
+        before = policy.proximal([batch])[0]
         figures = [
             train_step(policy, [[batch]], [plan], data, algorithm, PhaseClock())[0]
             for _ in range(2)  # a critic has a gradient into its layers once its head is not 0
@@ -63,7 +63,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
                 "tokens": len(batch.token_ids),
                 "logprobs": before.logprobs.tolist(),
                 "reference": policy.reference.logprobs([batch])[0].tolist(),
-                "trained": policy.outputs(batch).logprobs.tolist(),
+                "trained": policy.proximal([batch])[0].logprobs.tolist(),
                 "values": policy.critic.values([batch])[0].tolist(),
                 "figures": figures,
             }
