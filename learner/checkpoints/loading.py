@@ -2,8 +2,9 @@
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -24,6 +25,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import CheckpointInfo
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class DamagedCheckpointError(ConfigError):
@@ -58,21 +60,14 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         _log.info("%s holds no reference policy: it starts as algo.kl.reference", folder.name)
     if same:
         wanted["rng"] = random_state(topology)
-    failure: DamagedCheckpointError | None = None
-    state: dict[str, Any] = {}
-    try:
-        if topology.rank == 0:
-            _refuse_damaged(folder)
-    except DamagedCheckpointError as error:
-        failure = error
-    if not any_rank(failure is not None, world_size=topology.world_size):
-        try:
-            state = _read(policy, wanted, folder, info)
-        except DamagedCheckpointError as error:
-            failure = error
-    if any_rank(failure is not None, world_size=topology.world_size):
-        raise failure or DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: another learner rank failed"
+    _on_all(lambda: _refuse_damaged(folder) if topology.rank == 0 else None, folder, topology)
+    if info.has_divided_optimizer == policy.divides_optimizer:
+        state = _on_all(lambda: _load(wanted, folder), folder, topology)
+    else:
+        state = load_other_form(
+            wanted,
+            lambda part: _on_all(lambda: _load(part, folder), folder, topology),
+            has_float32=dtype_name(policy.model) == "float32",
         )
     policy.load_state(state)
     if same:
@@ -107,13 +102,23 @@ def _refuse_damaged(folder: Path) -> None:
         raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
 
 
-def _read(
-    policy: Policy, wanted: dict[str, Any], folder: Path, info: CheckpointInfo
-) -> dict[str, Any]:
-    if info.has_divided_optimizer == policy.divides_optimizer:
-        return _load(wanted, folder)
-    has_float32 = dtype_name(policy.model) == "float32"
-    return load_other_form(wanted, lambda part: _load(part, folder), has_float32=has_float32)
+def _on_all(read: Callable[[], Result], folder: Path, topology: Topology) -> Result:
+    """Return what this rank reads, once all ranks have read.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if any of them failed.
+    """
+    result: Result | None = None
+    failure: DamagedCheckpointError | None = None
+    try:
+        result = read()
+    except DamagedCheckpointError as error:
+        failure = error
+    if any_rank(failure is not None, world_size=topology.world_size):
+        raise failure or DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: another learner rank failed"
+        )
+    return cast("Result", result)
 
 
 def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
