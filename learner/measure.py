@@ -111,14 +111,13 @@ def _smallest(hf: HfConfig, learner: LearnerSection) -> HfConfig:
 def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "Policy":
     """Return a random policy after one update that fills the pipeline."""
     from slipstream.algos.compose import PolicyOutputs
-    from slipstream.learner.model.division import MEGATRON_STAGES, section_for
+    from slipstream.learner.model.division import section_for
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.training.policy import Policy
 
-    learner, extra = section_for(hf, settings.learner), settings.learner.megatron
-    extra = {name: value for name, value in extra.items() if name not in MEGATRON_STAGES}
+    learner = section_for(hf, settings.learner)
     dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
-    model = build_model(hf, dtype=dtype, extra=extra, learner=learner).train()
+    model = build_model(hf, dtype=dtype, extra=learner.megatron, learner=learner).train()
     policy = Policy(model, learner, topology)
 
     def loss_of(

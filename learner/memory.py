@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 
 from slipstream.learner.config import LearnerSection, LearnerSettings
-from slipstream.learner.model.division import section_for
+from slipstream.learner.model.division import section_for, stage_layers
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.offloaded_memory import CRITIC, KINDS, POLICY, Held, never_at_once
 from slipstream.learner.parallel import ParallelSizes
@@ -58,8 +58,6 @@ def rank_parameters(
     hf: HfConfig, learner: LearnerSection, stage: int, *, is_critic: bool = False
 ) -> RankParameters:
     """Return how many parameters each rank of a pipeline stage has; a critic's if it is one.
-
-    Stages that [learner.megatron] divides in Megatron's own ways are taken as divided evenly.
 
     Raises:
         ConfigError: the settings do not divide the layers.
@@ -112,7 +110,7 @@ def _shares(parameters: Mapping[str, Parameter], sizes: Sizes, ranks: int) -> li
 def _layers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> tuple[int, ...]:
     """Return the layers of each chunk of a rank."""
     sizes = learner.sizes
-    layers = sizes.layers_of_stages(hf.num_hidden_layers, learner.layers_per_stage)
+    layers = stage_layers(hf, learner)
     return layers[stage :: sizes.pipeline]
 
 

@@ -142,15 +142,16 @@ def _model(
             f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "
             'weights in bfloat16: learner.dtype = "auto" is float32 on a CPU'
         )
-    extra = dict(learner.megatron)
+    hf = load_hf_config(folder, setting)
+    section = learner if setting == POLICY else section_for(hf, learner)
+    extra = dict(section.megatron)
     if learner.deterministic:
         extra.setdefault("deterministic_mode", True)
-    hf = load_hf_config(folder, setting)
     model = build_model(
         hf,
         dtype=torch.bfloat16 if bfloat16 else torch.float32,
         extra=extra,
-        learner=learner if setting == POLICY else section_for(hf, learner),
+        learner=section,
         setting=setting,
     )
     if fill:

@@ -8,20 +8,68 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 
 # Megatron's own ways to divide layers over stages, in [learner.megatron].
-MEGATRON_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
+_OF_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_ENDS_COUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+MEGATRON_STAGES = (*_OF_ENDS, *_ENDS_COUNT)
 POLICY = "run.model"
 
 
 def section_for(hf: HfConfig, learner: LearnerSection) -> LearnerSection:
-    """Return the settings for a model, whose layers divide evenly if they are not the policy's."""
-    if sum(learner.layers_per_stage) == hf.num_hidden_layers:
-        return learner
-    return msgspec.structs.replace(learner, layers_per_stage=())
+    """Return the settings for a model, whose layers divide evenly if the policy's do not fit."""
+    try:
+        stage_layers(hf, learner)
+    except ConfigError:
+        others = {k: value for k, value in learner.megatron.items() if k not in MEGATRON_STAGES}
+        return msgspec.structs.replace(learner, layers_per_stage=(), megatron=others)
+    return learner
+
+
+def stage_layers(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) -> tuple[int, ...]:
+    """Return the layers of each stage in order, chunk by chunk where they are interleaved.
+
+    Raises:
+        ConfigError: naming both numbers and the setting.
+    """
+    if any(name in learner.megatron for name in MEGATRON_STAGES):
+        return _megatron_layers(hf.num_hidden_layers, learner, setting)
+    return learner.sizes.layers_of_stages(hf.num_hidden_layers, learner.layers_per_stage, setting)
+
+
+def _megatron_layers(num_layers: int, learner: LearnerSection, setting: str) -> tuple[int, ...]:
+    """Divide layers as Megatron's own settings say: those of the ends, or ends that count as one.
+
+    Layers between the ends are divided evenly, and so are those of a rank over its chunks.
+    """
+    sizes, extra = learner.sizes, learner.megatron
+    given = {name: extra[name] for name in _OF_ENDS if name in extra}
+    counting = [bool(extra.get(name)) for name in _ENDS_COUNT]
+    names = " and ".join(f"learner.megatron.{name}" for name in MEGATRON_STAGES if name in extra)
+    if given and any(counting):
+        raise ConfigError(f"{names} divide the layers in two ways: set those of one")
+    for name, count in given.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"learner.megatron.{name} must be a number of layers, got {count!r}")
+    ends = [int(count) for count in given.values()]
+    between, ranks = num_layers + sum(counting) - sum(ends), sizes.pipeline - len(ends)
+    if ranks < 0 or between < ranks or (between % ranks if ranks else between):
+        raise ConfigError(
+            f"{names}: {between} layers of the {num_layers} of {setting} remain for {ranks} ranks "
+            f"of learner.pipeline_parallel = {sizes.pipeline}, which must divide them"
+        )
+    per_rank = [between // ranks] * ranks if ranks else []
+    if _OF_ENDS[0] in given:
+        per_rank.insert(0, ends[0])
+    if _OF_ENDS[1] in given:
+        per_rank.append(ends[-1])
+    if any(count % sizes.chunks for count in per_rank):
+        raise ConfigError(
+            f"{names}: ranks have {per_rank} layers, and learner.interleaved_chunks = "
+            f"{sizes.chunks} does not divide each"
+        )
+    stages = [count // sizes.chunks for count in per_rank] * sizes.chunks
+    stages[0] -= counting[0]
+    stages[-1] -= counting[1]
+    return tuple(stages)
 
 
 def refuse_layout(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) -> None:
@@ -44,8 +92,8 @@ def refuse_layout(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) 
             f"learner.layers_per_stage and learner.megatron.{named} both divide the layers: set "
             "one of them"
         )
-    if learner.pipeline_parallel > 1 and not named:
-        learner.sizes.layers_of_stages(hf.num_hidden_layers, learner.layers_per_stage, setting)
+    if learner.pipeline_parallel > 1 or named:
+        stage_layers(hf, learner, setting)
     other = "mlp" if hf.num_routed_experts else "moe"
     recomputes = setting == POLICY and learner.recompute == "selective"
     if recomputes and other in learner.recompute_modules:

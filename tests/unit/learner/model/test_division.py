@@ -1,9 +1,10 @@
 """What parallel sizes cannot divide is refused by name before a rank is started."""
 
+import msgspec
 import pytest
 
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.division import refuse_layout, section_for
+from slipstream.learner.model.division import refuse_layout, section_for, stage_layers
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
 
@@ -76,6 +77,47 @@ EXPERTS = HfConfig(
             "divide the layers: set one of them",
         ),
         (
+            DENSE,
+            {"pipeline_parallel": 3, "megatron": {"num_layers_in_last_pipeline_stage": 2}},
+            "learner.megatron.num_layers_in_last_pipeline_stage: 3 layers of the 5 of run.model "
+            "remain for 2 ranks of learner.pipeline_parallel = 3, which must divide them",
+        ),
+        (
+            DENSE,
+            {"megatron": {"num_layers_in_last_pipeline_stage": 2}},
+            "learner.megatron.num_layers_in_last_pipeline_stage: 3 layers of the 5 of run.model "
+            "remain for 0 ranks of learner.pipeline_parallel = 1, which must divide them",
+        ),
+        (
+            DENSE,
+            {
+                "pipeline_parallel": 2,
+                "megatron": {
+                    "num_layers_in_first_pipeline_stage": 2,
+                    "account_for_loss_in_pipeline_split": True,
+                },
+            },
+            "learner.megatron.num_layers_in_first_pipeline_stage and "
+            "learner.megatron.account_for_loss_in_pipeline_split divide the layers in two ways: "
+            "set those of one",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel": 2, "megatron": {"num_layers_in_last_pipeline_stage": "2"}},
+            "learner.megatron.num_layers_in_last_pipeline_stage must be a number of layers, got "
+            "'2'",
+        ),
+        (
+            DENSE,
+            {
+                "pipeline_parallel": 2,
+                "interleaved_chunks": 2,
+                "megatron": {"account_for_loss_in_pipeline_split": True},
+            },
+            "learner.megatron.account_for_loss_in_pipeline_split: ranks have [3, 3] layers, and "
+            "learner.interleaved_chunks = 2 does not divide each",
+        ),
+        (
             EXPERTS,
             {"tensor_parallel": 2, "sequence_parallel": False},
             "learner.sequence_parallel = false with learner.tensor_parallel = 2: a mixture of "
@@ -117,3 +159,42 @@ def test_a_model_beside_the_policy_is_divided_as_far_as_the_settings_are_about_i
     refuse_layout(DENSE, section_for(DENSE, learner), "algo.teacher.model")
     with pytest.raises(ConfigError, match=r"num_key_value_heads of algo\.teacher\.model must"):
         refuse_layout(DENSE, LearnerSection(tensor_parallel=4), "algo.teacher.model")
+
+
+@pytest.mark.parametrize(
+    ("megatron", "chunks", "layers"),
+    [
+        ({"num_layers_in_last_pipeline_stage": 2}, 1, (4, 4, 2)),
+        (
+            {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 6},
+            2,
+            (1, 1, 3, 1, 1, 3),
+        ),
+        ({"num_layers_in_first_pipeline_stage": 2}, 2, (1, 2, 2, 1, 2, 2)),
+        ({"account_for_embedding_in_pipeline_split": True}, 1, None),
+        (
+            {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            2,
+            (1, 2, 2, 2, 2, 1),
+        ),
+        ({}, 1, (3, 4, 3)),
+    ],
+)
+def test_layers_are_divided_in_megatron_s_own_ways(
+    megatron: dict[str, int], chunks: int, layers: tuple[int, ...] | None
+):
+    hf = msgspec.structs.replace(DENSE, num_hidden_layers=10)
+    learner = LearnerSection(
+        pipeline_parallel=3, interleaved_chunks=chunks, megatron=dict(megatron)
+    )
+    if layers is not None:
+        assert stage_layers(hf, learner) == layers
+        return
+    with pytest.raises(ConfigError, match="must divide them"):
+        stage_layers(hf, learner)
+    assert stage_layers(hf, section_for(hf, learner)) == (
+        (3, 4, 3) if chunks == 1 else (1, 2, 2, 2, 2, 1)
+    )
