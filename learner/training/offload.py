@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Kind = Literal["weights", "gradients", "optimizer"]
 
@@ -38,12 +37,14 @@ class Tenant:
         """Take the function that returns the tensors there are by now.
 
         Without ``keeps_content`` what they hold is undefined after a return. What ``is_constant``
-        is copied to the host once, and again after ``has_changed``.
+        is copied to the host once, and again after ``has_changed``. The host's memory for a tensor
+        is kept while that is on the device: torch gives pinned memory back to no other use before
+        the GPU has read it, and the next copies would take as much again.
         """
         self._tensors = tensors
         self._keeps_content = keeps_content
         self._is_constant = is_constant
-        self._copies: dict[int, Tensor] = {}  # of what is constant, by storage
+        self._copies: dict[StorageWeakRef, Tensor] = {}  # on the host, of what is alive
         self._away: dict[int, _Away] = {}  # by storage
 
     def has_changed(self) -> None:
@@ -52,12 +53,17 @@ class Tenant:
 
     def leave(self) -> None:
         """Move to the host; does nothing for what is there."""
+        self._copies = {
+            place: copy
+            for place, copy in self._copies.items()
+            if not place.expired()  # type: ignore[no-untyped-call]
+        }
         for tensor in self._tensors():
             storage, place = tensor.untyped_storage(), storage_id(tensor)
             num_bytes = storage.nbytes()
             if num_bytes == 0 or tensor.ndim == 0 or place in self._away:
                 continue
-            content = self._copied(storage, place) if self._keeps_content else None
+            content = self._copied(storage) if self._keeps_content else None
             storage.resize_(0)
             self._away[place] = _Away(storage, num_bytes, content)
 
@@ -77,15 +83,16 @@ class Tenant:
         elements = away.content.view(tensor.dtype)
         return elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _copied(self, storage: torch.UntypedStorage, place: int) -> Tensor:
-        if (known := self._copies.get(place)) is not None:
-            return known
-        on_gpu = storage.device.type == "cuda"
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
-        copy.copy_(_bytes_of(storage), non_blocking=True)
-        if self._is_constant:
+    def _copied(self, storage: torch.UntypedStorage) -> Tensor:
+        place = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        copy = self._copies.get(place)
+        if copy is None:
+            on_gpu = storage.device.type == "cuda"
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
             self._copies[place] = copy
-        return copy
+        elif self._is_constant:
+            return copy
+        return copy.copy_(_bytes_of(storage), non_blocking=True)
 
 
 class Offload:
@@ -123,6 +130,9 @@ class Offload:
 
         What a checkpoint fills there is on the device once it is used.
         """
+        from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
         self.use()
         if self._tenants and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the copies are complete
