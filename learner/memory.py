@@ -27,6 +27,7 @@ from slipstream.wire.files.model_families import Parameter, Sizes
 CHUNK_BYTES = 64 * 2**20  # as in slipstream.algos.linear_logprobs, which needs torch
 CUDA_CHUNK_BYTES = 512 * 2**20  # the same of there
 MIN_CHUNK_COLUMNS = 1024  # the same of there
+HOST_OPTIMIZER = "optimizer on the host"
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM = "decoder.final_layernorm.weight"
 
@@ -186,6 +187,8 @@ def _stage(
                 "4 weightbus.bucket_bytes on rank 0, over NCCL; versions are on the host",
             )
         )
+    elif learner.optimizer_offload_fraction:  # the host is the device
+        parts.append(_host_optimizer(own, learner))
     if frozen:
         counts = [rank_parameters(one, section_for(one, learner), stage).count for one in frozen]
         parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
@@ -230,13 +233,27 @@ def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> tu
         what += f"; {learner.optimizer_offload_fraction:g} of it is on the host"
     if not learner.distributed_optimizer:
         return each * own.count, f"{each:g} N, {what}"
+    count, formula = _divided(own, learner, f"{each:g}", what)
+    return each * count, formula
+
+
+def _host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
+    """Return what a hybrid optimizer has on the host."""
+    each = 16 * learner.optimizer_offload_fraction
+    what = "float32 weights, two moments, gradients"
+    count, formula = _divided(own, learner, f"{each:g}", what)
+    return MemoryPart(HOST_OPTIMIZER, each * count, formula)
+
+
+def _divided(own: RankParameters, learner: LearnerSection, each: str, what: str) -> tuple[int, str]:
+    """Return of how many parameters a rank has a divided optimizer's state, and the formula."""
     sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
     dense = of_stage // sizes.tensor
     expert = of_stage // (sizes.expert * sizes.expert_tensor)
-    state = each * (-(-own.dense // dense) + -(-own.expert // expert))
+    count = -(-own.dense // dense) + -(-own.expert // expert)
     if own.expert:
-        return state, f"{each:g} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"
-    return state, f"{each:g} N / d, {what}; d = {dense}"
+        return count, f"{each} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"
+    return count, f"{each} N / d, {what}; d = {dense}"
 
 
 def passes_in_flight(sizes: ParallelSizes, stage: int) -> float:

@@ -137,11 +137,6 @@ def _model(
     """Return the model in a folder that a setting names, with its weights or random ones."""
     on_gpu = device.device().type == "cuda"
     bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu)
-    if learner.optimizer_offload_fraction and not bfloat16:
-        raise ConfigError(
-            f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "
-            'weights in bfloat16: learner.dtype = "auto" is float32 on a CPU'
-        )
     hf = load_hf_config(folder, setting)
     section = learner if setting == POLICY else section_for(hf, learner)
     extra = dict(section.megatron)

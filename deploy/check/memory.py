@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import kv_bytes_per_token
-from slipstream.learner.memory import MemoryPart, learner_stages, total_bytes
+from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.settings.sections import CheckpointSection
@@ -62,7 +62,7 @@ def _learner_memory(
     each = learner.ranks // learner.pipeline_parallel
     here = [stages[rank // each] for rank in range(ranks)]
     kinds = {
-        "learner": ("weights", "gradients", "optimizer"),
+        "learner": ("weights", "gradients", "optimizer", HOST_OPTIMIZER),
         "activations": ("activations", "logits", "last hidden states", "one gradient"),
         "frozen policies": ("frozen policies",),
         "critic": ("critic",),

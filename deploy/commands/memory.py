@@ -24,7 +24,7 @@ from slipstream.deploy.commands.options import add_config, add_json, add_overrid
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import GIB
 from slipstream.deploy.terminal.console import make_console
-from slipstream.learner.memory import MemoryPart, learner_stages, total_bytes
+from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError, SlipstreamError
@@ -138,7 +138,8 @@ def print_measured(ranks: Sequence[MeasuredRank], console: Console) -> None:
     for one in ranks:
         for kind, estimate in one.estimated.items():
             found = one.measured[kind]
-            row = (f"{estimate / 2**20:.2f}", f"{found / 2**20:.2f}", f"{found / estimate:.3f}")
+            share = f"{found / estimate:.3f}" if estimate else "-"
+            row = (f"{estimate / 2**20:.2f}", f"{found / 2**20:.2f}", share)
             table.add_row(str(one.rank), str(one.stage), kind, *row)
     console.print(table)
 
@@ -170,10 +171,11 @@ def beside(rank: int, found: "Measured", stages: Sequence[Sequence[MemoryPart]])
     """Return what a rank measured beside the estimate of its stage."""
     parts = {part.what: part.num_bytes for part in stages[found.stage]}
     held = {kind: parts[kind] for kind in KINDS}
+    process = found.rss_before + sum(held.values()) + parts.get(HOST_OPTIMIZER, 0.0)
     return MeasuredRank(
         rank=rank,
         stage=found.stage,
-        estimated={**held, RSS: found.rss_before + sum(held.values())},
+        estimated={**held, RSS: process},
         measured={**found.tensors, RSS: found.rss_after},
     )
 

@@ -7,7 +7,7 @@ weights, of which a distributed optimizer gives it views, it cannot be made.
 - Which weights are the device's is asked of ``is_cuda``: on a machine without CUDA none are, and
   the first update fails.
 - Where the class of both optimizers is the same (without Transformer Engine), a loaded state is on
-  the host for all of them.
+  the host for all of them. What is loaded keeps the weights in float32 twice until the next update.
 """
 
 from typing import Any
@@ -52,8 +52,7 @@ def _param_groups(
             is_away = num_away < wanted
             if is_away:
                 num_away += weight.numel()
-                inner = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
-                inner.copy_(weight.detach())
+                inner = weight.detach().to("cpu", copy=True)
             if optimizer.param_update_in_fp32 and weight.dtype != torch.float32:
                 inner = inner.detach().clone().float()
                 float32_copies[weight] = inner
@@ -71,6 +70,8 @@ def _state_beside_weights(optimizer: HybridDeviceOptimizer) -> None:
     for one in optimizer.sub_optimizers:
         for weight, state in one.state.items():
             for name, value in state.items():
-                if isinstance(value, Tensor):
+                if name == "master_param":  # the weight was made equal to it
+                    state[name] = weight
+                elif isinstance(value, Tensor):
                     state[name] = value.to(weight.device)
             optimizer.state[optimizer.inner_param_to_orig_param[weight]] = state

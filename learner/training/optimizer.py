@@ -103,7 +103,10 @@ def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the weights that the optimizer updates on the device, and its state of each."""
+    """Return the weights that the optimizer updates on the device, and its state of each.
+
+    Each once: the state of a hybrid one has the weights, too.
+    """
     inners = [
         inner.gpu_optimizer if isinstance(inner, HybridDeviceOptimizer) else inner
         for inner in _torch_optimizers(optimizer)
@@ -112,7 +115,7 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
     weights = [w for inner in inners for group in inner.param_groups for w in group["params"]]
     states = [state for inner in inners for state in inner.state.values()]
     values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return weights + values
+    return list({id(tensor): tensor for tensor in weights + values}.values())
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,7 @@ from slipstream.learner.training.optimizer import (
 from slipstream.learner.training.passes import Head, Passes
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.schedule import make_scheduler
+from slipstream.wire.errors import ConfigError
 
 # Of Megatron's ways to write a distributed optimizer, the one that every layout can read.
 # Each of its parts goes to one rank's host, and not to the GPUs of all.
@@ -65,7 +67,16 @@ class Trainable(Generic[Output]):
 
         ``head`` turns its hidden states into inputs of a loss. ``offload`` is that of all models of
         this rank.
+
+        Raises:
+            ConfigError: a share of the optimizer is to be on the host, and weights are float32.
         """
+        share_on_host = settings.optimizer_offload_fraction
+        if share_on_host and not model.config.bf16:
+            raise ConfigError(
+                f"learner.optimizer_offload_fraction = {share_on_host:g} needs weights in "
+                'bfloat16: learner.dtype = "auto" is float32 on a CPU'
+            )
         self.model = model
         self.replicas = Replicas(topology)
         self.divides_optimizer = settings.distributed_optimizer
@@ -90,7 +101,6 @@ class Trainable(Generic[Output]):
         if settings.overlap_grad_reduce:
             _overlap(config, self._chunks)
         self.passes = Passes(self._chunks, head, topology)
-        share_on_host = settings.optimizer_offload_fraction
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -111,6 +121,8 @@ class Trainable(Generic[Output]):
             ),
             self._chunks,
         )
+        if share_on_host:
+            gc.collect()  # Megatron has made one of whole weights before, which refers to itself
         if settings.moments_dtype == "bfloat16":
             narrow_moments(self._optimizer)
         if device.device().type == "cuda":

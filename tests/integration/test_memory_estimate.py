@@ -93,14 +93,31 @@ def test_tensors_are_as_estimated_within_2_percent(name: str, tmp_path: Path):
             assert one["measured"]["weights"] == one["estimated"]["weights"]
 
 
-def test_a_process_grows_as_estimated_within_10_percent(tmp_path: Path):
+HOST = {"distributed_optimizer": True, "dtype": "bfloat16", "optimizer_offload_fraction": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("learner", "on_host"),
+    [pytest.param({}, 0, id="device"), pytest.param(HOST, 16, id="host", marks=pytest.mark.slow)],
+)
+def test_a_process_grows_as_estimated_within_10_percent(
+    tmp_path: Path, learner: dict[str, object], on_host: int
+):
     changed = {"vocab_size": 300_000, "tie_word_embeddings": False}  # 38M parameters, 614 MB
-    (one,) = ranks_of(called(tmp_path, "llama", {}, **changed))
+    (one,) = ranks_of(called(tmp_path, "llama", learner, **changed))
     estimated, measured = one["estimated"], one["measured"]
     model = sum(estimated[kind] for kind in ("weights", "gradients", "optimizer"))
+    if on_host:
+        assert estimated["optimizer"] == measured["optimizer"] == 0
+        model += on_host * estimated["weights"] / 2
     assert model > 600e6
     before = estimated["process (RSS)"] - model
     assert measured["process (RSS)"] - before == pytest.approx(model, rel=0.1)
+
+
+def test_a_share_of_a_float32_optimizer_on_the_host_is_refused_by_its_setting(tmp_path: Path):
+    done = called(tmp_path, "qwen2", {**HOST, "dtype": "auto"})
+    assert re.search(r"optimizer_offload_fraction = 1 needs weights in bfloat16", done.stderr)
 
 
 def test_a_model_that_the_host_cannot_hold_is_refused_with_both_numbers(tmp_path: Path):

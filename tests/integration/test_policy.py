@@ -149,4 +149,6 @@ def test_the_device_holds_what_is_used_and_nothing_else_of_what_is_offloaded(tmp
         report[name]["held bytes"]
         for name in ("divided-bfloat16", "half-bfloat16", "whole-bfloat16")
     )
-    assert none == 0 < 0.3 * whole < half < 0.7 * whole
+    assert none == 0 < 0.3 * whole < half <= 0.5 * whole
+    # Megatron makes one of whole weights for each, first.
+    assert report["half-bfloat16"]["hybrid optimizers"] == len(("policy", "critic"))

@@ -5,6 +5,7 @@ Writes WORK_FOLDER/0.json: per setting the figures of two steps and, per moment,
 kinds of tensors that the device held; and the trained models to WORK_FOLDER/SETTING.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -59,6 +60,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 def main(folder: Path, work: Path) -> None:
     device.prepare()
     device.set_threads(1)
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.starting_policy import build_policy
@@ -97,7 +100,12 @@ def main(folder: Path, work: Path) -> None:
             sampling=SamplingSection(max_response_tokens=32),
         )
         held.clear()
+        policy = None
+        gc.collect()
+        gc.disable()  # only who frees what refers to itself is rid of it
         policy = build_policy(settings, algorithm_of(settings), topology)
+        hybrids = sum(type(one) is HybridDeviceOptimizer for one in gc.get_objects())
+        gc.enable()
         policies.append(policy)
         figures = []
         for step in range(2):
@@ -119,6 +127,7 @@ def main(folder: Path, work: Path) -> None:
             "figures": figures,
             "held": list(held),
             "held bytes": policy.held_bytes()["optimizer"],
+            "hybrid optimizers": hybrids,
         }
         save_hf_folder(policy.model, work / name, folder)
         policies.clear()

@@ -1,6 +1,7 @@
 """Learner ranks as child processes of a test."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ def start(work: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
         [sys.executable, "-m", f"tests.{module}", *map(str, arguments)],
         cwd=ROOT,
         env={
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
             "HOME": str(work),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -150,6 +150,8 @@ def test_moments_in_bfloat16_and_a_share_on_the_host_are_less_of_the_optimizer()
         parts_of(SMALL, on_gpu=True, **divided | {"optimizer_offload_fraction": 1})["optimizer"]
         == 0
     )
+    # On a CPU the host is the device: weights, moments and gradients in float32.
+    assert parts_of(SMALL, **divided)["optimizer on the host"] == 12 * count
 
 
 def test_what_is_offloaded_counts_in_the_moment_that_uses_it():

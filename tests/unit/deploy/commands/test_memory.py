@@ -41,14 +41,19 @@ def test_what_was_measured_stands_beside_the_estimate_of_its_stage():
     parts = [MemoryPart(what, 10 * 2**20, "") for what in ("weights", "gradients", "optimizer")]
     found = Measured(
         stage=1,
-        tensors={"weights": 10 * 2**20, "gradients": 11 * 2**20, "optimizer": 9 * 2**20},
+        tensors={"weights": 10 * 2**20, "gradients": 11 * 2**20, "optimizer": 0},
         rss_before=70 * 2**20,
         rss_after=110 * 2**20,
     )
+    parts[2:] = [
+        MemoryPart("optimizer", 0, ""),
+        MemoryPart("optimizer on the host", 10 * 2**20, ""),
+    ]
     one = beside(3, found, [[], parts])
     assert one.estimated["process (RSS)"] == 100 * 2**20
     console = Console(file=io.StringIO(), width=120)
     print_measured([one], console)
     lines = [line.split() for line in printed(console).splitlines()]
     assert ["3", "1", "gradients", "10.00", "11.00", "1.100"] in lines
+    assert ["3", "1", "optimizer", "0.00", "0.00", "-"] in lines
     assert ["3", "1", "process", "(RSS)", "100.00", "110.00", "1.100"] in lines
