@@ -175,6 +175,9 @@ class Saver:
 
         With checkpoint.asynchronous this returns once the policy is copied, unless nothing is
         trained any more. The last one is tried again ``at_end``.
+
+        Raises:
+            CheckpointStuckError: it is still in flight, and reads what the next step would change.
         """
         self.visit(version)
         checkpoint, evaluation = self._settings.checkpoint, self._settings.eval
@@ -190,6 +193,10 @@ class Saver:
                 self._begin(version, is_beside=is_beside)
             if not is_beside:
                 self._wait()
+        except CheckpointStuckError as error:
+            if not (checkpoint.asynchronous or is_last):
+                raise
+            self._warn(error)
         except CheckpointError as error:
             self._warn(error)
 

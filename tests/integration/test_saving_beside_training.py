@@ -306,3 +306,18 @@ def test_a_second_signal_ends_the_learner_with_its_code_around_a_thread_that_wri
         timeout=HANG_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_save_that_hangs_and_is_not_beside_training_ends_it(tmp_path: Path):
+    # Its thread reads the policy itself, which the next step would change under it.
+    runs = Runs(tmp_path)
+    hangs = {"stage": "writing", "do": "hold", "until": "never"}
+    settings = (*SAVES, "checkpoint.asynchronous=false", "learner.timeout_s=1")
+    (process,) = runs.begin("a", *settings, acts=[hangs])
+    _, log = output_of(process)
+    assert process.returncode == 1, log
+    assert "CheckpointStuckError: step-000002 is still being written" in log.splitlines()[-1]
+    assert "training continues" not in log
+    run = tmp_path / "runs" / "a"
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    assert newest_checkpoint(run) is None
