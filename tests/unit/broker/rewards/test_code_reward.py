@@ -348,6 +348,8 @@ def test_processes_of_an_answer_are_checked_like_the_answer():
         before_s = answer._usage()[1]
         os.kill(int(child), signal.SIGKILL)
         until(lambda: is_computing(answer), "the parent is not seen to compute")
+        # Until its parent has waited for it, a look at one after the other may miss its time.
+        until(lambda: not Path(f"/proc/{child}").exists(), "the parent does not wait for it")
         assert answer._usage()[1] >= before_s >= 0.2
     finally:
         process.kill()
