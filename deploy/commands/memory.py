@@ -27,6 +27,7 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.learner.offloaded_memory import KINDS
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table
@@ -41,7 +42,6 @@ EXAMPLES = """examples:
   slipstream memory run.toml --measure                     a small model, on this host's CPU
 """
 RSS = "process (RSS)"
-KINDS = ("weights", "gradients", "optimizer")  # that --measure measures tensor by tensor
 _LETTERS = (
     "N parameters of the rank: D without experts, E of experts; d, d' ranks that share the state "
     "of one replica's optimizer; T tokens of a microbatch, L layers of the rank, a passes in "
@@ -170,7 +170,7 @@ def measured(
 def beside(rank: int, found: "Measured", stages: Sequence[Sequence[MemoryPart]]) -> MeasuredRank:
     """Return what a rank measured beside the estimate of its stage."""
     parts = {part.what: part.num_bytes for part in stages[found.stage]}
-    held = {kind: parts[kind] for kind in KINDS}
+    held = {kind: parts[kind] for kind in KINDS}  # what is measured tensor by tensor
     process = found.rss_before + sum(held.values()) + parts.get(HOST_OPTIMIZER, 0.0)
     return MeasuredRank(
         rank=rank,

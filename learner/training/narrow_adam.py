@@ -51,8 +51,7 @@ class NarrowAdamW(torch.optim.AdamW):
             for name in MOMENTS:
                 state[name] = torch.zeros_like(weight, dtype=torch.bfloat16)
         if "step" not in state:
-            place = weight.device if fused else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+            state["step"] = no_updates(weight, group)
         first, second = (state[name].float() for name in MOMENTS)
         beta1, beta2 = group["betas"]
         adam(
@@ -75,3 +74,9 @@ class NarrowAdamW(torch.optim.AdamW):
         )
         for name, value in zip(MOMENTS, (first, second), strict=True):
             state[name].copy_(value)
+
+
+def no_updates(weight: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return Adam's count of updates before the first, where its kernels read it."""
+    place = weight.device if group.get("fused") else torch.device("cpu")
+    return torch.zeros((), dtype=torch.float32, device=place)

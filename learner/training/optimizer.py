@@ -13,7 +13,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from slipstream.learner.training.narrow_adam import MOMENTS, NarrowAdamW
+from slipstream.learner.training.narrow_adam import MOMENTS, NarrowAdamW, no_updates
 
 MegatronOptimizer = Any  # megatron is untyped
 _HYBRID_SETTINGS = (
@@ -67,8 +67,7 @@ def begin_steps(optimizer: MegatronOptimizer) -> None:
                     for name in MOMENTS:
                         state[name] = torch.zeros_like(parameter, dtype=dtype)
                     if is_divided:
-                        place = parameter.device if group.get("fused") else torch.device("cpu")
-                        state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+                        state["step"] = no_updates(parameter, group)
         if hybrid is not None:
             hybrid._sync_sub_optimizers_state_to_hdo()
 
