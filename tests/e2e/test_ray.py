@@ -22,7 +22,7 @@ from tests.support.tiny_run import tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
-LEFT = "ray::"  # how workers of Ray call themselves
+LAST_CHARACTERS = 3000
 GATED_REWARD = """
 import os, time
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -110,11 +110,16 @@ class RayRun:
             self.listeners |= listeners_of([pid for host in self.hosts for pid in pids_on(host)])
             return bool(is_so())
 
-        until(check, lambda: f"no {what}:\n{self.output.read_text()}")
+        until(check, lambda: f"no {what}:\n{self.last_words()}")
+
+    def last_words(self) -> str:
+        """Return the end of what the command and every role wrote: who waits, and for what."""
+        files = [self.output, *sorted((self.folder / "logs").glob("*.log"))]
+        return "\n".join(f"{one.name}:\n{one.read_text()[-LAST_CHARACTERS:]}" for one in files)
 
     def wait(self) -> int:
         code = self.process.wait(2 * HANG_S)
-        assert code == 0, self.output.read_text()
+        assert code == 0, self.last_words()
         return code
 
     def interrupt(self) -> None:
