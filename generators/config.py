@@ -11,7 +11,7 @@ from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import chosen
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_families import FAMILIES
+from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import (

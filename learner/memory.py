@@ -13,8 +13,9 @@ attention, and no dropout.
     V, h, t   vocabulary, hidden size, tensor parallelism
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 
 from slipstream.learner.config import LearnerSection, LearnerSettings
@@ -22,7 +23,7 @@ from slipstream.learner.model.division import section_for, stage_layers
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.offloaded_memory import CRITIC, KINDS, POLICY, Held, never_at_once
 from slipstream.learner.parallel import ParallelSizes
-from slipstream.wire.files.model_families import Parameter, Sizes
+from slipstream.wire.files.families.parts import Parameter, Sizes, Table
 
 CHUNK_BYTES = 64 * 2**20  # as in slipstream.algos.linear_logprobs, which needs torch
 CUDA_CHUNK_BYTES = 512 * 2**20  # the same of there
@@ -64,15 +65,15 @@ def rank_parameters(
         ConfigError: the settings do not divide the layers.
     """
     sizes, family = learner.sizes, hf.family
-    num_layers = sum(_layers_of_rank(hf, learner, stage))
-    dense = _shares(
-        {name: one for name, one in family.layer.items() if "*" not in name}, hf.sizes, sizes.tensor
-    )
-    of_expert = _shares(
-        {name: one for name, one in family.layer.items() if "*" in name},
-        hf.sizes,
-        sizes.expert_tensor,
-    )
+    dense, of_experts = [], []
+    for number in _numbers_of_rank(hf, learner, stage):
+        table = family.layer_of(hf, number)
+        dense += _shares(
+            {name: one for name, one in table.items() if "*" not in name}, hf.sizes, sizes.tensor
+        )
+        of_experts += _shares(
+            {name: one for name, one in table.items() if "*" in name}, hf.sizes, sizes.expert_tensor
+        )
     ends = []
     if stage == 0:
         ends.append(_EMBEDDING)
@@ -86,13 +87,13 @@ def rank_parameters(
         of_ends += [hf.hidden_size, 1]  # the value head
     experts = hf.num_routed_experts // sizes.expert
     return RankParameters(
-        num_layers * sum(dense) + sum(of_ends),
-        num_layers * experts * sum(of_expert),
-        max([*dense, *of_expert, *of_ends]),
+        sum(dense) + sum(of_ends),
+        experts * sum(of_experts),
+        max([*dense, *of_experts, *of_ends], default=0),
     )
 
 
-def _shares(parameters: Mapping[str, Parameter], sizes: Sizes, ranks: int) -> list[int]:
+def _shares(parameters: Table, sizes: Sizes, ranks: int) -> list[int]:
     """Return the elements of one rank's share of each parameter."""
 
     def share(parameter: Parameter) -> int:
@@ -113,6 +114,13 @@ def _layers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> tuple[
     sizes = learner.sizes
     layers = stage_layers(hf, learner)
     return layers[stage :: sizes.pipeline]
+
+
+def _numbers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> list[int]:
+    """Return the numbers of the layers of a rank."""
+    ends = [0, *accumulate(stage_layers(hf, learner))]
+    chunks = list(pairwise(ends))[stage :: learner.sizes.pipeline]
+    return [number for first, end in chunks for number in range(first, end)]
 
 
 def learner_stages(
@@ -274,21 +282,24 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     A layer keeps, by token, the inputs of its two norms and what follows them (4 h), queries, keys,
     values and the attention's output, inputs of the norms of queries and keys where there are, and
     of the MLP its two halves, the activated one and their product. Experts keep this of each
-    token that is routed to them, evenly, with its copies before and after. Keys and values that
-    several ranks of context parallelism share are counted once.
+    token that is routed to them, evenly, with its copies before and after. Latent attention keeps
+    compressed queries and keys before and after their norms too, and what keys and values are
+    expanded to. Keys and values that several ranks of context parallelism share are counted once.
     """
     sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
     tensor, hidden = sizes.tensor, hf.hidden_size
     token_ranks = tensor if learner.sequence_parallel else 1  # that share tokens between layers
     queries, keys = lengths["queries"], lengths["keys"]
-    attention = 2 * (queries + keys) + (queries + keys) * hf.family.has_qk_norm
-    if hf.num_routed_experts:
-        routed = hf.num_experts_per_tok / token_ranks
-        mlp = routed * (2 * hidden * sizes.expert_tensor + 4 * lengths["expert_inner"])
-    else:
-        mlp = 4 * lengths["inner"] / tensor
+    attention = queries + 2 * keys + lengths["outputs"] + (queries + keys) * hf.has_qk_norm
+    latent = 0.0
+    if hf.family.is_latent:
+        attention = 2 * queries + keys + lengths["keys_and_values"] + lengths["outputs"]
+        latent = 2 * (lengths["query_rank"] + lengths["key_rank_and_rotary"]) / token_ranks
     kept_input = hidden / token_ranks
-    whole = 4 * kept_input + attention / tensor + mlp
+    # The layers of a kind are alike; those of a stage with both are taken for the larger.
+    mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))
+    norms = 4 + 2 * ("mlp_bda.norm.weight" in hf.family.layer)
+    whole = norms * kept_input + latent + attention / tensor + mlp
     layers = _layers_of_rank(hf, learner, stage)
     again, formula = 0.0, "e T a L A"
     kept = whole * sum(layers)
@@ -299,13 +310,25 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
             kept -= dropped * (whole - kept_input)
             again, formula = whole, f"e T (a ({dropped} h{_over(token_ranks)} + the rest A) + A)"
         case "selective" if ("moe" if hf.num_routed_experts else "mlp") in modules:
-            kept -= mlp * sum(layers)
+            numbers = _numbers_of_rank(hf, learner, stage)
+            kept -= mlp * sum(hf.is_sparse(n) == (hf.num_routed_experts > 0) for n in numbers)
             again, formula = mlp, "e T (a L A + M), M of the MLP, computed again"
         case _:
             pass
     passes = passes_in_flight(sizes, stage)
     num_bytes = element * _tokens(learner) * (passes * kept + again)
     return MemoryPart("activations", num_bytes, f"{formula}; A at most {whole:,.0f}")
+
+
+def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:
+    """Return what the MLP of a layer keeps of a token."""
+    sizes, lengths = learner.sizes, hf.sizes
+    if not hf.is_sparse(number):
+        return 4 * lengths["inner"] / sizes.tensor
+    token_ranks = sizes.tensor if learner.sequence_parallel else 1
+    routed = hf.experts_per_token / token_ranks
+    of_experts = routed * (2 * hf.hidden_size * sizes.expert_tensor + 4 * lengths["expert_inner"])
+    return of_experts + 4 * lengths["shared_inner"] / sizes.tensor
 
 
 def _over(ranks: int) -> str:

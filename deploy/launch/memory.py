@@ -16,6 +16,8 @@ _DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
 
 def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
     """Return the key and value cache of one token over all layers."""
+    if hf.family.is_latent:  # engines keep it compressed, and expand it when it is read
+        return hf.num_hidden_layers * hf.sizes["key_rank_and_rotary"] * element_bytes
     return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
 
 

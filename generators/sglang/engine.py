@@ -20,7 +20,7 @@ from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
-from slipstream.wire.files.model_families import checksum_name
+from slipstream.wire.files.families.registry import checksum_name
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.unreadable import UNREADABLE

@@ -28,8 +28,16 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
     }
     if hf.num_routed_experts:
         facts["num_experts"] = hf.num_routed_experts
-        facts["num_experts_per_tok"] = hf.num_experts_per_tok
-        facts["moe_intermediate_size"] = hf.moe_intermediate_size
+        facts["num_experts_per_tok"] = hf.experts_per_token
+        facts["moe_intermediate_size"] = hf.expert_inner
+    if hf.family.is_latent or hf.num_router_groups > 1 or hf.first_k_dense_replace:
+        facts |= {
+            "kv_lora_rank": hf.kv_lora_rank,
+            "qk_rope_head_dim": hf.qk_rope_head_dim,
+            "first_k_dense_replace": hf.first_k_dense_replace,
+            "n_group": hf.num_router_groups,
+            "routed_scaling_factor": hf.routed_scaling_factor,
+        }
     return facts
 
 

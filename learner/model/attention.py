@@ -126,6 +126,7 @@ class VarlenCoreAttention(torch.nn.Module):
         self.config = config
         default_scale = 1.0 / math.sqrt(config.kv_channels)
         self.scale = softmax_scale if softmax_scale is not None else default_scale
+        self._turns = not config.multi_latent_attention  # which turns some channels before
 
     @override
     def forward(
@@ -137,13 +138,15 @@ class VarlenCoreAttention(torch.nn.Module):
         packed_seq_params: PackedLayout,
         **_kwargs: object,
     ) -> Tensor:
-        """Return [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d].
+        """Return [T, h, v] for query [T, h, d], key [T, g, d] and value [T, g, v].
 
-        Queries and keys come without their positions, which this adds.
+        Queries and keys come without their positions, which this adds; those of latent attention
+        have them.
         """
         layout, split = packed_seq_params, packed_seq_params.split
-        query = split.queries(layout.rotation.turned(query))
-        key, value = split.keys(layout.rotation.turned(key)), split.keys(value)
+        if self._turns:
+            query, key = layout.rotation.turned(query), layout.rotation.turned(key)
+        query, key, value = split.queries(query), split.keys(key), split.keys(value)
         if split.shares.rings > 1:
             asked = zip(query.chunk(len(layout.pieces)), layout.pieces, strict=True)
             attend = cuda_attention if has_kernel(query) else bounded_attention

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from slipstream.wire.errors import ConfigError
@@ -40,7 +41,9 @@ def has_kernel(query: Tensor) -> bool:
 def cuda_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
 ) -> Tensor:
-    """Return causal attention [Q, h, d] for query [Q, h, d], key [T, g, d] and value [T, g, d].
+    """Return causal attention [Q, h, v] for query [Q, h, d], key [T, g, d] and value [T, g, v].
+
+    The kernels take values of d channels alone: narrower ones are padded.
 
     Args:
         query: of each of Q tokens.
@@ -49,6 +52,10 @@ def cuda_attention(
         bounds: of the sequences.
         scale: of the scores.
     """
+    width = value.size(-1)
+    if width < query.size(-1):
+        value = F.pad(value, (0, query.size(-1) - width))
+        return cuda_attention(query, key, value, bounds, scale)[..., :width]
     if flash_attn_varlen_func is not None:
         flash: Tensor = flash_attn_varlen_func(
             query,

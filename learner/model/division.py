@@ -121,10 +121,12 @@ def refuse_undivided(hf: HfConfig, sizes: ParallelSizes, setting: str = POLICY) 
         ("num_key_value_heads", hf.num_query_groups, "tensor_parallel", sizes.tensor),
     ]
     if hf.num_routed_experts:
-        width, parts = hf.moe_intermediate_size, sizes.expert_tensor
+        width, parts = hf.expert_inner, sizes.expert_tensor
         divided.append(("num_experts", hf.num_routed_experts, "expert_parallel", sizes.expert))
         divided.append(("moe_intermediate_size", width, "expert_tensor_parallel", parts))
-    else:
+        shared = ("the inner size of shared experts", hf.shared_inner)
+        divided.append((*shared, "tensor_parallel", sizes.tensor))
+    if hf.num_sparse_layers < hf.num_hidden_layers:
         width = hf.intermediate_size
         divided.append(("intermediate_size", width, "tensor_parallel", sizes.tensor))
     for name, size, size_setting, ranks in divided:

@@ -4,6 +4,7 @@ Only products of matrices count, a multiplication and an addition each as one op
 rotary embeddings, the softmax and the optimizer are a few in a thousand.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Self
@@ -23,12 +24,17 @@ def num_multiplied_parameters(hf: HfConfig) -> int:
     counts once, as that.
     """
     sizes = hf.sizes
-    attention = 2 * (sizes["queries"] + sizes["keys"]) * sizes["hidden"]  # q and o, k and v
-    mlp = 3 * sizes["inner"] * sizes["hidden"]  # gate, up, down
-    if hf.num_routed_experts:  # those that a token is routed to, and the router
-        experts = 3 * sizes["expert_inner"] * hf.num_experts_per_tok
-        mlp = (experts + sizes["experts"]) * sizes["hidden"]
-    return hf.num_hidden_layers * (attention + mlp) + sizes["vocabulary"] * sizes["hidden"]
+
+    def of_layer(number: int) -> int:
+        return sum(
+            math.prod(tensor.whole_shape(sizes)) * (hf.experts_per_token if "*" in name else 1)
+            for name, parameter in hf.family.layer_of(hf, number).items()
+            for tensor in parameter.tensors
+            if len(tensor.shape) > 1
+        )
+
+    layers = sum(map(of_layer, range(hf.num_hidden_layers)))
+    return layers + sizes["vocabulary"] * sizes["hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,8 @@ class SequenceCost:
         ::
 
             linear     6 N      N = parameters that a token is multiplied with
-            quadratic  6 L q    L = layers, q = channels of all query heads
+            quadratic  6 L q    L = layers, q = channels of all query heads (of latent attention
+                                the mean of queries' and values')
 
         Both are of Chowdhery et al. 2022, PaLM, appendix B (arXiv:2204.02311): 6 N + 12 L H Q T a
         token of a sequence of T, with H heads of size Q. Theirs counts every pair of tokens in
@@ -61,7 +68,7 @@ class SequenceCost:
         as in figures of MFU. A forward pass alone is a third of both, so that shares of work are
         the same with any number of them.
         """
-        channels = hf.num_hidden_layers * hf.sizes["queries"]
+        channels = hf.num_hidden_layers * (hf.sizes["queries"] + hf.sizes["outputs"]) / 2
         scores_and_values = 2 * 2 * channels / 2  # two products, over half of the pairs
         return cls(
             linear=_PER_PARAMETER * num_multiplied_parameters(hf),

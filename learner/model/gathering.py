@@ -16,7 +16,7 @@ from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
 from slipstream.learner.model.rank_model import TIED_OUTPUT, RankModel, is_expert
 from slipstream.learner.model.shards import Shard
-from slipstream.wire.files.model_families import Parameter
+from slipstream.wire.files.families.parts import Parameter
 
 
 class ShardFacts(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class ShardFacts(msgspec.Struct, frozen=True):
         return Shard(parameter, tensor, self.dim, self.rank, self.ranks)
 
 
-def split_of(name: str, parameter: torch.nn.Parameter) -> tuple[int | None, int, int]:
+def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
     """Return the dimension that ranks split, this rank's number among them, and how many they are.
 
     The dimension is None if every rank holds it all.
@@ -44,15 +44,15 @@ def split_of(name: str, parameter: torch.nn.Parameter) -> tuple[int | None, int,
     else:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         rank = parallel_state.get_tensor_model_parallel_rank()
-    if ranks == 1 or not parameter.tensor_model_parallel:  # type: ignore[attr-defined]  # a mark
+    if ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return None, 0, 1
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]  # set with the mark
     return dim, rank, ranks
 
 
 def owned_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
-    """Yield the parts of parameters that this rank owns, by name; tied embeddings once."""
-    for name, parameter in model.named_parameters():
+    """Yield the parts of the weights that this rank owns, by name; tied embeddings once."""
+    for name, parameter in model.named_weights():
         if name == TIED_OUTPUT and model.hf_config.tie_word_embeddings:
             continue
         dim, rank, ranks = split_of(name, parameter)

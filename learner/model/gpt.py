@@ -7,10 +7,8 @@ Shapes: T tokens of B sequences laid end to end, T' with padding, of which each 
 context parallelism has its share; H hidden size, V the vocabulary padded to a multiple of tp.
 """
 
-import copy
 import dataclasses
 import difflib
-import inspect
 import types
 from collections.abc import Mapping
 
@@ -18,25 +16,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, megatron_repairs
-from slipstream.learner.model.attention import PackedLayout, VarlenCoreAttention, packed_layout
+from slipstream.learner.model.attention import PackedLayout, packed_layout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.latent_attention import latent_config
+from slipstream.learner.model.layers import layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
 from slipstream.learner.parallel import ParallelSizes
@@ -63,20 +59,6 @@ _NO_FUSIONS: dict[str, object] = {
 }
 
 
-class TorchRMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that marks its gradient to be summed over tensor parallelism.
-
-    Megatron's own wrapper refuses sequence parallelism; the mark on the weight
-    has its gradients summed there.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: object
-    ) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark
-
-
 def build_model(
     hf: HfConfig,
     *,
@@ -95,7 +77,7 @@ def build_model(
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
     """
     config = _transformer_config(hf, dtype, extra, learner or LearnerSection(), setting)
-    config.rotary = Rotary.of(hf, device.device())
+    config.rotary, config.attention_scale = Rotary.of(hf, device.device()), hf.attention_scale
     return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
 
 
@@ -108,7 +90,7 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
     stage = number if num_chunks(config) > 1 else None
     model = GPTModel(
         config,
-        _layer_spec(config, stage),
+        layer_specs(hf, config, stage),
         vocab_size=padded_vocab_size(hf.vocab_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -270,10 +252,11 @@ def _transformer_config(
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.family.has_qkv_bias,
-        "qk_layernorm": hf.family.has_qk_norm,
+        "add_qkv_bias": hf.has_qkv_bias,
+        "qk_layernorm": hf.has_qk_norm or hf.family.is_latent,
         **hf.family.megatron,
         **_expert_config(hf),
+        **latent_config(hf),
         **_pipeline_config(hf, extra, learner.layers_per_stage, setting),
         **_recompute_config(learner),
         "params_dtype": dtype,
@@ -288,10 +271,10 @@ def _transformer_config(
         "attention_dropout": 0.0,
     }
     fixed["pipeline_dtype"] = dtype
-    _refuse_unknown(extra, fixed)
+    _refuse_unknown(extra, fixed, _config_class(hf))
     defaults = {**_NO_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
     try:
-        return TransformerConfig(**fixed, **{**defaults, **extra})
+        return _config_class(hf)(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"Megatron refuses {setting} as [learner] divides it: {error} ([learner.megatron] = "
@@ -319,9 +302,20 @@ def _expert_config(hf: HfConfig) -> dict[str, object]:
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "num_moe_experts": hf.num_routed_experts,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_layer_freq": [int(hf.is_sparse(layer)) for layer in range(hf.num_hidden_layers)],
+        "moe_router_topk": hf.experts_per_token,
+        "moe_ffn_hidden_size": hf.expert_inner,
+        "moe_shared_expert_intermediate_size": hf.shared_inner or None,
+        "moe_shared_expert_gate": "mlp.shared_experts.gate_weight" in hf.family.sparse,
         "moe_router_dtype": "fp32",
+        # PolicyRouter chooses as the family does.
+        "moe_router_pre_softmax": True,
+        "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_expert_capacity_factor": None,  # it would leave tokens out
         # Experts are trained as the policy chose them: no loss pulls their loads together.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -373,8 +367,17 @@ def _recompute_config(learner: LearnerSection) -> dict[str, object]:
             }
 
 
-def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) -> None:
-    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
+def _config_class(hf: HfConfig) -> type[TransformerConfig]:
+    found: type[TransformerConfig] = TransformerConfig
+    if hf.family.is_latent:
+        found = MLATransformerConfig
+    return found
+
+
+def _refuse_unknown(
+    extra: Mapping[str, object], fixed: Mapping[str, object], config: type[TransformerConfig]
+) -> None:
+    known = [field.name for field in dataclasses.fields(config) if field.init]
     for name in extra:
         if name in fixed:
             instead = _OWN_SETTINGS.get(name, "")
@@ -387,25 +390,3 @@ def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) ->
             raise ConfigError(
                 f"unknown setting learner.megatron.{name}; did you mean {', '.join(close)}?"
             )
-
-
-def _layer_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Return Megatron's own layers with this project's attention and norms in them."""
-    wanted = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": False,
-        "qk_layernorm": config.qk_layernorm,
-        "normalization": "RMSNorm",
-    }
-    accepted = inspect.signature(get_gpt_layer_local_spec).parameters
-    spec = copy.deepcopy(
-        get_gpt_layer_local_spec(**{name: wanted[name] for name in wanted if name in accepted})
-    )
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = TorchRMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = VarlenCoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TorchRMSNorm)

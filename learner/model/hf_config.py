@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_families import FAMILIES, Family, Parameter, Sizes
+from slipstream.wire.files.families.parts import Family, Parameter, Sizes
+from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -15,7 +17,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 ROPE_RULES = ("default", "llama3", "yarn")
 
 
-class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
+class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rotary embedding, as newer files nest it; older ones use ``rope_scaling`` for its type."""
 
     rope_theta: float | None = None
@@ -31,13 +33,20 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float | None = None
     attn_factor: float = 1.0
     extrapolation_factor: float = 1.0
-    mscale: float | None = None
+    mscale: float | None = None  # of latent attention
     mscale_all_dim: float | None = None
+    partial_rotary_factor: float | None = None
+
+    def yarn_scale(self, share: float = 1.0) -> float:
+        """Return YaRN's factor on queries and keys: 0.1 share ln(factor) + 1."""
+        return 0.1 * share * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
     @property
-    def yarn_scale(self) -> float:
-        """YaRN's factor on queries and keys: 0.1 ln(factor) + 1."""
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
+    def rotary_scale(self) -> float:
+        """YaRN's factor of cosine and sine; of latent attention the rest is on the scores."""
+        if self.mscale and self.mscale_all_dim:
+            return self.yarn_scale(self.mscale) / self.yarn_scale(self.mscale_all_dim)
+        return self.yarn_scale()
 
     @property
     def scaling(self) -> str:
@@ -45,8 +54,16 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.rope_type or self.type or "default"
 
 
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """How the weights in a folder are quantized."""
+
+    quant_method: str
+    weight_block_size: tuple[int, int] | None = None
+    fmt: str | None = None
+
+
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of config.json that the learner needs; unknown keys are ignored."""
+    """Fields of config.json that the learner needs, under one name for all families."""
 
     model_type: str
     vocab_size: int
@@ -58,35 +75,105 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int | None = None
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    num_experts: int | None = None
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] = msgspec.field(default_factory=list)
+    use_qk_norm: bool = False
+    partial_rotary_factor: float | None = None
     rope_theta: float | None = None
     rope_parameters: RopeParameters | None = None
     rope_scaling: RopeParameters | None = None
+    # Experts.
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 0
+    n_shared_experts: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    n_group: int | None = None
+    topk_group: int | None = None
+    topk_method: str | None = None
+    num_nextn_predict_layers: int = 0
+    # Latent attention.
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    quantization_config: Quantization | None = None
 
     @property
     def kv_channels(self) -> int:
-        """The size of one attention head."""
+        """The size of one query's or key's head."""
+        if self.family.is_latent:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_channels(self) -> int:
+        """The size of one value's head."""
+        return self.v_head_dim if self.family.is_latent else self.kv_channels
+
+    @property
+    def rotary_channels(self) -> int:
+        """The number of a head's channels that turn with the position."""
+        if self.family.is_latent:
+            return self.qk_rope_head_dim
+        nested = (one.partial_rotary_factor for one in self._ropes)
+        given = [share for share in (self.partial_rotary_factor, *nested) if share is not None]
+        return int(self.kv_channels * given[-1]) if given else self.kv_channels
 
     @property
     def num_query_groups(self) -> int:
         """The number of key and value heads."""
+        if self.family.is_latent:  # every query head has its own, expanded
+            return self.num_attention_heads
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def num_routed_experts(self) -> int:
-        """The number of experts that tokens are routed to, in each layer; 0 in a dense model."""
-        return self.num_experts or 0
+        """The number of experts that tokens are routed to; 0 in a dense model."""
+        return (self.num_experts or 0) if self.family.has_experts else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """The number of them that each token is routed to."""
+        return self.num_experts_per_tok or 0
+
+    @property
+    def expert_inner(self) -> int:
+        """The inner size of a routed expert."""
+        return (self.moe_intermediate_size or self.intermediate_size) if self.num_experts else 0
+
+    @property
+    def shared_inner(self) -> int:
+        """The inner size of the experts that every token passes, together; 0 without any."""
+        if not self.num_routed_experts:
+            return 0
+        return self.shared_expert_intermediate_size or self.expert_inner * (
+            self.n_shared_experts or 0
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        """True if a layer's MLP are experts."""
+        return self.num_routed_experts > 0 and layer >= self.first_k_dense_replace
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(map(self.is_sparse, range(self.num_hidden_layers)))
+
+    @property
+    def num_router_groups(self) -> int:
+        """The number of groups that experts are chosen by; 1 where any may be chosen."""
+        if self.topk_method is not None and "group" not in self.topk_method:
+            return 1
+        return self.n_group or 1
+
+    @property
+    def _ropes(self) -> list[RopeParameters]:
+        return [rope for rope in (self.rope_parameters, self.rope_scaling) if rope is not None]
 
     @property
     def rotary_base(self) -> float:
@@ -97,9 +184,8 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rope(self) -> RopeParameters:
         """The rotary embedding's rule and its numbers."""
-        found = [rope for rope in (self.rope_parameters, self.rope_scaling) if rope is not None]
-        scaled = [rope for rope in found if rope.scaling != "default"]
-        return (scaled or found or [RopeParameters()])[0]
+        scaled = [rope for rope in self._ropes if rope.scaling != "default"]
+        return (scaled or self._ropes or [RopeParameters()])[0]
 
     @property
     def trained_positions(self) -> int:
@@ -107,48 +193,138 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.rope.original_max_position_embeddings or self.max_position_embeddings
 
     @property
+    def attention_scale(self) -> float:
+        """The factor of attention's scores."""
+        share = self.rope.mscale_all_dim if self.rope.scaling == "yarn" else None
+        more = self.rope.yarn_scale(share) ** 2 if share and self.family.is_latent else 1.0
+        return more / math.sqrt(self.kv_channels)
+
+    @property
     def family(self) -> Family:
         """The family's table."""
         return FAMILIES[self.model_type]
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """True if the query, key and value projections have a bias."""
+        return "self_attention.linear_qkv.bias" in self.family.layer_of(self, 0)
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """True if queries and keys are normalized per head."""
+        return "self_attention.k_layernorm.weight" in self.family.layer_of(self, 0)
+
+    @property
     def sizes(self) -> Sizes:
         """The lengths that the shapes of its tensors are made of."""
+        heads = self.num_attention_heads
         return {
-            "queries": self.num_attention_heads * self.kv_channels,
+            "queries": heads * self.kv_channels,
             "keys": self.num_query_groups * self.kv_channels,
             "head": self.kv_channels,
+            "outputs": heads * self.value_channels,
             "inner": self.intermediate_size,
             "experts": self.num_routed_experts,
-            "expert_inner": self.moe_intermediate_size,
+            "expert_inner": self.expert_inner,
+            "shared_inner": self.shared_inner,
             "hidden": self.hidden_size,
             "vocabulary": self.vocab_size,
+            "one": 1,
+            "query_rank": self.q_lora_rank or 0,
+            "key_rank": self.kv_lora_rank,
+            "key_rank_and_rotary": self.kv_lora_rank + self.qk_rope_head_dim,
+            "keys_and_values": heads * (self.qk_nope_head_dim + self.v_head_dim),
         }
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield Megatron's name of each parameter and the tensors that it holds."""
-        return self.family.parameters(
-            num_layers=self.num_hidden_layers,
-            num_experts=self.num_routed_experts,
-            tied_embeddings=self.tie_word_embeddings,
-        )
+        return self.family.parameters(self)
 
     @property
     def num_parameters(self) -> int:
         """The number of the model's parameters; tied embeddings count once."""
-        return self.family.num_parameters(
-            self.sizes, num_layers=self.num_hidden_layers, tied_embeddings=self.tie_word_embeddings
-        )
+        return self.family.num_parameters(self, self.sizes)
 
     @property
     def num_attention_parameters(self) -> int:
         """Number of parameters of the attention's projections and the embedding."""
-        projections = 2 * (self.sizes["queries"] + self.sizes["keys"]) * self.hidden_size
+        projections = sum(
+            math.prod(tensor.whole_shape(self.sizes))
+            for name, parameter in self.family.layer_of(self, 0).items()
+            if name.startswith("self_attention.linear_") and name.endswith(".weight")
+            for tensor in parameter.tensors
+        )
         return self.num_hidden_layers * projections + self.vocab_size * self.hidden_size
 
 
-class _ModelType(msgspec.Struct, frozen=True):
-    model_type: str
+# Keys of config.json that change nothing that is computed here: of generation, training, kernels.
+_IGNORED = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "add_cross_attention",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "vocab_file",
+    }
+)
+# Of every family, and to be these where they are given.
+_FIXED: Mapping[str, object] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
+_WHOLE_ATTENTION = "full_attention"
+_OF_ALL = frozenset(
+    {
+        "attention_bias",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "model_type",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "quantization_config",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
 
 
 def load_hf_config(
@@ -157,47 +333,99 @@ def load_hf_config(
     """Return the architecture of the model in ``folder``, which a setting names.
 
     Raises:
-        ConfigError: there is no readable config.json, or the learner cannot train such a model.
+        ConfigError: there is no readable config.json, it has a key that nobody here reads, or the
+            learner cannot train such a model.
     """
     path = folder / "config.json"
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
-    try:
-        model_type = msgspec.json.decode(data, type=_ModelType).model_type
-        if model_type not in families:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        model_type = found.get("model_type")
+        if not isinstance(model_type, str) or model_type not in families:
             raise ConfigError(
                 f"{path} has model_type {model_type!r}; supported are {', '.join(families)} "
                 f"({setting})"
             )
-        config = msgspec.json.decode(data, type=HfConfig)
+        family = families[model_type]
+        if trouble := _key_trouble(found, family):
+            raise ConfigError(f"{path}: {trouble} ({setting})")
+        named = {family.renamed.get(key, key): value for key, value in found.items()}
+        given = {key: value for key, value in named.items() if value is not None}
+        config = msgspec.convert({**family.defaults, **given}, HfConfig, str_keys=True, strict=True)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
     except UNREADABLE as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    # Settings that would otherwise load and silently compute something else.
-    for key, expected in families[model_type].config.items():
-        if (got := getattr(config, key)) != expected:
-            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
-    if families[model_type].has_experts:
-        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-            if not getattr(config, key):
-                raise ConfigError(f"{path}: {key} must be at least 1 ({setting})")
-        if config.num_experts_per_tok > (config.num_experts or 0):
-            raise ConfigError(
-                f"{path}: num_experts_per_tok = {config.num_experts_per_tok} is above num_experts "
-                f"= {config.num_experts} ({setting})"
-            )
-    if trouble := _rope_trouble(config):
+    trouble = _expert_trouble(config, family) or _rope_trouble(config, family)
+    if trouble or (trouble := _quantization_trouble(config)):
         raise ConfigError(f"{path}: {trouble} ({setting})")
-    if config.num_attention_heads % config.num_query_groups:
+    if not family.is_latent and config.num_attention_heads % (
+        config.num_key_value_heads or config.num_attention_heads
+    ):
         raise ConfigError(
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
-            f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
+            f"{config.num_attention_heads} and {config.num_key_value_heads} ({setting})"
         )
     return config
 
 
-def _rope_trouble(config: HfConfig) -> str:
+def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
+    """Return which key of config.json asks for what is not computed here, or is unknown."""
+    for key, expected in {**_FIXED, **family.config}.items():
+        if (got := found.get(key)) is not None and got != expected:
+            return f"{key} must be {expected!r}, got {got!r}"
+    kinds = found.get("layer_types") or [_WHOLE_ATTENTION]
+    if others := [kind for kind in kinds if kind != _WHOLE_ATTENTION]:
+        return f"layer_types must all be {_WHOLE_ATTENTION!r}, got {others[0]!r}"
+    known = _IGNORED | _OF_ALL | _FIXED.keys() | family.config.keys()
+    known |= family.keys | family.renamed.keys() | family.ignored
+    for key, value in found.items():
+        if key not in known and value is not None:
+            return (
+                f"{key} = {value!r} is not a key that a {family.model_type} model is known by: "
+                "delete it if it changes nothing that the model computes"
+            )
+    return ""
+
+
+def _expert_trouble(config: HfConfig, family: Family) -> str:
+    """Return what is wrong with the numbers of experts."""
+    if not family.has_experts:
+        return ""
+    count, chosen = config.num_experts or 0, config.experts_per_token
+    key = next((old for old, new in family.renamed.items() if new == "num_experts"), "num_experts")
+    numbers = {key: count, "num_experts_per_tok": chosen}
+    if "moe_intermediate_size" in family.keys:
+        numbers["moe_intermediate_size"] = config.moe_intermediate_size or 0
+    if missing := [name for name, number in numbers.items() if number < 1]:
+        return f"{missing[0]} must be at least 1"
+    if chosen > count:
+        return f"num_experts_per_tok = {chosen} is above {key} = {count}"
+    method = config.topk_method
+    if method not in {None, "greedy", "group_limited_greedy", "noaux_tc"}:
+        return f"topk_method must be greedy or group_limited_greedy, got {method!r}"
+    groups, taken = config.n_group or 1, config.topk_group or 1
+    if count % groups or taken > groups or chosen > taken * (count // groups):
+        return (
+            f"n_group = {groups} must divide {key} = {count}, and topk_group = {taken} of them "
+            f"must hold num_experts_per_tok = {chosen} experts"
+        )
+    return ""
+
+
+def _quantization_trouble(config: HfConfig) -> str:
+    """Return why quantized weights cannot be read."""
+    found = config.quantization_config
+    if found is None or (
+        found.quant_method == "fp8" and found.weight_block_size and found.fmt in {None, "e4m3"}
+    ):
+        return ""
+    return (
+        f"quantization_config has quant_method {found.quant_method!r}, weight_block_size "
+        f"{found.weight_block_size}, fmt {found.fmt!r}; only fp8 (e4m3) in blocks can be read"
+    )
+
+
+def _rope_trouble(config: HfConfig, family: Family) -> str:
     """Return why a rotary embedding would be computed otherwise than by the engine."""
     rope = config.rope
     if rope.scaling not in ROPE_RULES:
@@ -211,14 +439,22 @@ def _rope_trouble(config: HfConfig) -> str:
             f"low_freq_factor must be below high_freq_factor, got {rope.low_freq_factor} and "
             f"{rope.high_freq_factor}"
         )
-    usual = rope.yarn_scale
+    usual = rope.yarn_scale()
+    if family.is_latent:
+        if bool(rope.mscale) is not bool(rope.mscale_all_dim):
+            return (
+                f"mscale and mscale_all_dim must both be set or neither, got {rope.mscale} and "
+                f"{rope.mscale_all_dim}"
+            )
+        if rope.scaling != "yarn":
+            return f"rope_type {rope.scaling!r} is not known of latent attention, only 'yarn'"
     others = {
         "attention_factor": rope.attention_factor is None
         or math.isclose(rope.attention_factor, usual, rel_tol=1e-6),
         "attn_factor": rope.attn_factor == 1.0,
         "extrapolation_factor": rope.extrapolation_factor == 1.0,
-        "mscale": rope.mscale is None,
-        "mscale_all_dim": rope.mscale_all_dim is None,
+        "mscale": rope.mscale is None or family.is_latent,
+        "mscale_all_dim": rope.mscale_all_dim is None or family.is_latent,
     }
     if unlike := [name for name, is_usual in others.items() if not is_usual]:
         return (

@@ -1,5 +1,8 @@
 """Weights between a Hugging Face folder and the Megatron model, one tensor at a time."""
 
+import json
+import logging
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,11 +28,15 @@ from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import Geometry, fuse_gate_up, fuse_qkv, write_shard
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_families import OUTPUT_LAYER, Parameter
+from slipstream.wire.files.families.parts import OUTPUT_LAYER, Parameter
 from slipstream.wire.files.model_files import WEIGHTS, copied_files, weight_files
 from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.messages.manifest import TensorSpec
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
+_SCALE_SUFFIX = "_scale_inv"
+_LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
+_log = logging.getLogger(__name__)
 
 
 def load_hf_weights(model: RankModel, folder: Path, setting: str = "run.model") -> None:
@@ -43,16 +50,17 @@ def load_hf_weights(model: RankModel, folder: Path, setting: str = "run.model") 
     hf = model.hf_config
     with HfTensors(folder, setting) as tensors, torch.no_grad():
         tensors.refuse_others(hf)
-        for name, parameter in model.named_parameters():
+        for name, weight in model.named_weights():
             mapping = parameter_of(model, name)
-            parameter.copy_(_read(tensors, mapping, name, parameter, hf))
+            weight.copy_(_read(tensors, mapping, name, weight, hf))
 
 
 def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
     """Yield each Hugging Face tensor with its name on rank 0, whole; one parameter at a time.
 
     Collective: every rank must iterate to the end, though the others get nothing. The tensors have
-    the model's dtype; the padding of the vocabulary is stripped and tied embeddings come once.
+    the model's dtype, or the one that the family keeps them in; the padding of the vocabulary is
+    stripped and tied embeddings come once.
     """
     hf = model.hf_config
     rank, mine = dist.get_rank(), dict(owned_shards(model))
@@ -66,17 +74,33 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
             if name in mine:
                 send(mine[name], 0)
             continue
-        tensors = [
-            torch.empty(tensor.whole_shape(hf.sizes), dtype=model.config.params_dtype)
-            for tensor in mapping.tensors
-        ]
+        dtype = dtype_of(mapping, model)
+        tensors = [torch.empty(one.whole_shape(hf.sizes), dtype=dtype) for one in mapping.tensors]
         for owner, one in owners[name]:
-            if owner == rank:
-                shard = mine[name]
-            else:
-                shard = one.shard(mapping, received(one, owner, model.config.params_dtype))
+            is_mine = owner == rank
+            shard = mine[name] if is_mine else one.shard(mapping, received(one, owner, dtype))
             write_shard(shard, tensors, geometry_of(hf))
         yield from zip(mapping.names, tensors, strict=True)
+
+
+def dtype_of(mapping: Parameter, model: RankModel) -> torch.dtype:
+    """Return the type of a parameter's tensors."""
+    dtype: torch.dtype = model.config.params_dtype
+    return torch.float32 if mapping.tensors[0].dtype == "float32" else dtype
+
+
+def hf_specs(model: RankModel) -> list[TensorSpec]:
+    """Return name, type and whole shape of every Hugging Face tensor of a model."""
+    hf = model.hf_config
+    return [
+        TensorSpec(
+            tensor.name,
+            str(dtype_of(mapping, model)).removeprefix("torch."),
+            tensor.whole_shape(hf.sizes),
+        )
+        for _, mapping in hf.parameters()
+        for tensor in mapping.tensors
+    ]
 
 
 def hf_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
@@ -97,22 +121,50 @@ def save_hf_folder(
     The folder appears complete or not at all, and replaces an older one of its name. Config and
     tokenizer are those of ``source_folder``; a ``dtype`` of None is the model's.
     """
-    tensors = {name: tensor.to(dtype) for name, tensor in export_hf_weights(model)}
+    fixed = {
+        one.name
+        for _, p in model.hf_config.parameters()
+        for one in p.tensors
+        if one.dtype != "model"
+    }
+    tensors = {
+        name: tensor if name in fixed else tensor.to(dtype)
+        for name, tensor in export_hf_weights(model)
+    }
     if dist.get_rank() != 0:
         return
     with replacing_folder(folder, durable=False) as unfinished:
         for path in copied_files(source_folder):
             shutil.copyfile(path, unfinished / path.name)
+        _describe_export(unfinished / "config.json")
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
 
 
+def _describe_export(path: Path) -> None:
+    """Take out of a copied config.json what is not true of the weights beside it.
+
+    They are not quantized, and layers that predict further tokens are left out.
+    """
+    config = json.loads(path.read_bytes())
+    found = {key: config.pop(key) for key in ("quantization_config",) if key in config}
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(key):
+            found[key], config[key] = config[key], 0
+    if found:
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 class HfTensors:
-    """The tensors in a folder of safetensors files, read on demand."""
+    """The tensors in a folder of safetensors files, read on demand.
+
+    Those of a type of 8 bits come with scales of their blocks, and are read as float32.
+    """
 
     def __init__(self, folder: Path, setting: str = "run.model") -> None:
         self._folder, self._setting = folder, setting
         self._open_files = ExitStack()
         self._file_of: dict[str, safe_open] = {}
+        self._block: tuple[int, int] | None = None  # of quantized tensors
 
     def __enter__(self) -> "HfTensors":
         with ExitStack() as stack:
@@ -142,6 +194,8 @@ class HfTensors:
             ConfigError: a tensor is missing, has another shape, or has no place in the model.
         """
         shapes = hf_shapes(hf)
+        if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
+            self._block = hf.quantization_config.weight_block_size
         for name, shape in shapes.items():
             if name not in self._file_of:
                 raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
@@ -152,7 +206,20 @@ class HfTensors:
                     f"config.json, got {list(got)} ({self._setting})"
                 )
         used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
-        left = sorted(n for n in self.names - used if not n.endswith(_IGNORED_SUFFIX))
+        if self._block is not None:
+            used |= {name + _SCALE_SUFFIX for name in shapes}
+        further = {n for n in self.names if _layer_number(n) >= hf.num_hidden_layers}
+        further = further if hf.num_nextn_predict_layers else set()
+        if further:
+            _log.info(
+                "%s: %d tensors of layers that predict further tokens are not loaded, trained or "
+                "exported (num_nextn_predict_layers = %d)",
+                self._folder,
+                len(further),
+                hf.num_nextn_predict_layers,
+            )
+        others = self.names - used - further
+        left = sorted(n for n in others if not n.endswith(_IGNORED_SUFFIX))
         if left:
             raise ConfigError(
                 f"{self._folder} holds {len(left)} tensors that a {hf.model_type} model does not "
@@ -160,31 +227,77 @@ class HfTensors:
             )
 
     def read(self, name: str, rows: slice, dim: int) -> Tensor:
-        """Return part of a tensor."""
+        """Return part of a tensor: some of its rows (0) or columns (1)."""
+        tensor = self._slice(name, rows, dim)
+        scales = name + _SCALE_SUFFIX
+        if self._block is None or scales not in self._file_of:
+            return tensor
+        block = self._block[dim]
+        blocks = slice(rows.start // block, -(-rows.stop // block))
+        return dequantized(
+            tensor, self._slice(scales, blocks, dim), self._block, dim, rows.start % block
+        )
+
+    def _slice(self, name: str, rows: slice, dim: int) -> Tensor:
         part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
         tensor: Tensor = part[(slice(None),) * dim + (rows,)]
         return tensor
 
 
-def _read(
-    tensors: HfTensors, mapping: Parameter, name: str, parameter: torch.nn.Parameter, hf: HfConfig
+def dequantized(
+    tensor: Tensor, scales: Tensor, block: tuple[int, int], dim: int, offset: int
 ) -> Tensor:
-    """Return the value of this rank's parameter, reading no more than its share."""
-    dim, rank, ranks = split_of(name, parameter)
+    """Return weights from numbers of 8 bits and the scale of each block: their product.
+
+    As DeepSeek-V3 stores them (arXiv:2412.19437, section 3.3): ``weight_scale_inv`` is what a
+    block's numbers are multiplied with.
+
+    Args:
+        tensor: [R, C], of a type of 8 bits.
+        scales: [ceil((offset + R) / block), ceil(C / block)], rows and columns alike.
+        block: rows and columns of a block; those at the ends may have fewer.
+        dim: in which the tensor is part of a larger one.
+        offset: rows or columns of its first block that come before it, in that dimension.
+
+    Returns:
+        [R, C] float32.
+    """
+    starts = [offset if dim == axis else 0 for axis in (0, 1)]
+    rows, columns = (
+        torch.arange(start, start + size) // of
+        for start, size, of in zip(starts, tensor.shape, block, strict=True)
+    )
+    return tensor.float() * scales.float()[rows][:, columns]
+
+
+def _layer_number(name: str) -> int:
+    found = _LAYER_NUMBER.match(name)
+    return int(found[1]) if found is not None else -1
+
+
+def _read(
+    tensors: HfTensors, mapping: Parameter, name: str, weight: Tensor, hf: HfConfig
+) -> Tensor:
+    """Return the value of this rank's weight, reading no more than its share."""
+    dim, rank, ranks = split_of(name, weight)
     at = dim if dim is not None else 0
     parts = []
     for tensor in mapping.tensors:
-        size = tensor.whole_shape(hf.sizes)[at]
+        stacked = tensor.stacked if at == 0 else 1
+        size = tensor.whole_shape(hf.sizes)[at] // stacked
         share = -(-size // ranks)  # rounded up for the vocabulary, exact for the rest
-        rows = slice(min(rank * share, size), min((rank + 1) * share, size))
-        parts.append(tensors.read(tensor.name, rows, at))
+        first, last = (min(number * share, size) for number in (rank, rank + 1))
+        parts += [
+            tensors.read(tensor.name, slice(start + first, start + last), at)
+            for start in range(0, stacked * size, size)
+        ]
     match mapping.kind:
         case "qkv":
             return fuse_qkv(*parts, num_groups=hf.num_query_groups // ranks)
         case "gate_up":
             return fuse_gate_up(*parts)
         case "vocab":
-            padding = parameter.shape[0] - parts[0].shape[0]
+            padding = weight.shape[0] - parts[0].shape[0]
             return torch.nn.functional.pad(parts[0], (0, 0, 0, padding))
         case "copy":
             return parts[0]

@@ -2,6 +2,8 @@
 
 - Without Transformer Engine the import of ``te_general_gemm`` in its router fails as a whole and
   leaves the name undefined: every forward pass with ``moe_router_dtype`` raises a NameError.
+- Without Transformer Engine latent attention takes it to be there: its import gives stand-ins that
+  are no classes, and asks whether a layer is of one of them, a TypeError.
 - Pipeline stages tell each other the shapes of what they send (``variable_seq_lengths``) by one
   batch of messages in one group. Of two stages whose chunks are interleaved each is both before and
   after the other, and takes the message for one direction as that for the other. The tensors
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
@@ -32,6 +35,8 @@ def install() -> None:
     """Repair what is repaired by a replacement; a second call does nothing."""
     hybrid_repairs.install()
     vars(moe_utils).setdefault("te_general_gemm", None)
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
     p2p_communication.P2PCommunicator._communicate_shapes = _communicate_shapes
     if getattr(DistributedOptimizer, _MARK, False):
         return

@@ -19,6 +19,7 @@ from slipstream.learner.model.hf_config import HfConfig
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+ROUTER_BIAS = ".router.correction_bias"
 TIED_OUTPUT = "output_layer.weight"  # of the last of several stages: a copy of the embedding
 
 
@@ -47,13 +48,20 @@ class RankModel:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield this rank's parameters by their names in the whole model."""
+        for name, tensor in self.named_weights():
+            if isinstance(tensor, torch.nn.Parameter):
+                yield name, tensor
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a Hugging Face folder has of this rank: parameters, and biases of routers."""
         per_rank = (self.config.num_moe_experts or 0) // self.config.expert_model_parallel_size
         first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
         for number, chunk in enumerate(self.chunks):
             stage = number if len(self.chunks) > 1 else None
             offset: int = get_transformer_layer_offset(self.config, stage)
-            for name, parameter in chunk.named_parameters():
-                yield _moved(_moved(name, _LAYER, offset), _EXPERT, first_expert), parameter
+            biases = ((n, one) for n, one in chunk.named_buffers() if n.endswith(ROUTER_BIAS))
+            for name, tensor in (*chunk.named_parameters(), *biases):
+                yield _moved(_moved(name, _LAYER, offset), _EXPERT, first_expert), tensor
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield this rank's parameters."""

@@ -3,8 +3,8 @@
 Su et al., "RoFormer" (arXiv:2104.09864), with the two ways in which models are made to read more
 than they were first trained on: Llama 3's and YaRN (Peng et al., arXiv:2309.00071).
 
-Shapes: T tokens, h heads of d channels. Channel i turns with channel i + d/2, as in the models of
-Hugging Face.
+Shapes: T tokens, h heads of d channels, of which the first r turn. Channel i turns with channel
+i + r/2, as in most models of Hugging Face, or with its neighbor.
 """
 
 import math
@@ -20,43 +20,53 @@ _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # turns over the first training's context
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosine and sine of each token's angles, [T, 1, d/2] float32, to be shared by all layers."""
+    """Cosine and sine of each token's angles, [T, 1, r/2] float32, to be shared by all layers."""
 
     cos: Tensor
     sin: Tensor
+    in_pairs: bool = False
 
     def turned(self, heads: Tensor) -> Tensor:
         """Return queries or keys [T, h, d], turned in float32, in their own type."""
-        first, second = heads.float().chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).to(heads.dtype)
+        channels = 2 * self.cos.size(-1)
+        turning = heads[..., :channels].float()
+        if self.in_pairs:
+            first, second = turning[..., 0::2], turning[..., 1::2]
+        else:
+            first, second = turning.chunk(2, dim=-1)
+        parts = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        turned = torch.stack(parts, -1).flatten(-2) if self.in_pairs else torch.cat(parts, -1)
+        if channels == heads.size(-1):
+            return turned.to(heads.dtype)
+        return torch.cat([turned.to(heads.dtype), heads[..., channels:]], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Frequencies of the channels of a head."""
+    """Frequencies of the channels of a head that turn."""
 
-    frequencies: Tensor  # [d/2] float32 on the model's device, radians per position
+    frequencies: Tensor  # [r/2] float32 on the model's device, radians per position
     scale: float = 1.0  # of cosine and sine: YaRN's attention factor, on queries and keys alike
+    in_pairs: bool = False
 
     @classmethod
     def of(cls, hf: HfConfig, device: torch.device) -> "Rotary":
         """Read a model's config.json."""
-        channels = torch.arange(0, hf.kv_channels, 2, dtype=torch.int64).float()
-        frequencies, scale = 1.0 / hf.rotary_base ** (channels / hf.kv_channels), 1.0
+        channels = torch.arange(0, hf.rotary_channels, 2, dtype=torch.int64).float()
+        frequencies, scale = 1.0 / hf.rotary_base ** (channels / hf.rotary_channels), 1.0
         match hf.rope.scaling:
             case "llama3":
                 frequencies = _llama3(frequencies, hf.rope, hf.trained_positions)
             case "yarn":
-                frequencies, scale = _yarn(frequencies, hf.rope, hf), hf.rope.yarn_scale
+                frequencies, scale = _yarn(frequencies, hf.rope, hf), hf.rope.rotary_scale
             case _:
                 pass
-        return cls(frequencies.to(device), scale)
+        return cls(frequencies.to(device), scale, hf.family.turns_pairs)
 
     def at(self, position_ids: Tensor) -> Rotation:
         """Return the rotation of tokens at these positions, [T] int."""
         angles = (position_ids.float()[:, None] * self.frequencies)[:, None]
-        return Rotation(angles.cos() * self.scale, angles.sin() * self.scale)
+        return Rotation(angles.cos() * self.scale, angles.sin() * self.scale, self.in_pairs)
 
 
 def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -> Tensor:
@@ -72,7 +82,7 @@ def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -
 
 def _yarn(frequencies: Tensor, rope: RopeParameters, hf: HfConfig) -> Tensor:
     """Slow channels by a ramp over their number, between fast and slow ones."""
-    size = hf.kv_channels
+    size = hf.rotary_channels
 
     def channel(turns: float) -> float:
         """Return the channel with this number of turns over the first context."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.wire.files.model_families import Parameter
+from slipstream.wire.files.families.parts import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
             rows = wholes[0][shard.rank * len(tensor) :][: len(tensor)]
             rows.copy_(tensor[: len(rows)])
         case "gate_up":
-            for whole, half in zip(wholes, tensor.chunk(2), strict=True):
+            parts = [part for whole in wholes for part in whole.chunk(2 // len(wholes))]
+            for whole, half in zip(parts, tensor.chunk(2), strict=True):
                 _part(whole, shard, 0).copy_(half)
         case "qkv":
             rest = tensor.shape[1:]

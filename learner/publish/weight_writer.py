@@ -14,7 +14,7 @@ from slipstream.learner.model.gathering import (
     received,
     send,
 )
-from slipstream.learner.model.hf_weights import geometry_of, hf_shapes
+from slipstream.learner.model.hf_weights import dtype_of, geometry_of, hf_specs
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import is_finite, write_shard
 from slipstream.learner.model.topology import Topology
@@ -22,7 +22,6 @@ from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
-from slipstream.wire.messages.manifest import TensorSpec
 
 
 class WeightWriter:
@@ -45,11 +44,7 @@ class WeightWriter:
         ``agree`` returns rank 0's text on every rank.
         """
         self._model = model
-        self._dtype: torch.dtype = model.config.params_dtype
-        dtype = str(self._dtype).removeprefix("torch.")
-        shapes = hf_shapes(model.hf_config)
-        specs = [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
-        self.layout = plan_layout(specs, bucket_bytes=bucket_bytes)
+        self.layout = plan_layout(hf_specs(model), bucket_bytes=bucket_bytes)
         slot_bytes = self.layout.num_bytes
         made: SharedSlots | None = None
         if topology.rank == 0:
@@ -89,8 +84,9 @@ class WeightWriter:
                 places = [views[name] for name in shard.parameter.names]
                 write_shard(shard, places, self._geometry)
             for owner, one in self._remote:
-                tensor = received(one, owner, self._dtype)
-                shard = one.shard(parameter_of(self._model, one.name), tensor)
+                parameter = parameter_of(self._model, one.name)
+                tensor = received(one, owner, dtype_of(parameter, self._model))
+                shard = one.shard(parameter, tensor)
                 places = [views[name] for name in shard.parameter.names]
                 write_shard(shard, places, self._geometry)
         return self._not_finite(flags)

@@ -96,8 +96,8 @@ class ReferencePolicy:
         """Copy the weights of a model of the same architecture."""
         self._offload.use(self.weights, weights_of_model)
         self.weights.has_changed()
-        ours = dict(self._model.named_parameters())
-        for name, weights in model.named_parameters():
+        ours = dict(self._model.named_weights())
+        for name, weights in model.named_weights():
             ours[name].copy_(weights)
 
     def sharded_state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The answer of SGLang's weights checker if an engine holds exactly our tensors.
 
 SGLang keeps query, key and value as one tensor, gate and up as another, pads some with zeros, and
-splits most over its ranks (wire/files/model_families.py). On a CPU its checksum is the first 8
+splits most over its ranks (wire/files/families/). On a CPU its checksum is the first 8
 bytes of sha256 over the raw bytes, on a GPU a hash of words (gpu_hash.py; sglang 0.5.23).
 """
 
@@ -15,13 +15,8 @@ from torch.cuda import is_available
 from torch.nn.functional import pad
 
 from slipstream.weightbus.relay.gpu_hash import gpu_hash
-from slipstream.wire.files.model_families import (
-    EMBEDDING,
-    OUTPUT_LAYER,
-    EngineTensor,
-    checksum_name,
-    engine_tensor,
-)
+from slipstream.wire.files.families.parts import EMBEDDING, OUTPUT_LAYER
+from slipstream.wire.files.families.registry import EngineTensor, checksum_name, engine_tensor
 
 _ROWS_AT_A_TIME = 256
 
@@ -49,7 +44,7 @@ def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) 
     of = of or Holder()
     fused: dict[str, list[tuple[EngineTensor, Tensor]]] = {}
     for name, tensor in tensors.items():
-        place = engine_tensor(name)
+        place = engine_tensor(name, tensors)
         if of.device != "cpu":  # there no sizes are padded but that of the vocabulary
             vocabulary = place.row_multiple if place.split == "vocabulary" else 1
             place = replace(place, row_multiple=vocabulary, column_multiple=1)
@@ -79,8 +74,15 @@ def _on_gpu(parts: Iterable[Tensor]) -> str:
     return gpu_hash(cat([part.flatten() for part in parts]), where)
 
 
-def _share(place: EngineTensor, tensor: Tensor, rank: int, num_ranks: int) -> Iterator[Tensor]:
+def _share(place: EngineTensor, whole: Tensor, rank: int, num_ranks: int) -> Iterator[Tensor]:
     """Yield a rank's share of a tensor, in parts; only padded rows are copied."""
+    for tensor in whole.chunk(place.stacked):
+        yield from _share_of_one(place, tensor, rank, num_ranks)
+
+
+def _share_of_one(
+    place: EngineTensor, tensor: Tensor, rank: int, num_ranks: int
+) -> Iterator[Tensor]:
     in_rows = num_ranks if place.split in {"rows", "vocabulary"} else 1
     in_columns = num_ranks if place.split == "columns" else 1
     of_each = place.row_multiple * (in_rows if place.split == "rows" else 1)

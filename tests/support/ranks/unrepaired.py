@@ -46,6 +46,7 @@ def main() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     main_weight, loaded = torch.nn.Parameter(torch.zeros(2)), torch.ones(2)
@@ -69,6 +70,9 @@ def main() -> None:
     experts = inspect.getsource(ColumnParallelLinear.__init__)
     found = {
         "the router's import": "te_general_gemm" not in vars(moe_utils),
+        "Transformer Engine in latent attention": (
+            multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type)
+        ),
         "shapes of both directions in one group": shapes.count("self.pp_group") > 2
         and "batch_isend_irecv" in shapes,
         "experts that are marked with expert parallelism alone": (

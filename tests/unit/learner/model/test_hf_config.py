@@ -56,7 +56,7 @@ def test_families_differ_in_bias_and_norm(
     tmp_path: Path, family: str, has_qkv_bias: bool, has_qk_norm: bool
 ):
     config = load_hf_config(write(tmp_path, model_type=family))
-    assert (config.family.has_qkv_bias, config.family.has_qk_norm) == (has_qkv_bias, has_qk_norm)
+    assert (config.has_qkv_bias, config.has_qk_norm) == (has_qkv_bias, has_qk_norm)
 
 
 def test_unsupported_family_is_refused_with_the_supported_ones_named(tmp_path: Path):

@@ -3,24 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_families import (
+from slipstream.wire.files.families.parts import Family, FusionKind, HfTensor, Parameter, Size
+from slipstream.wire.files.families.registry import (
     FAMILIES,
     EngineTensor,
-    Family,
-    FusionKind,
-    HfTensor,
-    Parameter,
-    Size,
     engine_tensor,
     engine_tensors,
 )
 
 QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]
+V3, GLM4 = FAMILIES["deepseek_v3"], FAMILIES["glm4"]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +50,30 @@ QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]
             "decoder.layers.2.mlp.linear_fc1.weight",
             "gate_up",
             ("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+        ),
+        (
+            GLM4,
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "gate_up",
+            ("model.layers.0.mlp.gate_up_proj.weight",),
+        ),
+        (
+            V3,
+            "decoder.layers.4.mlp.router.correction_bias",
+            "copy",
+            ("model.layers.4.mlp.gate.e_score_correction_bias",),
+        ),
+        (
+            V3,
+            "decoder.layers.0.self_attention.linear_q_proj.weight",
+            "copy",
+            ("model.layers.0.self_attn.q_proj.weight",),
+        ),
+        (
+            FAMILIES["mixtral"],
+            "decoder.layers.1.mlp.experts.local_experts.7.linear_fc1.weight",
+            "gate_up",
+            tuple(f"model.layers.1.block_sparse_moe.experts.7.w{n}.weight" for n in (1, 3)),
         ),
     ],
 )
@@ -91,7 +113,9 @@ def one(name: str, *shape: Size, columns: int = 1) -> Parameter:
 
 TOY = Family(
     model_type="toy",
-    config={"hidden_act": "silu", "attention_bias": True},
+    models="Toy",
+    config={"hidden_act": "silu", "norm_type": "rms"},
+    ignored=frozenset({"toy_color"}),
     layer={
         "input_layernorm.weight": one("norm_1.weight", "hidden"),
         "self_attention.linear_qkv.weight": Parameter(
@@ -105,6 +129,8 @@ TOY = Family(
         ),
         "self_attention.linear_proj.weight": one("attn.wo.weight", "hidden", "queries"),
         "pre_mlp_layernorm.weight": one("norm_2.weight", "hidden"),
+    },
+    mlp={
         "mlp.linear_fc1.weight": Parameter(
             "gate_up",
             (
@@ -127,39 +153,64 @@ CONFIG = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "attention_bias": True,
 }
 
 
+class Toy(NamedTuple):
+    """What a family's table must know of a model."""
+
+    tie_word_embeddings: bool
+    num_hidden_layers: int = 3
+    num_routed_experts: int = 0
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer < 0
+
+
 def test_a_new_familys_folder_is_read_and_checked_by_its_table_alone(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "toy_color": "red"}))
     assert load_hf_config(tmp_path, families=WITH_TOY).model_type == "toy"
     with pytest.raises(ConfigError, match="supported are llama, qwen2, qwen3"):
         load_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "attention_bias": False}))
-    with pytest.raises(ConfigError, match="attention_bias must be True, got False"):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "norm_type": "batch"}))
+    with pytest.raises(ConfigError, match="norm_type must be 'rms', got 'batch'"):
         load_hf_config(tmp_path, families=WITH_TOY)
 
 
-def test_a_new_familys_names_shapes_and_size_come_from_its_table_alone(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    hf = load_hf_config(tmp_path, families=WITH_TOY)
+def test_a_new_familys_names_shapes_and_size_come_from_its_table_alone():
+    sizes: dict[Size, int] = {
+        "queries": 8,
+        "keys": 4,
+        "hidden": 8,
+        "inner": 12,
+        "experts": 0,
+        "vocabulary": 50,
+    }
     fused = TOY.parameter(
         "decoder.layers.2.self_attention.linear_qkv.weight", tied_embeddings=False
     )
     assert fused.names == tuple(f"model.layers.2.attn.w{part}.weight" for part in "qkv")
-    assert [t.whole_shape(hf.sizes) for t in fused.tensors] == [(8, 8), (4, 8), (4, 8)]
+    assert [t.whole_shape(sizes) for t in fused.tensors] == [(8, 8), (4, 8), (4, 8)]
     layer = 8 + (8 + 4 + 4) * 8 + 8 * 8 + 8 + 2 * 12 * 8 + 8 * 12
     for tied, tables in ((False, 2), (True, 1)):
-        count = TOY.num_parameters(hf.sizes, num_layers=3, tied_embeddings=tied)
+        count = TOY.num_parameters(Toy(tied), sizes)
         assert count == 3 * layer + tables * 50 * 8 + 8
+        names = [name for _, one in TOY.parameters(Toy(tied)) for name in one.names]
+        assert len(names) == len(set(names)) == 3 * 9 + tables + 1
 
 
 def test_a_new_familys_place_in_the_engine_comes_from_its_table_alone():
     places = engine_tensors(WITH_TOY)
-    assert places["attn.wk.weight"] == EngineTensor("attn.wqkv.weight", 1, split="rows")
+    parts = tuple(f"attn.w{part}.weight" for part in "qkv")
+    assert places["attn.wk.weight"] == EngineTensor(
+        "attn.wqkv.weight", 1, split="rows", partners=parts
+    )
     assert places["mlp.w3.weight"] == EngineTensor(
-        "mlp.w13.weight", 1, row_multiple=32, split="rows"
+        "mlp.w13.weight",
+        1,
+        row_multiple=32,
+        split="rows",
+        partners=("mlp.w1.weight", "mlp.w3.weight"),
     )
     assert places["mlp.w2.weight"] == EngineTensor(
         "mlp.w2.weight", column_multiple=32, split="columns"
@@ -167,9 +218,23 @@ def test_a_new_familys_place_in_the_engine_comes_from_its_table_alone():
 
 
 def test_families_that_contradict_each_other_about_the_engine_are_refused():
-    moved = {**QWEN2.layer, "mlp.linear_fc2.weight": one("mlp.down_proj.weight", "hidden", "inner")}
+    moved = {**QWEN2.mlp, "mlp.linear_fc2.weight": one("mlp.down_proj.weight", "hidden", "inner")}
     with pytest.raises(ValueError, match=r"other keeps mlp.down_proj.weight elsewhere"):
-        engine_tensors({**FAMILIES, "other": replace(QWEN2, model_type="other", layer=moved)})
+        engine_tensors({**FAMILIES, "other": replace(QWEN2, model_type="other", mlp=moved)})
+
+
+def test_tensors_are_fused_in_a_model_that_has_all_of_them():
+    layer = "model.layers.3.self_attn."
+    latent = [layer + name for name in ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")]
+    found = [engine_tensor(name, latent) for name in latent]
+    assert [one.name for one in found] == [layer + "fused_qkv_a_proj_with_mqa.weight"] * 2
+    assert [one.position for one in found] == [0, 1]
+    assert engine_tensor(latent[1], latent[1:]).name == latent[1]
+    queries = layer + "q_proj.weight"
+    alone = engine_tensor(queries, [queries, *latent[1:]])
+    assert (alone.name, alone.position, alone.split) == (queries, 0, "rows")
+    grouped = [f"{layer}{part}_proj.weight" for part in "qkv"]
+    assert engine_tensor(queries, grouped).name == layer + "qkv_proj.weight"
 
 
 def test_a_tensor_of_no_family_stays_as_it_is_in_the_engine():

@@ -1,0 +1,96 @@
+"""Megatron's own layers with this project's attention, norms and router in them."""
+
+import copy
+import inspect
+from collections.abc import Callable
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+from typing_extensions import override
+
+from slipstream.learner.model.attention import VarlenCoreAttention
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.latent_attention import LatentAttention
+from slipstream.learner.model.norm import TorchRMSNorm
+from slipstream.learner.model.router import PolicyRouter
+
+_Output = tuple[Tensor, Tensor | None]  # of attention or an MLP, and its bias
+
+
+class NormedResidual(torch.nn.Module):
+    """Takes the place of Megatron's bias-dropout-add: the output is normalized, then added.
+
+    Of families with a norm after attention and MLP as well as before them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = TorchRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    @override
+    def forward(
+        self, _training: bool, _is_fused: bool
+    ) -> Callable[[_Output, Tensor, float], Tensor]:
+        """Return the function that Megatron calls with output, residual and dropout."""
+
+        def add(output: _Output, residual: Tensor, _dropout: float) -> Tensor:
+            normed: Tensor = self.norm(output[0])
+            return residual + normed
+
+        return add
+
+
+def layer_specs(
+    hf: HfConfig, config: TransformerConfig, stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return the layers of a chunk: those with experts and those without."""
+    first: int = get_transformer_layer_offset(config, vp_stage=stage)
+    count: int = get_num_layers_to_build(config, vp_stage=stage)
+    kinds = {is_sparse: _layer_spec(hf, config, is_sparse=is_sparse) for is_sparse in (False, True)}
+    specs = [kinds[hf.is_sparse(number)] for number in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm)
+
+
+def _layer_spec(hf: HfConfig, config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec | None:
+    if is_sparse and not hf.num_routed_experts:
+        return None
+    wanted = {
+        "num_experts": config.num_moe_experts if is_sparse else None,
+        "moe_grouped_gemm": False,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": hf.family.is_latent,
+        "normalization": "RMSNorm",
+    }
+    accepted = inspect.signature(get_gpt_layer_local_spec).parameters
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(**{name: wanted[name] for name in wanted if name in accepted})
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchRMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = VarlenCoreAttention
+    if hf.family.is_latent:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = TorchRMSNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    if is_sparse:
+        layer.mlp.submodules.router = _router_of(hf)
+    if "mlp_bda.norm.weight" in hf.family.layer:
+        normed = ModuleSpec(module=NormedResidual, params={"config": config})
+        layer.self_attn_bda = layer.mlp_bda = normed
+    return spec
+
+
+def _router_of(hf: HfConfig) -> Callable[..., PolicyRouter]:
+    def build(**arguments: object) -> PolicyRouter:
+        return PolicyRouter(hf, **arguments)
+
+    return build

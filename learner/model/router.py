@@ -1,0 +1,105 @@
+"""Chooses each token's experts as the model's family does, and weighs them.
+
+Shapes: T tokens, E experts in n groups, k of which each token has.
+"""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from typing_extensions import override
+
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.files.families.parts import Router
+
+_SMALLEST_SUM = 1e-20  # of weights, which divide
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    """Return the scores of experts, [T, E] float32, from the router's logits, [T, E]."""
+    return logits.float().softmax(-1) if score == "softmax" else logits.float().sigmoid()
+
+
+def chosen_experts(
+    scores: Tensor,
+    *,
+    count: int,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    taken_groups: int = 1,
+    group_score: str = Router().group_score,
+) -> Tensor:
+    """Return the numbers of the experts with the highest scores, [T, k] int64.
+
+    With groups, only experts of the groups with the highest scores are chosen: DeepSeek-V2's
+    (arXiv:2405.04434, section 2.2.2) by the best expert of each, DeepSeek-V3's (arXiv:2412.19437,
+    section 2.1.2) by the sum of the two best.
+
+    Args:
+        scores: [T, E].
+        count: k.
+        bias: [E], added to scores for the choice.
+        groups: n.
+        taken_groups: of which experts may be chosen.
+        group_score: "best" or "two best".
+    """
+    scores = scores if bias is None else scores + bias
+    if groups > 1:
+        by_group = scores.view(len(scores), groups, -1)  # [T, n, E/n]
+        best = 1 if group_score == "best" else min(2, by_group.size(-1))
+        of_groups = by_group.topk(best, dim=-1).values.sum(-1)
+        taken = torch.zeros_like(of_groups, dtype=torch.bool)
+        taken.scatter_(-1, of_groups.topk(taken_groups, dim=-1).indices, True)
+        scores = by_group.masked_fill(~taken[..., None], float("-inf")).flatten(-2)
+    return scores.topk(count, dim=-1).indices
+
+
+class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
+    """Takes the place of Megatron's router, whose rules are not those of every family.
+
+    ``correction_bias`` is part of the weights but no parameter: no gradient reaches it, and it
+    stays what it was.
+    """
+
+    def __init__(self, hf: HfConfig, config: TransformerConfig, **arguments: object) -> None:
+        super().__init__(config=config, **arguments)
+        self._hf = hf
+        self._rule = hf.family.router
+        bias = None
+        if self._rule.has_bias:
+            bias = torch.zeros(hf.num_routed_experts, device=self.weight.device)
+        self.correction_bias: Tensor | None
+        self.register_buffer("correction_bias", bias)
+
+    @override
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weight of each expert for each token, [T, E], and which ones it has."""
+        logits = logits.view(-1, self._hf.num_routed_experts)
+        logits = self.apply_z_loss(logits, padding_mask=padding_mask)
+        scores = scores_of(logits, self._rule.score)
+        with torch.no_grad():
+            chosen = chosen_experts(
+                scores,
+                count=self._hf.experts_per_token,
+                bias=self.correction_bias,
+                groups=self._hf.num_router_groups,
+                taken_groups=self._hf.topk_group or 1,
+                group_score=self._rule.group_score,
+            )
+        weights = scores.gather(-1, chosen)
+        if self._hf.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        weights = weights * self._hf.routed_scaling_factor
+        everywhere = torch.zeros_like(scores).scatter(-1, chosen, weights)
+        return everywhere, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PolicyRouter":
+        """Move with the model, but keep the bias in float32: its differences are small."""
+        bias = self.correction_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.correction_bias = bias.to(self.weight.device)
+        return self

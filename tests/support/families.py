@@ -1,0 +1,162 @@
+"""Tiny random models of every family, as transformers makes and writes them.
+
+Usage: families FOLDER FAMILY [KEY=JSON ...]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+SHAPE: dict[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 131,  # odd, so that tensor parallelism pads it
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,  # so early that short sequences show it
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+# What differs from SHAPE, by name: a family, with what of it.
+MODELS: dict[str, dict[str, object]] = {
+    "llama": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": False,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        **_LATENT,
+        **_EXPERTS,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 48,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 4.0,
+        "rope_parameters": _YARN,
+    },
+    "deepseek_v2_lite": {
+        **_LATENT,
+        **_EXPERTS,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        **_EXPERTS,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 48,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "num_nextn_predict_layers": 0,
+    },
+    "moonlight": {
+        **_LATENT,
+        **_EXPERTS,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True},
+    "glm4_moe": {
+        **_EXPERTS,
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+def main(folder: Path, name: str, *changes: str) -> None:
+    """Write a model; every tensor is random, so that mix-ups show."""
+    import torch
+
+    from slipstream.generators.sglang.cpu import define_torchvision_operators
+
+    define_torchvision_operators()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changed = dict(one.split("=", 1) for one in changes)
+    settings = {**SHAPE, **MODELS[name], **{k: json.loads(v) for k, v in changed.items()}}
+    config = AutoConfig.for_model(**settings)
+    generator = torch.Generator().manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if not tensor.is_floating_point() or "inv_freq" in key:
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if key.endswith("norm.weight") or "layernorm" in key:
+                tensor.copy_(1.0 + 0.2 * noise)
+            elif key.endswith("gate.weight"):
+                tensor.copy_(noise)  # so that experts are far from equal
+            else:
+                tensor.copy_(0.2 * noise)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,346 @@
+"""What a model family is made of: tables of tensors, and the traits of attention and router.
+
+Sizes have names: ``queries``, ``keys`` (channels of all query heads, of all key heads), ``head``
+(channels of one head), ``outputs`` (channels of all heads' values, which the output projection
+reads), ``inner`` (of the MLP), ``experts`` (number of routed experts), ``expert_inner`` (of each),
+``shared_inner`` (of the experts that every token passes), ``hidden``, ``vocabulary``, ``one``. Of
+latent attention (MLA, DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) ``query_rank`` and
+``key_rank`` are its compressed queries and keys, ``key_rank_and_rotary`` those with the channels
+that turn, ``keys_and_values`` what keys and values are expanded to. In names ``*`` is the number of
+an expert.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
+Size = Literal[
+    "queries",
+    "keys",
+    "head",
+    "outputs",
+    "inner",
+    "experts",
+    "expert_inner",
+    "shared_inner",
+    "hidden",
+    "vocabulary",
+    "one",
+    "query_rank",
+    "key_rank",
+    "key_rank_and_rotary",
+    "keys_and_values",
+]
+Sizes = Mapping[Size, int]
+# Every rank holds all, or its share of rows or of columns. Rows of the vocabulary are padded as a
+# whole, other sizes so that every rank's share is a multiple.
+Split = Literal["whole", "rows", "columns", "vocabulary"]
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_LAYER = "lm_head.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
+
+
+class Architecture(Protocol):
+    """What a family's tables need to know of one model of it."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of layers."""
+
+    @property
+    def num_routed_experts(self) -> int:
+        """The number of experts that tokens are routed to, in each layer that has any."""
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """True if the output layer is the embedding."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """True if a layer's MLP are experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """One tensor of a Hugging Face folder, and how SGLang pads it with zeros."""
+
+    name: str
+    shape: tuple[Size, ...]
+    row_multiple: int = 1  # rows are padded to a multiple of it
+    column_multiple: int = 1
+    stacked: int = 1  # matrices of this shape one below the other, each split and padded by itself
+    dtype: Literal["model", "float32"] = "model"  # that it is kept and published in
+
+    def whole_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return its shape in a model of these sizes."""
+        rows, *rest = (sizes[size] for size in self.shape)
+        return (self.stacked * rows, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of Megatron-Core's GPT model and the Hugging Face tensors that it holds.
+
+    ``copy`` is one tensor as it is; ``vocab`` is one tensor whose rows were padded; ``qkv`` and
+    ``gate_up`` are several tensors (or one of several, stacked) fused along the first dimension.
+    SGLang keeps fused tensors one after the other, under the name ``engine_name``.
+    """
+
+    kind: FusionKind
+    tensors: tuple[HfTensor, ...]
+    engine_name: str = ""
+    # Of its tensors under tensor parallelism; None as the kind says: readers of the hidden state by
+    # rows, writers of it by columns.
+    divided: Split | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its tensors."""
+        return tuple(tensor.name for tensor in self.tensors)
+
+    @property
+    def split(self) -> Split:
+        """Split of its tensors under tensor parallelism."""
+        if self.divided is not None:
+            return self.divided
+        match self.kind:
+            case "vocab":
+                return "vocabulary"
+            case "qkv" | "gate_up":
+                return "rows"
+            case _:
+                is_whole = len(self.tensors[0].shape) == 1 or "experts" in self.tensors[0].shape
+                return "whole" if is_whole else "columns"
+
+    def in_layer(self, prefix: str, expert: str = "") -> "Parameter":
+        """Return the parameter of one layer, whose tensors begin with ``prefix``, of an expert."""
+        tensors = tuple(
+            replace(tensor, name=prefix + tensor.name.replace("*", expert))
+            for tensor in self.tensors
+        )
+        engine_name = prefix + self.engine_name if self.engine_name else ""
+        return replace(self, tensors=tensors, engine_name=engine_name)
+
+
+Table = Mapping[str, Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Parameters of every layer of a model whose config.json sets a key, or does not."""
+
+    key: str
+    is_set: bool
+    layer: Table
+
+    def holds(self, architecture: object) -> bool:
+        """True of a model with these parameters."""
+        return bool(getattr(architecture, self.key)) is self.is_set
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How the family chooses a token's experts and weighs them."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False  # that is added to scores for the choice alone
+    # What the experts of a group are worth, where only experts of the best groups are chosen.
+    group_score: Literal["best", "two best"] = "two best"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A decoder with rotary embeddings and a gated MLP or experts."""
+
+    model_type: str  # of config.json
+    models: str  # for people
+    # Keys of config.json that must have these values, or be absent.
+    config: Mapping[str, object] = field(default_factory=dict)
+    layer: Table  # of every layer, by Megatron's name within it
+    mlp: Table  # of a layer without experts
+    sparse: Table = field(default_factory=dict)  # of a layer with them
+    options: tuple[Option, ...] = ()
+    ends: Table  # before and after the layers, by Megatron's name
+    keys: frozenset[str] = frozenset()  # of config.json that it reads, beside those of all
+    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of config.json to those of all
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of keys that are absent
+    # Keys that change nothing that is computed here: of training, of other heads, of kernels.
+    ignored: frozenset[str] = frozenset()
+    megatron: Mapping[str, object] = field(
+        default_factory=dict
+    )  # of its TransformerConfig, besides
+    router: Router = Router()
+    is_latent: bool = False  # attention's keys and values are compressed (MLA)
+    turns_pairs: bool = False  # rotary embeddings turn neighbors, not a channel of each half
+    has_dp_attention: bool = False  # SGLang can split its attention over fewer ranks than its MLP
+
+    @property
+    def has_experts(self) -> bool:
+        """True if some of its MLPs are experts, of which each token has some."""
+        return bool(self.sparse)
+
+    def layer_of(self, architecture: Architecture, number: int) -> dict[str, Parameter]:
+        """Return the parameters of one layer of a model, by Megatron's name within it."""
+        table = dict(self.layer)
+        for option in self.options:
+            if option.holds(architecture):
+                table |= option.layer
+        return table | dict(self.sparse if architecture.is_sparse(number) else self.mlp)
+
+    def tables(self) -> Iterator[Table]:
+        """Yield all its tables: what any of its models may hold."""
+        yield from (self.ends, self.layer, self.mlp, self.sparse)
+        yield from (option.layer for option in self.options)
+
+    def parameter(self, megatron_name: str, *, tied_embeddings: bool) -> Parameter:
+        """Return the contents of the named parameter of Megatron's model.
+
+        Raises:
+            KeyError: the family has no such parameter.
+        """
+        if tied_embeddings and megatron_name == "output_layer.weight":
+            return self.ends["embedding.word_embeddings.weight"]
+        if megatron_name in self.ends:
+            return self.ends[megatron_name]
+        found = _LAYER.fullmatch(megatron_name)
+        name, expert = without_expert(found[2]) if found is not None else ("", "")
+        for table in self.tables():
+            if found is not None and name in table and table is not self.ends:
+                return table[name].in_layer(f"model.layers.{found[1]}.", expert)
+        raise KeyError(megatron_name)
+
+    def parameters(self, architecture: Architecture) -> Iterator[tuple[str, Parameter]]:
+        """Yield Megatron's name and the contents of every parameter of a whole model."""
+        for name, parameter in self.ends.items():
+            if not (architecture.tie_word_embeddings and name == "output_layer.weight"):
+                yield name, parameter
+        for layer in range(architecture.num_hidden_layers):
+            for name, parameter in self.layer_of(architecture, layer).items():
+                for number in range(architecture.num_routed_experts if "*" in name else 1):
+                    whole = f"decoder.layers.{layer}.{name.replace('*', str(number))}"
+                    yield whole, parameter.in_layer(f"model.layers.{layer}.", str(number))
+
+    def num_parameters(self, architecture: Architecture, sizes: Sizes) -> int:
+        """Return the elements of all tensors of a model of these sizes."""
+
+        def elements(parameters: Table) -> int:
+            return sum(
+                math.prod(tensor.whole_shape(sizes)) * (sizes["experts"] if "*" in name else 1)
+                for name, parameter in parameters.items()
+                if not (architecture.tie_word_embeddings and name == "output_layer.weight")
+                for tensor in parameter.tensors
+            )
+
+        layers = range(architecture.num_hidden_layers)
+        of_layers = sum(elements(self.layer_of(architecture, layer)) for layer in layers)
+        return of_layers + elements(self.ends)
+
+
+def without_expert(name: str) -> tuple[str, str]:
+    """Return a name with ``*`` for the number of its expert, and that number."""
+    found = _EXPERT.search(name)
+    return (_EXPERT.sub("*", name), found[1]) if found is not None else (name, "")
+
+
+# ---- pieces of tables ---------------------------------------------------------
+
+# SGLang pads the vocabulary to a multiple of 64, and on a CPU the MLP's inner size to one of 32.
+_VOCABULARY_MULTIPLE = 64
+INNER_MULTIPLE = 32
+
+
+def copy(name: str, *shape: Size, divided: Split | None = None) -> Parameter:
+    """Return a parameter that is one tensor."""
+    return Parameter("copy", (HfTensor(name, shape),), divided=divided)
+
+
+def _vocabulary(name: str) -> Parameter:
+    tensor = HfTensor(name, ("vocabulary", "hidden"), row_multiple=_VOCABULARY_MULTIPLE)
+    return Parameter("vocab", (tensor,))
+
+
+def _qkv(kind: Literal["weight", "bias"], *rest: Size) -> Parameter:
+    tensors = (
+        HfTensor(f"self_attn.q_proj.{kind}", ("queries", *rest)),
+        HfTensor(f"self_attn.k_proj.{kind}", ("keys", *rest)),
+        HfTensor(f"self_attn.v_proj.{kind}", ("keys", *rest)),
+    )
+    return Parameter("qkv", tensors, f"self_attn.qkv_proj.{kind}")
+
+
+def gate_up(gate: str, up: str, engine_name: str, inner: Size = "inner") -> Parameter:
+    """Return the two projections that a gated MLP reads its input with."""
+    shape: tuple[Size, ...] = (inner, "hidden")
+    tensors = tuple(HfTensor(name, shape, row_multiple=INNER_MULTIPLE) for name in (gate, up))
+    return Parameter("gate_up", tensors, engine_name)
+
+
+def down(name: str, engine_name: str = "", inner: Size = "inner") -> Parameter:
+    """Return the projection that an MLP writes its output with."""
+    tensor = HfTensor(name, ("hidden", inner), column_multiple=INNER_MULTIPLE)
+    return Parameter("copy", (tensor,), engine_name)
+
+
+def mlp(prefix: str, megatron: str, inner: Size = "inner") -> dict[str, Parameter]:
+    """Return a gated MLP under the usual names."""
+    return {
+        f"{megatron}.linear_fc1.weight": gate_up(
+            f"{prefix}.gate_proj.weight",
+            f"{prefix}.up_proj.weight",
+            f"{prefix}.gate_up_proj.weight",
+            inner,
+        ),
+        f"{megatron}.linear_fc2.weight": down(f"{prefix}.down_proj.weight", inner=inner),
+    }
+
+
+def experts(
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", output: str = "down_proj"
+) -> dict[str, Parameter]:
+    """Return a router and its experts, whose tensors begin with ``prefix``."""
+    each = f"{prefix}.experts.*"
+    return {
+        "mlp.router.weight": copy(f"{prefix}.gate.weight", "experts", "hidden"),
+        "mlp.experts.local_experts.*.linear_fc1.weight": gate_up(
+            f"{each}.{gate}.weight",
+            f"{each}.{up}.weight",
+            f"{prefix}.experts.w13_weight",
+            "expert_inner",
+        ),
+        "mlp.experts.local_experts.*.linear_fc2.weight": down(
+            f"{each}.{output}.weight", f"{prefix}.experts.w2_weight", "expert_inner"
+        ),
+    }
+
+
+ENDS: Table = {
+    "embedding.word_embeddings.weight": _vocabulary(EMBEDDING),
+    "output_layer.weight": _vocabulary(OUTPUT_LAYER),
+    "decoder.final_layernorm.weight": copy("model.norm.weight", "hidden"),
+}
+NORMS: Table = {
+    "input_layernorm.weight": copy("input_layernorm.weight", "hidden"),
+    "pre_mlp_layernorm.weight": copy("post_attention_layernorm.weight", "hidden"),
+}
+GROUPED_ATTENTION: Table = {
+    **NORMS,
+    "self_attention.linear_qkv.weight": _qkv("weight", "hidden"),
+    "self_attention.linear_proj.weight": copy("self_attn.o_proj.weight", "hidden", "outputs"),
+}
+QKV_BIAS: Table = {"self_attention.linear_qkv.bias": _qkv("bias")}
+QK_NORM: Table = {
+    "self_attention.q_layernorm.weight": copy("self_attn.q_norm.weight", "head"),
+    "self_attention.k_layernorm.weight": copy("self_attn.k_norm.weight", "head"),
+}
+MLP: Table = mlp("mlp", "mlp")
+EXPERTS: Table = experts("mlp")
+ROUTER_BIAS: Table = {
+    "mlp.router.correction_bias": Parameter(
+        "copy", (HfTensor("mlp.gate.e_score_correction_bias", ("experts",), dtype="float32"),)
+    )
+}
+SHARED_EXPERTS: Table = mlp("mlp.shared_experts", "mlp.shared_experts", "shared_inner")

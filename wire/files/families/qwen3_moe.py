@@ -1,0 +1,24 @@
+"""Qwen3-MoE: Qwen3 with experts in every layer."""
+
+from slipstream.wire.files.families.parts import (
+    ENDS,
+    EXPERTS,
+    GROUPED_ATTENTION,
+    MLP,
+    QK_NORM,
+    Family,
+)
+from slipstream.wire.files.families.qwen2 import WINDOW_KEYS
+from slipstream.wire.files.families.qwen2_moe import EVERY_LAYER, QWEN_MOE_KEYS
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    config={"attention_bias": False, **EVERY_LAYER},
+    layer={**GROUPED_ATTENTION, **QK_NORM},
+    mlp=MLP,
+    sparse=EXPERTS,
+    ends=ENDS,
+    keys=QWEN_MOE_KEYS,
+    ignored=WINDOW_KEYS,
+)

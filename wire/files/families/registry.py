@@ -1,0 +1,126 @@
+"""All families, and the place of each of their tensors in SGLang."""
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from slipstream.wire.files.families.deepseek_v2 import DEEPSEEK_V2
+from slipstream.wire.files.families.deepseek_v3 import DEEPSEEK_V3
+from slipstream.wire.files.families.glm4 import GLM4
+from slipstream.wire.files.families.glm4_moe import GLM4_MOE
+from slipstream.wire.files.families.latent import FUSED_BY_ENGINE, FUSED_NAME
+from slipstream.wire.files.families.llama import LLAMA
+from slipstream.wire.files.families.mixtral import MIXTRAL
+from slipstream.wire.files.families.parts import EMBEDDING, Family, Split, without_expert
+from slipstream.wire.files.families.qwen2 import QWEN2
+from slipstream.wire.files.families.qwen2_moe import QWEN2_MOE
+from slipstream.wire.files.families.qwen3 import QWEN3
+from slipstream.wire.files.families.qwen3_moe import QWEN3_MOE
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM4,
+        GLM4_MOE,
+    )
+}
+_HF_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTensor:
+    """Place of a Hugging Face tensor in SGLang."""
+
+    name: str
+    position: int = 0  # among the tensors fused under this name
+    row_multiple: int = 1
+    column_multiple: int = 1
+    split: Split = "whole"  # share of each rank of an engine of several
+    of_attention: bool = False  # split over the ranks of one attention group
+    of_expert: int = 0  # tensors of each expert under this name, which has those of all of them
+    stacked: int = 1  # matrices in it, each split by itself
+    partners: tuple[str, ...] = ()  # without all of which it is not fused
+
+    def alone(self, name: str) -> "EngineTensor":
+        """Return the place of a tensor of this name that is not fused."""
+        return replace(self, name=name, position=0, partners=())
+
+
+def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
+    """Return the engine's place of every tensor of some families; in layers, without their prefix.
+
+    Raises:
+        ValueError: two families keep a tensor of the same name in different places; the relay knows
+            names and no family.
+    """
+    places: dict[str, EngineTensor] = {}
+    for family in families.values():
+        for name, place in _places(family):
+            known = places.get(name)
+            if known is None or known.alone(name) == place:  # and fused in a model with partners
+                places[name] = known or place
+            elif place.alone(name) == known:
+                places[name] = place
+            elif known != place:
+                raise ValueError(f"{family.model_type} keeps {name} elsewhere than another family")
+    return places
+
+
+def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
+    for parameter in (one for table in family.tables() for one in table.values()):
+        for position, tensor in enumerate(parameter.tensors):
+            of_expert = len(parameter.tensors) if "*" in tensor.name else 0
+            name, partners = parameter.engine_name or tensor.name, parameter.names
+            if tensor.name in FUSED_BY_ENGINE:
+                name, partners = FUSED_NAME, FUSED_BY_ENGINE
+            if len(partners) == 1 or of_expert:
+                partners = ()
+            yield (
+                tensor.name,
+                EngineTensor(
+                    name,
+                    partners.index(tensor.name) if partners else position,
+                    tensor.row_multiple,
+                    tensor.column_multiple,
+                    parameter.split,
+                    tensor.name == EMBEDDING or tensor.name.startswith("self_attn."),
+                    of_expert,
+                    tensor.stacked,
+                    partners,
+                ),
+            )
+
+
+def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
+    """Return the place of any family's tensor in SGLang; an unknown one is unchanged.
+
+    Args:
+        name: of the Hugging Face tensor.
+        beside: the names of all tensors of the model.
+    """
+    found = _HF_LAYER.fullmatch(name)
+    prefix, inner = (found[1], found[2]) if found is not None else ("", name)
+    inner, expert = without_expert(inner)
+    place = _ENGINE_TENSORS.get(inner)
+    if place is None:
+        return EngineTensor(name)
+    if not all(prefix + partner in beside for partner in place.partners):
+        return place.alone(name)
+    position = place.position + int(expert or 0) * place.of_expert
+    return replace(place, name=prefix + place.name, position=position)
+
+
+def checksum_name(engine_name: str, rank: int) -> str:
+    """Return the name under which the checksum of a rank's share of a tensor is reported."""
+    return f"{engine_name} of rank {rank}" if rank else engine_name
+
+
+_ENGINE_TENSORS = engine_tensors(FAMILIES)
