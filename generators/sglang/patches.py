@@ -19,6 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from slipstream.generators.sglang import cpu_models
 from slipstream.wire.errors import ConfigError, PublishError
 
 SGLANG_VERSION = "0.5.23"  # that the corrections were written against
@@ -51,6 +52,9 @@ def install() -> None:
         _GROUPS: _bound_waits_in_groups,
         _WEIGHT_UPDATER: _correct_weight_updates,
         _UPDATES_OF_RANK: answer_for_all_ranks,
+        cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
+        cpu_models.ROTARY: cpu_models.turn_without_scaling,
+        cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}

@@ -129,6 +129,13 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
+# Keys of the published config.json, which engines read and transformers does not write.
+HUB: dict[object, dict[str, object]] = {
+    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+
+
 def main(folder: Path, name: str, *changes: str) -> None:
     """Write a model; every tensor is random, so that mix-ups show."""
     import torch
@@ -155,6 +162,8 @@ def main(folder: Path, name: str, *changes: str) -> None:
             else:
                 tensor.copy_(0.2 * noise)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | HUB.get(settings["model_type"], {})))
     (folder / "tokenizer.json").write_text("{}")
 
 

@@ -1,0 +1,77 @@
+"""What single models of SGLang 0.5.23 lack on a CPU; each of these replaces something there alone.
+
+The functions correct a module right after its import (``patches.install``).
+"""
+
+from types import ModuleType
+from typing import Any
+
+LATENT_BACKENDS = "sglang.srt.models.deepseek_common.attention_backend_handler"
+ROTARY = "sglang.srt.layers.rotary_embedding.factory"
+QWEN2_MOE = "sglang.srt.models.qwen2_moe"
+
+
+def attend_to_latents(module: ModuleType) -> None:
+    """Have ``torch_native`` attention read the compressed keys and values that are cached.
+
+    Of an attention backend that it does not know, SGLang takes Triton's rule: a prompt is
+    expanded to keys and values of every head, which forward_mha.py hands on while torch_native
+    (torch_native_backend.py:160) reads the cache, where they are compressed. Remove when SGLang
+    registers a rule for torch_native.
+    """
+    method = module.AttnForwardMethod.MLA
+
+    def compressed(_attention: object, _batch: object) -> Any:  # noqa: ANN401
+        return method
+
+    module.AttentionBackendRegistry.register("torch_native", compressed)
+
+
+def turn_without_scaling(module: ModuleType) -> None:
+    """Give latent models on a CPU rotary embeddings that are not scaled.
+
+    There SGLang knows those of DeepSeek's YaRN alone (rotary_embedding/factory.py:478); Moonlight
+    has none. Remove when ``get_rope_cpu`` takes others.
+    """
+    scaled, any_rule = module.get_rope_cpu, module.get_rope
+
+    def get_rope_cpu(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        dtype: Any = None,  # noqa: ANN401
+        partial_rotary_factor: float = 1.0,
+        device: str | None = None,
+    ) -> Any:  # noqa: ANN401
+        usual = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype)
+        if rope_scaling is None or rope_scaling.get("rope_type") == "default":
+            return any_rule(*usual, partial_rotary_factor)
+        return scaled(*usual, partial_rotary_factor, device)
+
+    module.get_rope_cpu = get_rope_cpu  # type: ignore[attr-defined]
+
+
+def gate_shared_experts(module: ModuleType) -> None:
+    """Compute the gate of Qwen2-MoE's shared expert in torch, where there is no Triton.
+
+    ``fused_gate_sigmoid_mul_add`` (qwen2_moe.py:877) is a Triton kernel without another form.
+    Remove when it has one for a CPU.
+    """
+    kernel = module.fused_gate_sigmoid_mul_add
+
+    def fused_gate_sigmoid_mul_add(
+        hidden_states: Any,  # noqa: ANN401
+        gate_weight: Any,  # noqa: ANN401
+        shared_output: Any,  # noqa: ANN401
+        final_hidden_states: Any,  # noqa: ANN401
+    ) -> None:
+        if hidden_states.is_cuda:
+            kernel(hidden_states, gate_weight, shared_output, final_hidden_states)
+        else:
+            gate = (hidden_states @ gate_weight).sigmoid().unsqueeze(-1)
+            final_hidden_states.add_(gate * shared_output)
+
+    module.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add  # type: ignore[attr-defined]
