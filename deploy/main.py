@@ -20,6 +20,7 @@ COMMANDS = {
     "quickstart": ("quickstart", "teach a tiny policy to add, in minutes"),
     "run": ("run", "run every role of a run on this host"),
     "check": ("check", "find out whether a run would start, before it does"),
+    "align": ("align", "compare learner, SGLang and transformers, layer by layer"),
     "memory": ("memory", "estimate the memory of the learner's ranks, or measure it"),
     "render": ("render", "write files for Slurm, Kubernetes, compose or SkyPilot"),
     "scale": ("scale", "start or end generators of a run that is under way"),

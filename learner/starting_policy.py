@@ -77,7 +77,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         refuse_other_tokens(folder, settings.model, setting, whole=algorithm.needs_full_kl)
         if (known := frozen.get(folder.resolve())) is not None:
             return known
-        return ReferencePolicy(_model(learner, folder, setting), topology, offload=offload)
+        return ReferencePolicy(load_model(learner, folder, setting), topology, offload=offload)
 
     reference: ReferencePolicy | None = None
     decay_steps = settings.lr_decay_steps
@@ -103,7 +103,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         lr = choice.critic.lr
         lr_min = lr * learner.lr_min / learner.lr if learner.lr > 0 else 0.0
         critic = Critic(
-            with_value_head(_model(learner, settings.model, fill=not resumes)),
+            with_value_head(load_model(learner, settings.model, fill=not resumes)),
             msgspec.structs.replace(learner, lr=lr, lr_min=lr_min),
             topology,
             decay_steps=decay_steps,
@@ -112,7 +112,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         if not learner.lr_decay_steps:  # the policy is trained in the steps after the warm-up
             decay_steps = max(1, decay_steps - choice.critic.warmup_steps)
     policy = Policy(
-        _model(learner, settings.model, fill=not resumes),
+        load_model(learner, settings.model, fill=not resumes),
         learner,
         topology,
         decay_steps=decay_steps,
@@ -131,7 +131,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
     return policy
 
 
-def _model(
+def load_model(
     learner: LearnerSection, folder: Path, setting: str = "run.model", *, fill: bool = True
 ) -> RankModel:
     """Return the model in a folder that a setting names, with its weights or random ones."""

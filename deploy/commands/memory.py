@@ -7,9 +7,6 @@ they hold is printed beside the estimate. Generators are not looked at: `slipstr
 """
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +20,13 @@ from rich.table import Table
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import GIB
+from slipstream.deploy.launch.ranks import run_ranks
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.learner.offloaded_memory import KINDS
-from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import model_folder
@@ -159,7 +157,9 @@ def measured(
     refuse_too_large(stages, config.learner.learner.ranks, int(psutil.virtual_memory().available))
     with tempfile.TemporaryDirectory(prefix="slipstream-memory-") as name:
         folder = Path(name)
-        _run_ranks(folder, settings, overrides, config.learner.learner.ranks)
+        run_ranks(
+            "slipstream.learner.measure", folder, settings, overrides, config.learner.learner.ranks
+        )
         found = [
             msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=Measured)
             for rank in range(config.learner.learner.ranks)
@@ -195,36 +195,3 @@ def refuse_too_large(
             f"--measure needs about {needed / GIB:.1f} GiB of this host for learner.ranks = "
             f"{ranks}, and {available_bytes / GIB:.1f} GiB are free: name a smaller run.model"
         )
-
-
-def _run_ranks(folder: Path, settings: Path, overrides: Sequence[str], ranks: int) -> None:
-    module = "slipstream.learner.measure"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
-    processes: list[subprocess.Popen[bytes]] = []
-    logs = [folder / f"{rank}.log" for rank in range(ranks)]
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", module, str(settings), str(folder), str(rank)]
-            with log.open("wb") as output:
-                processes.append(
-                    subprocess.Popen(  # noqa: S603 our own program
-                        [*command, *overrides], env=environment, stdout=output, stderr=output
-                    )
-                )
-        # One that fails leaves the others in a collective: they end with it.
-        left = dict(enumerate(processes))
-        while left:
-            for rank, process in list(left.items()):
-                try:
-                    code = process.wait(timeout=0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-                del left[rank]
-                if code != 0:
-                    lines = logs[rank].read_text(errors="replace").strip().splitlines()
-                    reason = lines[-1] if lines else "it printed nothing"
-                    raise SlipstreamError(f"rank {rank} ended with code {code}: {reason}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

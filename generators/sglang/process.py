@@ -23,6 +23,7 @@ from slipstream.generators.sglang.start_order import (
     free_port,
     random_api_key,
     server_flags,
+    unquantized_folder,
 )
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
@@ -51,11 +52,10 @@ class SglangProcess:
         port = free_port()
         api_key = random_api_key()
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        order = {
-            "parent_pid": os.getpid(),
-            "device": settings.device,
-            "flags": server_flags(settings, port=port, api_key=api_key, seed_of=name),
-        }
+        flags = server_flags(settings, port=port, api_key=api_key, seed_of=name)
+        if (folder := unquantized_folder(settings.model, scratch)) is not None:
+            flags |= {"model_path": str(folder), "load_format": "dummy"}
+        order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
         log_file = settings.run.logs / f"{name}-sglang.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:

@@ -1,5 +1,6 @@
 """Start parameters of an SGLang server: settings, environment, a port, a key."""
 
+import json
 import os
 import random
 import secrets
@@ -71,6 +72,28 @@ def server_flags(
             "sleep_on_idle": True,
         }
     return flags | generators.sglang
+
+
+def unquantized_folder(model: Path, scratch: Path) -> Path | None:
+    """Return a folder that describes quantized weights as they are published; None if they are not.
+
+    The learner dequantizes what it loads, so that is what an engine is to have room for. It begins
+    with made-up weights: it answers nothing before its first version.
+    """
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None  # SGLang reports the error
+    if not isinstance(config, dict) or config.pop("quantization_config", None) is None:
+        return None
+    folder = scratch / "model"
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors" and path.is_file():
+            (folder / path.name).symlink_to(path.resolve())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def random_api_key() -> str:

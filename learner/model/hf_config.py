@@ -167,9 +167,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_router_groups(self) -> int:
         """The number of groups that experts are chosen by; 1 where any may be chosen."""
-        if self.topk_method is not None and "group" not in self.topk_method:
-            return 1
-        return self.n_group or 1
+        return 1 if self.topk_method == "greedy" else self.n_group or 1
 
     @property
     def _ropes(self) -> list[RopeParameters]:

@@ -5,14 +5,13 @@ import logging
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.learner.model.gathering import (
@@ -27,6 +26,7 @@ from slipstream.learner.model.gathering import (
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import Geometry, fuse_gate_up, fuse_qkv, write_shard
+from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.parts import OUTPUT_LAYER, Parameter
 from slipstream.wire.files.model_files import WEIGHTS, copied_files, weight_files
@@ -83,19 +83,24 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
         yield from zip(mapping.names, tensors, strict=True)
 
 
-def dtype_of(mapping: Parameter, model: RankModel) -> torch.dtype:
-    """Return the type of a parameter's tensors."""
-    dtype: torch.dtype = model.config.params_dtype
+def dtype_of(
+    mapping: Parameter, model: RankModel, wanted: torch.dtype | None = None
+) -> torch.dtype:
+    """Return the type of a parameter's tensors: the model's, or one that is wanted instead."""
+    dtype: torch.dtype = wanted or model.config.params_dtype
     return torch.float32 if mapping.tensors[0].dtype == "float32" else dtype
 
 
-def hf_specs(model: RankModel) -> list[TensorSpec]:
-    """Return name, type and whole shape of every Hugging Face tensor of a model."""
+def hf_specs(model: RankModel, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Return name, type and whole shape of every Hugging Face tensor of a model.
+
+    A ``dtype`` takes the place of the model's, but not of a type that the family asks for.
+    """
     hf = model.hf_config
     return [
         TensorSpec(
             tensor.name,
-            str(dtype_of(mapping, model)).removeprefix("torch."),
+            str(dtype_of(mapping, model, dtype)).removeprefix("torch."),
             tensor.whole_shape(hf.sizes),
         )
         for _, mapping in hf.parameters()
@@ -119,25 +124,42 @@ def save_hf_folder(
     """Write the model as a Hugging Face folder, on rank 0; collective like the export.
 
     The folder appears complete or not at all, and replaces an older one of its name. Config and
-    tokenizer are those of ``source_folder``; a ``dtype`` of None is the model's.
+    tokenizer are those of ``source_folder``; a ``dtype`` of None is the model's. One tensor at a
+    time is in memory.
+
+    Raises:
+        OSError: on rank 0, after all ranks have done their part.
     """
-    fixed = {
-        one.name
-        for _, p in model.hf_config.parameters()
-        for one in p.tensors
-        if one.dtype != "model"
-    }
-    tensors = {
-        name: tensor if name in fixed else tensor.to(dtype)
-        for name, tensor in export_hf_weights(model)
-    }
+    tensors = export_hf_weights(model)
     if dist.get_rank() != 0:
+        for _ in tensors:
+            pass
         return
-    with replacing_folder(folder, durable=False) as unfinished:
-        for path in copied_files(source_folder):
-            shutil.copyfile(path, unfinished / path.name)
-        _describe_export(unfinished / "config.json")
-        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+    specs = hf_specs(model, dtype)
+    try:
+        with replacing_folder(folder, durable=False) as unfinished:
+            for path in copied_files(source_folder):
+                shutil.copyfile(path, unfinished / path.name)
+            _describe_export(unfinished / "config.json")
+            _write_weights(unfinished / WEIGHTS, specs, tensors)
+    finally:
+        for _ in tensors:  # a failure here leaves the others in what they send
+            pass
+
+
+def _write_weights(
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write a safetensors file, each tensor to its place as it comes."""
+    layout = plan_layout(specs, bucket_bytes=1)
+    header, offsets = safetensors_header(layout), tensor_offsets(layout)
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in specs}
+    with path.open("wb") as file:
+        file.write(header)
+        for name, tensor in tensors:
+            file.seek(len(header) + offsets[name])
+            flat = tensor.to(dtypes[name]).contiguous().flatten()
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _describe_export(path: Path) -> None:

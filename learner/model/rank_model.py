@@ -63,6 +63,13 @@ class RankModel:
             for name, tensor in (*chunk.named_parameters(), *biases):
                 yield _moved(_moved(name, _LAYER, offset), _EXPERT, first_expert), tensor
 
+    def numbered_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Yield this rank's layers by their numbers in the whole model."""
+        for number, chunk in enumerate(self.chunks):
+            stage = number if len(self.chunks) > 1 else None
+            offset: int = get_transformer_layer_offset(self.config, stage)
+            yield from enumerate(chunk.decoder.layers, offset)
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield this rank's parameters."""
         for chunk in self.chunks:

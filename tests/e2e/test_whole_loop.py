@@ -1,5 +1,6 @@
 """Every role as a process of its own: SGLang, megatron-core, a Redis-compatible server."""
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.weightbus.relay.engine_checksums import Holder, digest_of, expected_checksums
+from tests.support.families import write_family
 from tests.support.random_llama import make_qwen3, make_qwen3_moe
 from tests.support.tiny_run import TinyRun
 
@@ -128,11 +130,31 @@ def as_experts(folder: Path) -> None:
     make_qwen3_moe(folder / "model")
 
 
+def as_deepseek(folder: Path) -> None:
+    """Make the policy a DeepSeek-V3 of the same tokens."""
+    model = folder / "model"
+    known = json.loads((model / "config.json").read_text())
+    same = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
+    write_family(folder / "made", "deepseek_v3", **{key: known[key] for key in same})
+    for name in ("config.json", "model.safetensors"):
+        (folder / "made" / name).replace(model / name)
+
+
 @pytest.mark.parametrize(
     ("ranks", "before", "sizes", "others"),
     [
         # tests/integration/test_layouts.py has every layout's update.
-        pytest.param(4, as_qwen3, {"tensor": 2, "pipeline": 2}, {}, id="tp2-pp2"),
+        # Latent attention, experts behind a router with a bias, a dense layer before them.
+        pytest.param(
+            4,
+            as_deepseek,
+            {"tensor": 2, "pipeline": 2, "expert": 2},
+            {},
+            id="deepseek_v3-tp2-pp2-ep2",
+        ),
+        pytest.param(
+            4, as_qwen3, {"tensor": 2, "pipeline": 2}, {}, id="tp2-pp2", marks=pytest.mark.slow
+        ),
         pytest.param(
             2,
             as_experts,

@@ -4,6 +4,7 @@ One learner step of two minibatches on 1, 2, 4 and 8 ranks, from the same trajec
 log-probabilities, weights, and the checkpoint that each layout writes and reads.
 """
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.families import write_family
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_models import write_tiny_model
 
@@ -29,6 +31,7 @@ class Family(NamedTuple):
 
 
 DENSE, TIED, EXPERTS = Family("qwen3", 4), Family("qwen2"), Family("qwen3_moe")
+LATENT = Family("deepseek_v3", 3)
 FEW_HEADS = Family("qwen3", 2, heads=2)
 
 
@@ -55,7 +58,7 @@ QUICK = [
     Layout(
         "pp2-ep2-hosts2",
         4,
-        EXPERTS,
+        LATENT,
         {"pipeline_parallel": 2, "expert_parallel": 2, "ranks_per_node": 2},
     ),
 ]
@@ -127,6 +130,10 @@ SLOW = [
             "recompute_modules": ["moe"],
         },
     ),
+    layout("pp2-ep2", 4, EXPERTS, pipeline=2, expert=2),
+    layout("tp2-ep2", 2, LATENT, tensor=2, expert=2),
+    layout("cp2", 2, LATENT, context=2),
+    layout("tp2-pp2", 4, LATENT, tensor=2, pipeline=2),
     layout("dp2-ep2", 2, EXPERTS, expert=2),
     layout("ep4", 4, EXPERTS, expert=4),
     layout("tp2-experts", 2, EXPERTS, tensor=2),
@@ -155,8 +162,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
         changed = {"num_hidden_layers": family.layers, "num_attention_heads": family.heads}
         if family.heads < 4:
             changed["num_key_value_heads"] = 1
-        model = write_tiny_model(folder / "model", family.name, **changed)
-        other = write_tiny_model(folder / "reference", family.name, **changed)
+        write = write_family if family is LATENT else write_tiny_model
+        model = write(folder / "model", family.name, **changed)
+        other = Path(shutil.copytree(model, folder / "reference"))
         generator = torch.Generator().manual_seed(11)
         moved = {
             name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
@@ -171,7 +179,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
 
 
 @pytest.mark.parametrize(
-    "family", [DENSE, *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS))]
+    "family", [DENSE, *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS, LATENT))]
 )
 def test_one_rank_computes_what_the_formulas_say(alone: Callable[[Family], Alone], family: Family):
     _, work, report = alone(family)

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from tests.support.ranks.run import outputs, start
+
 SHAPE: dict[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -127,6 +129,13 @@ MODELS: dict[str, dict[str, object]] = {
         "num_nextn_predict_layers": 0,
     },
 }
+
+
+def write_family(folder: Path, name: str, **changes: object) -> Path:
+    """Write a model in a process of its own; changes are of its config.json."""
+    words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    outputs([start(folder.parent, "support.families", folder, name, *words)])
+    return folder
 
 
 # Keys of the published config.json, which engines read and transformers does not write.

@@ -1,0 +1,227 @@
+"""`slipstream align`: where learner, SGLang and transformers part, on the same tokens.
+
+The same random tokens pass the learner's ranks as the settings divide them, an engine of one rank
+and transformers. Printed is how far they are apart at each layer's attention, choice of experts and
+MLP, and in the log-probabilities; the first point that is apart by more than --tolerance is named.
+All of it runs on this host's CPU. Of a run the settings are taken, with run.model as it began.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import tomli_w
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.deploy.align.compare import Comparison, Difference, compare, whole
+from slipstream.deploy.commands.options import add_json, add_overrides
+from slipstream.deploy.launch.ranks import run_ranks
+from slipstream.deploy.terminal.console import make_console
+from slipstream.generators.align import record, recording_flags
+from slipstream.generators.config import generator_settings
+from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.files.alignment import TOKENS
+from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.load import Table as Settings
+from slipstream.wire.settings.load import load_table
+
+EXAMPLES = """examples:
+  slipstream align Qwen/model                                a model's folder, one rank, float32
+  slipstream align Qwen/model learner.ranks=2 learner.tensor_parallel=2
+  slipstream align runs/mine                                 as a run's settings divide it
+  slipstream align run.toml --without engine                 learner and transformers alone
+"""
+LEARNER, ENGINE, TRANSFORMERS = "learner", "engine", "transformers"
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+_SHORTEST = 3  # tokens of a sequence
+_FEWER = 5  # tokens of each sequence than of the one before it
+
+_Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("model", type=Path, metavar="RUN|MODEL", help="run, run.toml or model")
+    parser.add_argument("--sequences", type=int, default=4, metavar="N", help="how many, default 4")
+    parser.add_argument(
+        "--tokens", type=int, default=32, metavar="N", help="of the longest one, default 32"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the tokens, default 0")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest difference: nats of log-probabilities, shares of other points; by default "
+        + ", ".join(f"{value:g} of {name}" for name, value in _TOLERANCE.items()),
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        choices=(ENGINE, TRANSFORMERS),
+        default=[],
+        help="one that is not compared; may be given twice",
+    )
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 1 if two of them are apart."""
+    if arguments.sequences < 1 or arguments.tokens < _SHORTEST:
+        raise ConfigError(
+            f"--sequences must be at least 1 and --tokens at least {_SHORTEST}, got "
+            f"{arguments.sequences} and {arguments.tokens}"
+        )
+    if set(arguments.without) == {ENGINE, TRANSFORMERS}:
+        raise ConfigError("--without engine and transformers leaves nothing to compare with")
+    with tempfile.TemporaryDirectory(prefix="sp-align-") as name:
+        folder = Path(name)
+        settings_file = _settings_file(arguments.model, folder)
+        table = load_table(settings_file, arguments.overrides)
+        learner = learner_settings(table)
+        hf = load_hf_config(learner.model)
+        refuse_layout(hf, learner.learner)
+        dtype = "bfloat16" if learner.learner.dtype == "bfloat16" else "float32"
+        sequences = chosen_tokens(
+            hf.vocab_size, arguments.sequences, arguments.tokens, arguments.seed
+        )
+        (folder / TOKENS).write_text(json.dumps(sequences))
+        console = make_console(stderr=True)
+        found: dict[str, _Arrays] = {}
+        with console.status("the learner's ranks") as status:
+            found[LEARNER] = _of_learner(learner, settings_file, arguments.overrides, folder)
+            if TRANSFORMERS not in arguments.without:
+                status.update("transformers")
+                found[TRANSFORMERS] = _of_transformers(learner.model, folder, dtype)
+            if ENGINE not in arguments.without:
+                status.update("SGLang")
+                found[ENGINE] = _of_engine(table, hf, sequences, folder, dtype)
+    tolerance = arguments.tolerance or _TOLERANCE[dtype]
+    names = [name for name in (LEARNER, ENGINE, TRANSFORMERS) if name in found]
+    pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
+    results = [
+        compare((one, found[one]), (other, found[other]), tolerance=tolerance)
+        for one, other in pairs
+    ]
+    if arguments.json:
+        print_json({"tolerance": tolerance, "comparisons": results})
+    else:
+        print_comparisons(results, tolerance, make_console())
+    return int(any(one.first_apart is not None for one in results))
+
+
+def chosen_tokens(vocab_size: int, count: int, longest: int, seed: int) -> list[list[int]]:
+    """Return sequences of random tokens, of unlike lengths."""
+    draw = random.Random(seed)  # noqa: S311 nobody guesses them
+    lengths = [max(_SHORTEST, longest - _FEWER * number) for number in range(count)]
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def print_comparisons(results: Sequence[Comparison], tolerance: float, console: Console) -> None:
+    """Print every point of every pair, then the verdicts."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("point", no_wrap=True)
+    for result in results:
+        table.add_column(f"{result.one} - {result.other}", justify="right")
+    values = [{one.point: one for one in result.points} for result in results]
+    for name in max((list(one) for one in values), key=len):
+        table.add_row(name, *(_cell(points.get(name)) for points in values))
+    console.print(table)
+    console.print(
+        "nats of logprobs at most; share of tokens with other experts; of outputs the root mean "
+        "square of the difference as a share of theirs",
+        style="dim",
+    )
+    for result in results:
+        pair, first = f"{result.one} and {result.other}", result.first_apart
+        if first is None:
+            console.print(f"{pair} agree to {tolerance:g}", style="green")
+        else:
+            console.print(f"{pair} part at {first.point}: {first.value:.1e}", style="bold red")
+
+
+def _cell(point: Difference | None) -> Text:
+    if point is None:
+        return Text("-")
+    text = f"{point.value:.1%}" if point.point.endswith("experts") else f"{point.value:.1e}"
+    return Text(text, style="" if point.is_within else "bold red")
+
+
+def _settings_file(given: Path, folder: Path) -> Path:
+    """Return the settings of a run, or write those of a model's folder."""
+    if given.suffix == ".toml":
+        return given
+    if (given / SETTINGS).is_file():
+        return given / SETTINGS
+    if not (given / "config.json").is_file():
+        raise ConfigError(f"{given} is no run (no {SETTINGS}) and no model (no config.json)")
+    path = folder / "model.toml"
+    table = {
+        "run": {"name": "align", "dir": str(folder), "model": str(given.resolve())},
+        "learner": {"dtype": "float32"},
+    }
+    path.write_text(tomli_w.dumps(table))
+    return path
+
+
+def _of_learner(
+    settings: LearnerSettings, file: Path, overrides: Sequence[str], folder: Path
+) -> _Arrays:
+    ranks = settings.learner.ranks
+    run_ranks("slipstream.learner.align", folder, file, overrides, ranks)
+    tokens = msgspec.json.decode((folder / TOKENS).read_bytes(), type=list[list[int]])
+    arrays = [_read(folder / f"learner.{rank}.npz") for rank in range(ranks)]
+    return whole(arrays, sum(map(len, tokens)))
+
+
+def _of_transformers(model: Path, folder: Path, dtype: str) -> _Arrays:
+    module = "slipstream.deploy.align.reference"
+    done = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-m", module, str(model), str(folder), dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        raise SlipstreamError(f"transformers ended with code {done.returncode}: {lines[-1]}")
+    return _read(folder / "transformers.npz")
+
+
+def _of_engine(
+    table: Settings, hf: HfConfig, sequences: Sequence[Sequence[int]], folder: Path, dtype: str
+) -> _Arrays:
+    outputs = folder / "engine"
+    outputs.mkdir()
+    longest = max(map(len, sequences))
+    generators = {
+        **table.get("generators", {}),
+        "device": "cpu",
+        "dtype": dtype,
+        "sglang": recording_flags(hf.num_hidden_layers, outputs),
+    }
+    changed = {
+        **table,
+        "run": {**table["run"], "dir": str(folder)},
+        "generators": generators,
+        "sampling": {"max_prompt_tokens": longest, "max_response_tokens": 1},
+    }
+    return record(generator_settings(changed), sequences, outputs)
+
+
+def _read(path: Path) -> _Arrays:
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)

@@ -1,0 +1,200 @@
+"""Every model family against transformers and SGLang, layer by layer, and its way in and out.
+
+The models are random, of three layers, as transformers writes them.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.wire.files.families.registry import FAMILIES
+from tests.support.families import MODELS, write_family
+from tests.support.ranks.run import outputs, reports, start_ranks
+from tests.support.tiny_run import sglang_server, write_policy
+from tests.support.waiting import HANG_S
+
+pytestmark = pytest.mark.integration
+DENSE, EXPERTS = "glm4", "deepseek_v3"  # in `make test`; the others are slow
+QUICK = [
+    pytest.param(name, marks=() if name in {DENSE, EXPERTS} else pytest.mark.slow)
+    for name in MODELS
+]
+TP2 = {"ranks": 2, "tensor_parallel": 2}
+PP2 = {"ranks": 2, "pipeline_parallel": 2}
+PRODUCT = {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Each is written once, with a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    write_policy(root / "tokens")
+
+    @cache
+    def written(name: str) -> Path:
+        folder = write_family(root / name, name)
+        for file in (root / "tokens").glob("token*"):
+            shutil.copyfile(file, folder / file.name)
+        return folder
+
+    return written
+
+
+async def checksums_of(server: SglangProcess) -> dict[str, str]:
+    engine = SglangEngine(
+        server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
+    )
+    try:
+        return await engine.checksums()
+    finally:
+        await engine.close()
+
+
+def align(*words: object) -> tuple[int, str, str]:
+    """Return the exit code of `slipstream align`, and what it printed."""
+    command = [sys.executable, "-m", "slipstream.deploy.main", "align", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def aligned(folder: Path, *words: str, **learner: int) -> dict[str, dict[str, Any]]:
+    """Return what `slipstream align` says of each pair."""
+    settings = [f"learner.{key}={value}" for key, value in learner.items()]
+    code, printed, errors = align(folder, "--json", *words, *settings)
+    assert code in {0, 1}, errors
+    found = json.loads(printed)["comparisons"]
+    assert code == any(not p["is_within"] for one in found for p in one["points"])
+    return {
+        f"{one['one']} {one['other']}": {p["point"]: p["value"] for p in one["points"]}
+        for one in found
+    }
+
+
+def test_every_family_has_a_model_here():
+    assert {one["model_type"] for one in MODELS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_learner_engine_and_transformers_agree_at_every_layer(
+    model: Callable[[str], Path], name: str
+):
+    folder = model(name)
+    has_experts = FAMILIES[str(MODELS[name]["model_type"])].has_experts
+    split = TP2 | ({"expert_parallel": 2} if has_experts else {})
+    found = aligned(folder, **split)
+    assert set(found) == {"learner engine", "learner transformers", "engine transformers"}
+    staged = aligned(folder, "--without", "engine", **PP2)
+    for pair, points in (*found.items(), *staged.items()):
+        parts = {point.split()[-1] for point in points}
+        assert parts == {"attention", "mlp", "logprobs"} | ({"experts"} if has_experts else set())
+        assert len(points) == 3 * 2 + 1 + sum(point.endswith("experts") for point in points)
+        for point, value in points.items():
+            assert value <= (0.0 if point.endswith("experts") else 1e-4), (pair, point)
+
+
+def test_the_first_layer_that_differs_is_named(model: Callable[[str], Path], tmp_path: Path):
+    """SGLang takes rms_norm_eps for the norms of what is compressed, the others do not (ADR 44)."""
+    folder = Path(shutil.copytree(model(EXPERTS), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    code, printed, errors = align(folder)
+    assert code == 1, errors
+    verdicts = printed.splitlines()[-3:]
+    assert verdicts[0].startswith("learner and engine part at layer 0 attention: ")
+    assert verdicts[1] == "learner and transformers agree to 0.0001"
+    assert verdicts[2].startswith("engine and transformers part at layer 0 attention: ")
+
+
+@pytest.mark.parametrize(
+    ("learner", "names"),
+    [
+        pytest.param(PRODUCT | {"expert_parallel": 2}, [EXPERTS, "glm4_moe"], id="tp2-pp2-ep2"),
+        pytest.param(TP2, [*MODELS], id="tp2", marks=pytest.mark.slow),
+        pytest.param(PP2, [*MODELS], id="pp2", marks=pytest.mark.slow),
+        pytest.param(
+            {"ranks": 2, "expert_parallel": 2},
+            [n for n, one in MODELS.items() if FAMILIES[str(one["model_type"])].has_experts],
+            id="ep2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_weights_come_out_to_the_bit_however_they_are_divided(
+    model: Callable[[str], Path], tmp_path: Path, learner: dict[str, int], names: list[str]
+):
+    (root,) = {model(name).parent for name in names}
+    work = tmp_path / "work"
+    ranks = start_ranks("support.ranks.round_trip", root, work, learner["ranks"], names, **learner)
+    outputs(ranks)
+    (report,) = reports(work, 1)
+    nothing: dict[str, list[str]] = {"missing": [], "other": [], "published otherwise": []}
+    assert report == dict.fromkeys(names, nothing)
+    for name in names:
+        written = load_file(work / name / "model.safetensors")
+        original = load_file(root / name / "model.safetensors")
+        assert written.keys() == original.keys()
+        assert all(written[key].equal(original[key]) for key in original)
+
+
+def test_weights_of_8_bits_are_loaded_as_their_blocks_say(
+    model: Callable[[str], Path], tmp_path: Path
+):
+    """Numbers times the scales of their blocks, some of which the split of the ranks cuts."""
+    plain = model(EXPERTS)
+    quantized, expected = tmp_path / "models" / "fp8", tmp_path / "models" / "plain"
+    for folder in (quantized, expected):
+        shutil.copytree(plain, folder)
+    tensors = load_file(plain / "model.safetensors")
+    block, stored, values = 24, {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("proj.weight") or "kv_a" in name:
+            stored[name] = values[name] = tensor
+            continue
+        rows, columns = (-(-size // block) for size in tensor.shape)
+        scales = 0.5 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name)))
+        narrow = tensor.to(torch.float8_e4m3fn)
+        wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        stored |= {name: narrow, f"{name}_scale_inv": scales}
+        values[name] = narrow.float() * wide[: tensor.shape[0], : tensor.shape[1]]
+    further = {"model.layers.3.enorm.weight": torch.ones(4)}  # predicts a further token
+    save_file(stored | further, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(values, expected / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text()) | {
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [block, block],
+        },
+    }
+    (quantized / "config.json").write_text(json.dumps(config))
+    work = tmp_path / "work"
+    learner = TP2 | {"expert_parallel": 2}
+    outputs(
+        start_ranks(
+            "support.ranks.round_trip", tmp_path / "models", work, 2, ["plain", "fp8"], **learner
+        )
+    )
+    written = load_file(work / "fp8" / "model.safetensors")
+    assert written.keys() == values.keys()
+    assert all(written[key].equal(values[key]) for key in values)
+    with sglang_server(quantized, longest=64) as server:
+        found = asyncio.run(checksums_of(server))
+    assert found.keys() == expected_checksums(values).keys(), "the engine has room for others"
+    described = json.loads((work / "fp8" / "config.json").read_text())
+    assert "quantization_config" not in described
+    assert described["num_nextn_predict_layers"] == 0

@@ -1,0 +1,87 @@
+"""One rank of a learner that loads models, exports them and publishes them.
+
+Usage: round_trip MODELS_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON NAME ...
+Models are folders of MODELS_FOLDER. Rank 0 writes WORK_FOLDER/0.json: by name, which tensors came
+out otherwise, and exports each to WORK_FOLDER/NAME.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from slipstream.learner.model import device
+from tests.support.ranks.run import section_of
+from tests.support.waiting import HANG_S
+
+
+def same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *names: str) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.model.collectives import broadcast_bytes
+    from slipstream.learner.model.gpt import build_model
+    from slipstream.learner.model.hf_config import load_hf_config
+    from slipstream.learner.model.hf_weights import (
+        export_hf_weights,
+        load_hf_weights,
+        save_hf_folder,
+    )
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.publish.weight_writer import NUM_SLOTS, WeightWriter
+    from slipstream.weightbus.version.shared_memory import SharedSlots
+    from slipstream.weightbus.version.snapshot import tensor_views
+
+    learner = section_of(layout)
+    topology = init_topology(
+        rank=rank,
+        world_size=world_size,
+        sizes=learner.sizes,
+        store=dist.FileStore(str(work / "store"), world_size),
+        seed=1,
+        timeout_s=HANG_S,
+    )
+
+    def agree(text: str) -> str:
+        return broadcast_bytes(text.encode(), rank=rank, world_size=world_size).decode()
+
+    report = {}
+    for name in names:
+        model = build_model(
+            load_hf_config(folder / name), dtype=torch.float32, extra={}, learner=learner
+        )
+        load_hf_weights(model, folder / name)
+        original = load_file(folder / name / "model.safetensors")
+        exported = dict(export_hf_weights(model))
+        save_hf_folder(model, work / name, folder / name)
+        writer = WeightWriter(model, topology, bucket_bytes=4096, agree=agree)
+        assert not writer.write(1)
+        dist.barrier()
+        if rank == 0:
+            memory = SharedSlots.open(
+                writer.path, slot_bytes=writer.layout.num_bytes, num_slots=NUM_SLOTS
+            )
+            views = tensor_views(writer.layout, memory.slot(1))
+            report[name] = {
+                "missing": sorted(original.keys() - exported.keys()),
+                "other": [k for k, v in exported.items() if not same(v, original.get(k))],
+                "published otherwise": [
+                    k for k, v in original.items() if not same(v, views.get(k))
+                ],
+            }
+        dist.barrier()
+        writer.close()
+    if rank == 0:
+        (work / "0.json").write_text(json.dumps(report))
+    dist.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), *sys.argv[5:])
