@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,13 +28,12 @@ from slipstream.learner.model.shards import Geometry, fuse_gate_up, fuse_qkv, wr
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.parts import OUTPUT_LAYER, Parameter
+from slipstream.wire.files.families.registry import SCALE_SUFFIX, layer_of
 from slipstream.wire.files.model_files import WEIGHTS, copied_files, weight_files
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
-_SCALE_SUFFIX = "_scale_inv"
-_LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _log = logging.getLogger(__name__)
 
 
@@ -229,8 +227,8 @@ class HfTensors:
                 )
         used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
         if self._block is not None:
-            used |= {name + _SCALE_SUFFIX for name in shapes}
-        further = {n for n in self.names if _layer_number(n) >= hf.num_hidden_layers}
+            used |= {name + SCALE_SUFFIX for name in shapes}
+        further = {n for n in self.names if layer_of(n) >= hf.num_hidden_layers}
         further = further if hf.num_nextn_predict_layers else set()
         if further:
             _log.info(
@@ -251,7 +249,7 @@ class HfTensors:
     def read(self, name: str, rows: slice, dim: int) -> Tensor:
         """Return part of a tensor: some of its rows (0) or columns (1)."""
         tensor = self._slice(name, rows, dim)
-        scales = name + _SCALE_SUFFIX
+        scales = name + SCALE_SUFFIX
         if self._block is None or scales not in self._file_of:
             return tensor
         block = self._block[dim]
@@ -290,11 +288,6 @@ def dequantized(
         for start, size, of in zip(starts, tensor.shape, block, strict=True)
     )
     return tensor.float() * scales.float()[rows][:, columns]
-
-
-def _layer_number(name: str) -> int:
-    found = _LAYER_NUMBER.match(name)
-    return int(found[1]) if found is not None else -1
 
 
 def _read(

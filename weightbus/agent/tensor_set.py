@@ -1,5 +1,6 @@
 """Tensors of a model folder, read from the headers of its safetensors files."""
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from safetensors import SafetensorError
 
 from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.families.registry import SCALE_SUFFIX, engine_tensor, layer_of
 from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
 
 _OPTIONAL = {"lm_head.weight"}
@@ -29,7 +31,8 @@ class TensorSet:
 def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
     """Return the tensors of an engine that was started from a Hugging Face folder.
 
-    ``dtype`` is the engine's; files may have another.
+    ``dtype`` is the engine's; files may have another, with scales. Layers that predict further
+    tokens are none of the policy's.
 
     Raises:
         ConfigError: the folder has no safetensors file, or one that cannot be read.
@@ -42,7 +45,24 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
             raise ConfigError(f"cannot read {path} (run.model): {error}") from error
     if not shapes:
         raise ConfigError(f"no safetensors files in {folder} (run.model)")
-    return TensorSet(shapes, dtype)
+    layers = _number_of_layers(folder)
+    own = {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.endswith(SCALE_SUFFIX) and layer_of(name) < layers
+    }
+    return TensorSet(own, dtype)
+
+
+def _number_of_layers(folder: Path) -> float:
+    """Return the number of a policy's layers, if those that predict further tokens follow them."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
+            return int(config["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return math.inf  # what is wrong with it, the engine reports
+    return math.inf
 
 
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
@@ -61,9 +81,11 @@ def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
     for name, spec in offered.items():
         if name in shapes and shapes[name] != spec.shape:
             return f"{name} has shape {spec.shape}, the model has {shapes[name]}"
-        if spec.dtype != expected.dtype:
+        kept = engine_tensor(name).dtype
+        dtype = expected.dtype if kept == "model" else kept
+        if spec.dtype != dtype:
             return (
-                f"{name} has type {spec.dtype}, the engine {expected.dtype} "
+                f"{name} has type {spec.dtype}, the engine {dtype} "
                 "(learner.dtype, generators.dtype)"
             )
     return ""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from slipstream.wire.files.families.deepseek_v2 import DEEPSEEK_V2
 from slipstream.wire.files.families.deepseek_v3 import DEEPSEEK_V3
@@ -32,6 +33,8 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
     )
 }
+SCALE_SUFFIX = "_scale_inv"  # of the scales of a quantized tensor's blocks
+_LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _HF_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
 
@@ -48,6 +51,7 @@ class EngineTensor:
     of_expert: int = 0  # tensors of each expert under this name, which has those of all of them
     stacked: int = 1  # matrices in it, each split by itself
     partners: tuple[str, ...] = ()  # without all of which it is not fused
+    dtype: Literal["model", "float32"] = "model"  # that it is published and kept in
 
     def alone(self, name: str) -> "EngineTensor":
         """Return the place of a tensor of this name that is not fused."""
@@ -95,8 +99,15 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     of_expert,
                     tensor.stacked,
                     partners,
+                    tensor.dtype,
                 ),
             )
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer that a Hugging Face tensor is of; -1 if it is of none."""
+    found = _LAYER_NUMBER.match(name)
+    return int(found[1]) if found is not None else -1
 
 
 def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
