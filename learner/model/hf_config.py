@@ -256,7 +256,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Keys of config.json that change nothing that is computed here: of generation, training, kernels.
-_IGNORED = frozenset(
+IGNORED_KEYS = frozenset(
     {
         "_attn_implementation",
         "_name_or_path",
@@ -287,6 +287,7 @@ _IGNORED = frozenset(
         "task_specific_params",
         "tokenizer_class",
         "torch_dtype",
+        "transformers.js_config",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
@@ -295,7 +296,7 @@ _IGNORED = frozenset(
     }
 )
 # Of every family, and to be these where they are given.
-_FIXED: Mapping[str, object] = {
+FIXED_KEYS: Mapping[str, object] = {
     "attention_dropout": 0.0,
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -368,13 +369,13 @@ def load_hf_config(
 
 def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
     """Return which key of config.json asks for what is not computed here, or is unknown."""
-    for key, expected in {**_FIXED, **family.config}.items():
+    for key, expected in {**FIXED_KEYS, **family.config}.items():
         if (got := found.get(key)) is not None and got != expected:
             return f"{key} must be {expected!r}, got {got!r}"
     kinds = found.get("layer_types") or [_WHOLE_ATTENTION]
     if others := [kind for kind in kinds if kind != _WHOLE_ATTENTION]:
         return f"layer_types must all be {_WHOLE_ATTENTION!r}, got {others[0]!r}"
-    known = _IGNORED | _OF_ALL | _FIXED.keys() | family.config.keys()
+    known = IGNORED_KEYS | _OF_ALL | FIXED_KEYS.keys() | family.config.keys()
     known |= family.keys | family.renamed.keys() | family.ignored
     for key, value in found.items():
         if key not in known and value is not None:

@@ -21,16 +21,16 @@ from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.weightbus.relay.engine_checksums import expected_checksums
 from slipstream.wire.files.families.registry import FAMILIES
-from tests.support.families import MODELS, write_family
+from tests.support.families import write_family
+from tests.support.family_models import IN_MAKE_TEST, MODELS
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_run import sglang_server, write_policy
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
-DENSE, EXPERTS = "glm4", "deepseek_v3"  # in `make test`; the others are slow
+DENSE, EXPERTS = "glm4", "deepseek_v3"
 QUICK = [
-    pytest.param(name, marks=() if name in {DENSE, EXPERTS} else pytest.mark.slow)
-    for name in MODELS
+    pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow) for name in MODELS
 ]
 TP2 = {"ranks": 2, "tensor_parallel": 2}
 PP2 = {"ranks": 2, "pipeline_parallel": 2}

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_unsupported_family_is_refused_with_the_supported_ones_named(tmp_path: P
         ),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias must be False"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias must be False"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern = 6 is not a key that a qwen2"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "got 'sliding_attention'"),
+        ({"num_experts": 8}, "num_experts = 8 is not a key"),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0.0, got 0.1"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mrope_section": [1]}},
+            "unknown field `mrope_section`",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.* only fp8"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 14 and 3"),
         ({"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
         ({"vocab_size": "absent"}, "missing required field `vocab_size`"),
@@ -100,6 +110,77 @@ def test_what_would_compute_something_else_is_refused(
 ):
     with pytest.raises(ConfigError, match=message):
         load_hf_config(write(tmp_path, **changes))
+
+
+V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def test_latent_attention_and_experts_are_read_under_one_name(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    hf = load_hf_config(tmp_path)
+    assert [hf.is_sparse(layer) for layer in range(3)] == [False, True, True]
+    assert (hf.num_routed_experts, hf.shared_inner, hf.num_router_groups) == (16, 64, 4)
+    assert (hf.kv_channels, hf.rotary_channels, hf.value_channels) == (24, 8, 24)
+    more = 0.1 * math.log(40.0) + 1.0  # DeepSeek-V3's attention: mscale squared
+    assert hf.attention_scale == pytest.approx(more**2 / math.sqrt(24))
+    assert hf.rope.rotary_scale == 1.0
+    greedy = {**V3, "model_type": "deepseek_v2", "topk_method": "greedy", "scoring_func": "softmax"}
+    (tmp_path / "config.json").write_text(json.dumps(greedy))
+    assert load_hf_config(tmp_path).num_router_groups == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group = 3 must divide n_routed_experts = 16"),
+        ({"topk_group": 1, "num_experts_per_tok": 5}, "must hold num_experts_per_tok = 5"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok = 17 is above n_routed_experts = 16"),
+        ({"n_routed_experts": None}, "n_routed_experts must be at least 1"),
+        ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
+        ({"rope_interleave": False}, "rope_interleave must be True"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0}},
+            "mscale and mscale_all_dim must both be set or neither",
+        ),
+        ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "only 'yarn'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+    ],
+)
+def test_a_mixture_that_would_compute_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+):
+    (tmp_path / "config.json").write_text(json.dumps({**V3, **changes}))
+    with pytest.raises(ConfigError, match=message):
+        load_hf_config(tmp_path)
 
 
 def test_folder_without_config_is_refused(tmp_path: Path):

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,26 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes):
 def test_a_folder_without_weights_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no safetensors files in .*\(run\.model\)"):
         model_tensors(tmp_path, dtype="float32")
+
+
+def test_scales_and_layers_that_predict_further_tokens_are_none_of_the_policys(tmp_path: Path):
+    names = ("model.norm.weight", "model.layers.0.a.weight", "model.layers.0.a.weight_scale_inv")
+    tensors = {name: torch.zeros(2) for name in (*names, "model.layers.1.enorm.weight")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_tensors(tmp_path, dtype="bfloat16").shapes.keys() == set(names[:2])
+    (tmp_path / "config.json").write_text("{}")
+    assert "model.layers.1.enorm.weight" in model_tensors(tmp_path, dtype="bfloat16").shapes
+
+
+def test_a_routers_bias_is_published_in_float32_whatever_the_engines_type_is():
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    known = TensorSet({bias: (4,), "model.norm.weight": (4,)}, "bfloat16")
+
+    def offered(dtype: str) -> WeightManifest:
+        specs = [TensorSpec(bias, dtype, (4,)), TensorSpec("model.norm.weight", "bfloat16", (4,))]
+        return plan_layout(specs, bucket_bytes=20)
+
+    assert mismatch(offered("float32"), known) == ""
+    assert "has type bfloat16, the engine float32" in mismatch(offered("bfloat16"), known)

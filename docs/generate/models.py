@@ -1,0 +1,156 @@
+"""The page of model families, generated from their tables and the tests' models.
+
+Usage: python -m docs.generate.models > docs/models.md
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from slipstream.learner.model.hf_config import FIXED_KEYS, IGNORED_KEYS, ROPE_RULES
+from slipstream.wire.files.families.parts import Family
+from slipstream.wire.files.families.registry import FAMILIES
+from tests.support.family_models import IN_MAKE_TEST, MODELS
+
+_HEAD = """# Model families
+
+This page is generated from `wire/files/families/` and `tests/support/family_models.py`
+(`python -m docs.generate.models`).
+
+A policy is a folder of Hugging Face: config.json, safetensors, a tokenizer. `model_type` in its
+config.json names the family. `slipstream align MODEL` compares learner, SGLang and transformers on
+the same tokens, layer by layer, and names the first one that differs.
+
+## Families
+"""
+_TESTED = """
+Every tiny model is random, of three layers, written by transformers, and passes
+`tests/integration/test_families.py`:
+
+- `slipstream align`: outputs of every attention and MLP, the experts of every token, and
+  log-probabilities of the learner (two ranks of tensor parallelism, with expert parallelism where
+  there are experts; then two pipeline stages) and of SGLang are those of transformers, in float32,
+  to 1e-4. Experts are the same for every token.
+- The tensors that are exported and published are those that were loaded, bit for bit, under tensor,
+  pipeline and expert parallelism of 2 and their product.
+
+Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
+layout for `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (`tests/integration/test_layouts.py`). A
+whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `deepseek_v3`
+(`tests/e2e/test_whole_loop.py`). SGLang ran on a CPU alone: there latent attention, unscaled
+rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are corrected
+(`generators/sglang/cpu_models.py` names each line of SGLang's). None of the published models was
+run.
+
+## What is taken from config.json
+"""
+_REFUSED = """
+## What is refused
+
+- A key that is not above, not in the list below, and not null: by its name. Whether it changes what
+  the model computes nobody here can tell. Delete it if it does not.
+- Another value than these, in every family: {fixed}; `layer_types` other than `full_attention`.
+- `rope_scaling` or `rope_parameters` of another kind than {rope}, and keys of them that the rule
+  does not have. Latent attention takes YaRN alone, with both of `mscale` and `mscale_all_dim` or
+  neither.
+- `quantization_config` other than fp8 (e4m3) in blocks. Those weights are dequantized while they
+  are loaded; engines get what is published, so they hold the policy unquantized.
+- Sizes that the layout does not divide, such as experts by `learner.expert_parallel`: with both
+  numbers and the setting.
+- Families that are not here, with those that are. gpt-oss is one: its attention has sinks and
+  windows, which Megatron-Core 0.16.1 computes for packed sequences with Transformer Engine alone.
+
+Left out, with a line in the learner's log: layers that predict further tokens
+(`num_nextn_predict_layers`). An export has none, and its config.json says so. A router's bias
+(`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
+
+Keys that change nothing here: {ignored}.
+"""
+
+
+def reference() -> str:
+    """Return the whole page."""
+    lines = [
+        _HEAD,
+        "| `model_type` | models | attention | experts | tiny models |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_row(family) for family in FAMILIES.values()]
+    lines += [_TESTED, "| family | keys of its own | must be, or absent | taken where absent |"]
+    lines += ["|---|---|---|---|", *(_config_row(family) for family in FAMILIES.values())]
+    fixed = _values(FIXED_KEYS)
+    rope = ", ".join(f"`{rule}`" for rule in ROPE_RULES)
+    lines.append(_REFUSED.format(fixed=fixed, rope=rope, ignored=_names(IGNORED_KEYS)))
+    return "\n".join(lines)
+
+
+def _row(family: Family) -> str:
+    tiny = [
+        f"**{name}**" if name in IN_MAKE_TEST else name
+        for name, model in MODELS.items()
+        if model["model_type"] == family.model_type
+    ]
+    cells = (f"`{family.model_type}`", family.models, _attention(family), _experts(family))
+    return f"| {' | '.join((*cells, ', '.join(tiny)))} |"
+
+
+def _attention(family: Family) -> str:
+    options = {option.key for option in family.options}
+    told: Iterator[str] = (
+        text
+        for text, holds in (
+            ("latent (MLA)", family.is_latent),
+            ("grouped queries", not family.is_latent),
+            ("bias", "self_attention.linear_qkv.bias" in family.layer),
+            ("bias as attention_bias says", "attention_bias" in options),
+            ("queries and keys normalized", "self_attention.k_layernorm.weight" in family.layer),
+            ("the same as use_qk_norm says", "use_qk_norm" in options),
+            ("neighbors turn", family.turns_pairs),
+            ("half of a head turns", family.defaults.get("partial_rotary_factor") == 0.5),
+            ("norms after attention and MLP", "mlp_bda.norm.weight" in family.layer),
+        )
+        if holds
+    )
+    return ", ".join(told)
+
+
+def _experts(family: Family) -> str:
+    if not family.has_experts:
+        return "-"
+    router, sparse = family.router, family.sparse
+    shared = any("shared_experts" in name for name in sparse)
+    told: list[str] = [router.score]
+    told += ["bias for the choice"] if router.has_bias else []
+    told += ["groups"] if "n_group" in family.keys else []
+    told += ["shared"] if shared else []
+    told += ["gate of the shared"] if any("gate_weight" in name for name in sparse) else []
+    told += ["dense layers first"] if "first_k_dense_replace" in family.keys else []
+    return ", ".join(told)
+
+
+def _config_row(family: Family) -> str:
+    own = family.keys | family.renamed.keys() | {option.key for option in family.options}
+    cells = (
+        f"`{family.model_type}`",
+        _names(own),
+        _values(family.config),
+        _values(family.defaults),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _names(keys: frozenset[str] | set[str]) -> str:
+    return ", ".join(f"`{key}`" for key in sorted(keys)) or "-"
+
+
+def _values(values: Mapping[str, object]) -> str:
+    return ", ".join(f"`{key}` = `{value}`" for key, value in values.items()) or "-"
+
+
+def main() -> int:
+    """Print the page."""
+    sys.stdout.write(reference())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""Pure: which experts of a mixture a token has.
+
+Shapes: T tokens, E experts in n groups, k of which each token has.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.wire.files.families.parts import Router
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    """Return the scores of experts, [T, E] float32, from the router's logits, [T, E]."""
+    return logits.float().softmax(-1) if score == "softmax" else logits.float().sigmoid()
+
+
+def chosen_experts(
+    scores: Tensor,
+    *,
+    count: int,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    taken_groups: int = 1,
+    group_score: str = Router().group_score,
+) -> Tensor:
+    """Return the numbers of the experts with the highest scores, [T, k] int64.
+
+    With groups, only experts of the groups with the highest scores are chosen: DeepSeek-V2's
+    (arXiv:2405.04434, section 2.2.2) by the best expert of each, DeepSeek-V3's (arXiv:2412.19437,
+    section 2.1.2) by the sum of the two best.
+
+    Args:
+        scores: [T, E].
+        count: k.
+        bias: [E], added to scores for the choice.
+        groups: n.
+        taken_groups: of which experts may be chosen.
+        group_score: "best" or "two best".
+    """
+    scores = scores if bias is None else scores + bias
+    if groups > 1:
+        by_group = scores.view(len(scores), groups, -1)  # [T, n, E/n]
+        best = 1 if group_score == "best" else min(2, by_group.size(-1))
+        of_groups = by_group.topk(best, dim=-1).values.sum(-1)
+        taken = torch.zeros_like(of_groups, dtype=torch.bool)
+        taken.scatter_(-1, of_groups.topk(taken_groups, dim=-1).indices, True)
+        scores = by_group.masked_fill(~taken[..., None], float("-inf")).flatten(-2)
+    return scores.topk(count, dim=-1).indices
