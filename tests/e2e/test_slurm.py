@@ -142,7 +142,11 @@ def wait_for_process(job: Job, name: str) -> psutil.Process:
     return found[0]
 
 
-@pytest.mark.parametrize("signalled", ["the script", "the script and all steps"])
+@pytest.mark.parametrize(
+    "signalled",
+    # The script alone ends its steps itself; where they are signalled too, each ends the same way.
+    ["the script", pytest.param("the script and all steps", marks=pytest.mark.slow)],
+)
 def test_a_job_that_is_preempted_is_queued_again_and_completes(signalled: str, tmp_path: Path):
     with submitted(tmp_path, **{"run.steps": 6}) as job:
 

@@ -65,7 +65,7 @@ BFLOAT16: dict[str, tuple[int, dict[str, Any]]] = {
     [
         pytest.param("qwen3", 4, DENSE, id="dense"),
         # Weights in float32 on the host or on the device.
-        pytest.param("qwen3", 2, BFLOAT16, id="bfloat16"),
+        pytest.param("qwen3", 2, BFLOAT16, id="bfloat16", marks=pytest.mark.slow),
         # The same, over every pair of more layouts and with experts.
         pytest.param("qwen3", 4, DENSE | MORE_DENSE, id="more", marks=pytest.mark.slow),
         pytest.param("qwen2", 4, DENSE | MORE_DENSE, id="tied", marks=pytest.mark.slow),
