@@ -60,6 +60,19 @@ class OutputLayer:
         return self.split.rank() * len(self.weight) if self.split is not None else 0
 
 
+class Kept(NamedTuple):
+    """Which tokens a sampler kept (top-k, top-p, min-p); K of them for all T tokens together."""
+
+    is_truncated: Tensor  # [T] bool, False where it left none out
+    rows: Tensor  # [K] int64, the token that a kept one is for, 0 to T - 1
+    ids: Tensor  # [K] int64
+
+    def before(self) -> "Kept":
+        """Return them for the hidden states that choose: one index lower, that of 0 is the last."""
+        count = len(self.is_truncated)
+        return Kept(self.is_truncated.roll(-1), (self.rows - 1) % max(count, 1), self.ids)
+
+
 class TokenLogprobs(NamedTuple):
     """A distribution at each token. Shapes [T] float32 (float64 of float64), in nats."""
 
@@ -82,6 +95,7 @@ def linear_logprobs(
     *,
     temperature: Tensor | None = None,
     barred: Tensor | None = None,
+    kept: Kept | None = None,
     reference: Reference | None = None,
     chunk_columns: int | None = None,
 ) -> TokenLogprobs:
@@ -101,7 +115,8 @@ def linear_logprobs(
         target: [T] int64 token ids; the result for other numbers is finite and meaningless.
         temperature: [T], 1 if None.
         barred: [T] bool, where ``layer.barred_ids`` cannot be chosen; nowhere if None.
-        reference: the other policy of the KL; tempered and barred alike.
+        kept: tokens that can be chosen; all if None.
+        reference: the other policy of the KL; tempered, barred and truncated alike.
         chunk_columns: columns of this rank whose logits exist at a time; None fills CHUNK_BYTES
             (CUDA_CHUNK_BYTES), with MIN_CHUNK_COLUMNS at least.
     """
@@ -114,13 +129,13 @@ def linear_logprobs(
         chunk_columns = _columns_of_a_chunk(hidden)
     other = None
     if reference is not None:
-        sampling = _Sampling.of(reference.layer, temperature, barred)
+        sampling = _Sampling.of(reference.layer, temperature, barred, kept)
         other = _Frozen(reference.hidden.detach(), reference.layer.weight.detach(), sampling)
     logprobs, entropy, kl = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         hidden,
         layer.weight,
         target,
-        _Sampling.of(layer, temperature, barred),
+        _Sampling.of(layer, temperature, barred, kept),
         other,
         layer.split,
         chunk_columns,
@@ -135,12 +150,13 @@ def squared_probabilities(
     *,
     temperature: Tensor | None = None,
     barred: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Return the sum over the vocabulary of p^2 at each token, without gradient. [T, H] -> [T].
 
     The chance that two draws are equal. Arguments as for ``linear_logprobs``; equal on all ranks.
     """
-    sampling = _Sampling.of(layer, temperature, barred)
+    sampling = _Sampling.of(layer, temperature, barred, kept)
     log_sums = hidden.new_full((2, len(hidden)), -torch.inf, dtype=torch.float64)
     for chunk in _chunks(len(layer.weight), _columns_of_a_chunk(hidden)):
         logits = sampling.logits(hidden, layer.weight, chunk)
@@ -161,14 +177,21 @@ class _Sampling:
     barred_columns: tuple[int, ...]  # of this rank
     num_real: int  # columns from here on are padding
     first_row: int
+    kept: Kept | None
 
     @classmethod
-    def of(cls, layer: OutputLayer, temperature: Tensor | None, barred: Tensor | None) -> Self:
+    def of(
+        cls,
+        layer: OutputLayer,
+        temperature: Tensor | None,
+        barred: Tensor | None,
+        kept: Kept | None,
+    ) -> Self:
         """Return the sampling of a layer's tokens."""
         first, rows = layer.first_row, len(layer.weight)
         last = first + rows if layer.vocab_size is None else layer.vocab_size
         here = tuple(i - first for i in layer.barred_ids if first <= i < first + rows)
-        return cls(temperature, barred, here, min(max(last - first, 0), rows), first)
+        return cls(temperature, barred, here, min(max(last - first, 0), rows), first, kept)
 
     def logits(self, hidden: Tensor, weight: Tensor, chunk: slice) -> Tensor:
         """Return a chunk's logits, in memory of their own. Shapes [T, H], [V/tp, H] -> [T, c]."""
@@ -181,7 +204,18 @@ class _Sampling:
             for column in self.barred_columns:
                 if chunk.start <= column < chunk.stop:
                     logits[:, column - chunk.start].masked_fill_(self.barred, PADDED_LOGIT)
+        if self.kept is not None:
+            logits.masked_fill_(self._left_out(self.kept, chunk), PADDED_LOGIT)
         return logits
+
+    def _left_out(self, kept: Kept, chunk: slice) -> Tensor:
+        """Return where a chunk's tokens cannot be chosen, [T, c] bool."""
+        size = chunk.stop - chunk.start
+        left_out = kept.is_truncated.unsqueeze(-1).repeat(1, size + 1)  # a column for all others
+        column = kept.ids - self.first_row - chunk.start
+        is_here = (column >= 0) & (column < size)
+        left_out[kept.rows, column.where(is_here, size)] = False
+        return left_out[:, :size]
 
     def untempered(self, by_logits: Tensor) -> Tensor:
         """Scale a gradient by logits, [T], to one by the product before them, [T, 1]."""

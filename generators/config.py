@@ -28,7 +28,10 @@ from slipstream.wire.settings.sections import (
 Device = Literal["cpu", "cuda"]
 
 
-_OURS = ("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests")
+_OURS = (
+    *("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests"),
+    "sampling_mask_max_tokens",
+)
 # Settings refused for an engine of several ranks, with reasons.
 _ONE = {
     "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
@@ -47,6 +50,7 @@ _REFUSED = {
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
+_FEWEST_KEPT = 2  # by sampling.top_k
 _MAX_GENERATORS = 10_000  # that a relay serves
 _MAX_STOPS = 32  # that SGLang takes
 
@@ -276,15 +280,17 @@ def _model_config(folder: Path) -> dict[str, object]:
 
 
 def _check_sampling(sampling: SamplingSection) -> None:
-    """Refuse settings whose logprobs would not be of the distribution sampled from."""
-    truncations = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, -1)}
-    truncations["min_p"] = (sampling.min_p, 0.0)
-    for name, (value, whole) in truncations.items():
-        if value != whole:
-            raise ConfigError(
-                f"sampling.{name} must be {whole:g} for training, got {value:g}: the engine "
-                "returns logprobs of the whole distribution"
-            )
+    """Refuse settings that no engine can sample by, or no learner train by."""
+    if sampling.top_k != -1 and sampling.top_k < _FEWEST_KEPT:
+        raise ConfigError(
+            f"sampling.top_k must be -1 (all) or at least {_FEWEST_KEPT} for training, got "
+            f"{sampling.top_k}: a token without an alternative has no gradient"
+        )
+    if sampling.records_kept and sampling.top_k > sampling.max_kept_tokens:
+        raise ConfigError(
+            f"sampling.top_k = {sampling.top_k} keeps more than sampling.max_kept_tokens = "
+            f"{sampling.max_kept_tokens}: raise it, or lower sampling.top_k"
+        )
     if sampling.min_response_tokens > sampling.max_response_tokens:
         raise ConfigError(
             f"sampling.min_response_tokens = {sampling.min_response_tokens} is more than "

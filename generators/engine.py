@@ -18,6 +18,8 @@ class SamplingParams:
     min_new_tokens: int = 0
     top_p: float = 1.0
     top_k: int = -1  # -1 is all
+    min_p: float = 0.0
+    max_kept: int = 0  # above 0: record the tokens kept at each step, so many at most
     stop: tuple[str, ...] = ()  # a response ends after any of these texts
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own
 
@@ -27,9 +29,13 @@ class Completion:
     """One response, as the engine reports it."""
 
     token_ids: list[int]  # N chosen tokens, the end of sequence included
-    logprobs: list[float]  # N, of the tempered distribution they were sampled from
+    logprobs: list[float]  # N, of the tempered distribution they were sampled from; see ``kept``
     version_starts: list[tuple[int, PolicyVersion]]  # (index of first token, version), in order
     finish_reason: FinishReason
+    kept: list[list[int]] | None = None
+    """N sets of token ids, those that each token was sampled from. ``logprobs`` are then of the
+    distribution over these alone. None where they were not asked for: ``logprobs`` are over the
+    whole vocabulary then, whatever of it was sampled from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.version_runs import version_runs
-from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.arrays import DType, PackedArray, narrowest
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
-from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.codec import decode_payload, encode
 from slipstream.wire.messages.trajectory import (
+    Decisions,
     ItemKind,
     Prompt,
     TrajectoryHeader,
@@ -21,6 +22,7 @@ from slipstream.wire.messages.trajectory import (
 )
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
+_TYPECODES: dict[DType, str] = {"uint8": "B", "uint16": "H", "int32": "i"}
 
 
 Submission = tuple[SubmitTrajectory, list[bytes]]
@@ -72,6 +74,12 @@ def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:
     return transcript_of(message.header, prompt, frames[1].decode())
 
 
+def decision_bytes(submission: Submission) -> int:
+    """Return the size of a sibling's decisions."""
+    decisions = decode_payload(submission[1][0]).decisions
+    return decisions.num_bytes if decisions is not None else 0
+
+
 def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:
     """Return the arrays of a trajectory; prompt tokens are outside the loss mask."""
     prompt, response = len(prompt_ids), len(completion.token_ids)
@@ -83,7 +91,22 @@ def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPay
         behavior_logprobs=PackedArray(
             "float32", shape, _packed("f", [0.0] * prompt + completion.logprobs)
         ),
+        decisions=_decisions(completion),
     )
+
+
+def _decisions(completion: Completion) -> Decisions | None:
+    if completion.kept is None:
+        return None
+    return Decisions(
+        kept_counts=_numbers([len(ids) for ids in completion.kept]),
+        kept_ids=_numbers([token_id for ids in completion.kept for token_id in ids]),
+    )
+
+
+def _numbers(values: list[int]) -> PackedArray:
+    dtype = narrowest(max(values, default=0))
+    return PackedArray(dtype, (len(values),), _packed(_TYPECODES[dtype], values))
 
 
 def _packed(typecode: str, values: list[int] | list[float]) -> memoryview:

@@ -15,7 +15,13 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.lanes import Booking, Lanes
-from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
+from slipstream.generators.rollout import (
+    Sampler,
+    Submission,
+    decision_bytes,
+    run_rollouts,
+    submitted_transcript,
+)
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
 from slipstream.wire.errors import EngineError, RefusedError
 from slipstream.wire.messages.broker import (
@@ -41,7 +47,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
 _RETRY_S = 0.5
 _COUNTED = (
-    *("tokens", "trajectories", "retracted"),
+    *("tokens", "trajectories", "retracted", "decision_bytes"),
     *("refused", "failed", "rejected", "unavailable"),
 )
 
@@ -234,6 +240,7 @@ class GeneratorWorker:
             message, frames = submission
             self._counters["tokens"] += message.header.num_response_tokens
             self._counters["trajectories"] += 1
+            self._counters["decision_bytes"] += decision_bytes(submission)
             try:
                 await self._client.ask(message, Done, frames=frames)
             except RefusedError as error:

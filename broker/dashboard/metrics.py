@@ -83,6 +83,7 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.SEQUENCE_LIMIT: {(one.name,): one.sequence_limit for one in engines},
         MetricName.KV_USE: {(one.name,): one.kv_use for one in engines if one.kv_use is not None},
         MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
+        MetricName.DECISION_BYTES: {(one.name,): one.decision_bytes_per_token for one in engines},
         MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
         MetricName.PUBLISHES: {(): s.publishes},
         MetricName.PUBLISH_SECONDS: _by_one(last_publish),

@@ -42,4 +42,6 @@ class RoleRecord:
             sequences=int(self.report.gauges.get("sequences", 0.0)),
             sequence_limit=int(self.report.gauges.get("sequence_limit", 0.0)),
             has_left=self.has_left,
+            decision_bytes_per_token=self.report.counters.get("decision_bytes", 0.0)
+            / max(1.0, self.report.counters.get("tokens", 0.0)),
         )

@@ -26,6 +26,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
+_ALL = -1  # of top_k
 _LOADS = "/v1/loads?include=core,queues"
 _KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
@@ -106,7 +107,11 @@ class SglangEngine:
             "min_new_tokens": params.min_new_tokens,
             "top_p": params.top_p,
             "top_k": params.top_k,
+            "min_p": params.min_p,
         }
+        if params.max_kept:  # SGLang returns kept tokens where their number is bounded
+            most = params.max_kept
+            sampling["top_k"] = most if params.top_k == _ALL else min(params.top_k, most)
         if params.stop:
             sampling["stop"] = params.stop
         if params.stop_token_ids:
@@ -115,6 +120,7 @@ class SglangEngine:
             "input_ids": [prompt_ids] * count,
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds] or sampling,
             "return_logprob": True,
+            "return_sampling_mask": params.max_kept > 0,
         }
         self._num_in_flight += count
         try:
@@ -123,7 +129,7 @@ class SglangEngine:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
-        return [_completion(answer) for answer in answers]
+        return [_completion(answer, has_kept=params.max_kept > 0) for answer in answers]
 
     async def load(self) -> EngineLoad:
         """Return the server's load as of its last batch; it answers while paused.
@@ -287,22 +293,31 @@ class SglangEngine:
         return answer
 
 
-def _completion(answer: dict[str, Any]) -> Completion:
+def _completion(answer: dict[str, Any], *, has_kept: bool) -> Completion:
     try:
         info = answer["meta_info"]
         token_ids: list[int] = answer["output_ids"]
         rows = info["output_token_logprobs"]
         reason = info["finish_reason"]["type"]
         spans = info["weight_versions"]
+        kept: list[list[int]] | None = None
+        logprobs = [row[0] for row in rows]
+        if has_kept:
+            kept, logprobs = (
+                info[f"output_token_sampling_{name}"] for name in ("mask", "logprobs")
+            )
     except (KeyError, TypeError) as error:
         raise EngineError(f"SGLang /generate: unexpected answer, {error!r}") from error
     if reason not in {"stop", "length"}:
         raise EngineError(f"SGLang /generate ended with {info['finish_reason']}")
     if [row[1] for row in rows] != token_ids or not token_ids:
         raise EngineError(f"SGLang /generate: {len(rows)} logprobs of {len(token_ids)} tokens")
+    if kept is not None and not len(kept) == len(logprobs) == len(token_ids):
+        raise EngineError(f"SGLang /generate: {len(kept)} masks of {len(token_ids)} tokens")
     return Completion(
         token_ids=token_ids,
-        logprobs=[row[0] for row in rows],
+        logprobs=logprobs,
         version_starts=version_starts(spans, len(token_ids)),
         finish_reason="stop" if reason == "stop" else "length",
+        kept=kept,
     )

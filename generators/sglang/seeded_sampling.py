@@ -30,15 +30,17 @@ def sampling_from_truncated_probs(
     need_min_p_sampling: bool,
     sampling_seed: Tensor,
     positions: Tensor,
-    **rest: object,
-) -> Tensor:
+    *,
+    return_filtered_probs: bool = False,
+    **_rest: object,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stand in for SGLang's top-k, top-p and min-p sampling: tokens [B] int32.
 
     SGLang samples from sorted probabilities. Here the order is the vocabulary's, so that a row
-    which truncates nothing is decided alike whether it is beside one that does or not.
+    which truncates nothing is decided alike whether it is beside one that does or not. With
+    ``return_filtered_probs`` three more: probabilities in descending order, 0 where a token is not
+    kept, [B, V]; their tokens [B, V] int32; the probability of the chosen one [B].
     """
-    if rest.get("return_filtered_probs"):
-        raise NotImplementedError("no sampling masks with seeds")
     descending, token_ids = probs.sort(dim=-1, descending=True)
     before = descending.cumsum(dim=-1) - descending
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -46,8 +48,12 @@ def sampling_from_truncated_probs(
     keep = (rank < top_ks.view(-1, 1)) & ((before <= top_p) | (top_p >= 1))
     if need_min_p_sampling:
         keep &= descending >= descending[:, :1] * min_ps.view(-1, 1)
-    kept = torch.zeros_like(probs).scatter_(1, token_ids, descending * keep)
-    return choose(kept, sampling_seed, positions).int()
+    filtered = descending * keep
+    kept = torch.zeros_like(probs).scatter_(1, token_ids, filtered)
+    chosen = choose(kept, sampling_seed, positions)
+    if not return_filtered_probs:
+        return chosen.int()
+    return chosen.int(), filtered, token_ids.int(), kept.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
 
 def choose(probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

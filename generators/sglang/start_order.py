@@ -28,6 +28,7 @@ _RUST_TREE_FROM = (2, 13)
 _NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # a missing file: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_TIES = 64  # kept beyond the limit by a kernel that keeps all tokens as likely as the last
 HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_FIRST_PORT = 32_768
@@ -57,6 +58,8 @@ def server_flags(
     }
     if settings.weightbus.in_flight == "in_place":
         flags["disable_radix_cache"] = True  # its prefixes cannot be forgotten amid responses
+    if settings.sampling.records_kept:
+        flags["sampling_mask_max_tokens"] = settings.sampling.max_kept_tokens + _TIES
     if settings.sampling.seed_per_sibling:
         flags["sampling_backend"] = "pytorch"  # the one that takes seeds
     if settings.device == "cpu":

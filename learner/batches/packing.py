@@ -6,21 +6,28 @@ Shapes: T tokens of B sequences laid end to end.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.algos.linear_logprobs import Kept
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages.arrays import PackedArray
-from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload
+from slipstream.wire.messages.arrays import DType, PackedArray
+from slipstream.wire.messages.trajectory import Decisions, TrajectoryHeader, TrajectoryPayload
 
 _LOGPROB_ROUNDING = 1e-3  # nats: rounding error of the logprob of a certain token
 _LEAST_LOGPROB = -1e4  # nats: its square is no trouble in float32, and none is drawn at e^-100
 _TEMPERATURES = (1e-3, 1e3)  # that logits may be divided by and stay numbers
-_NUMPY = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
+_NUMPY: dict[DType, np.dtype[Any]] = {
+    "int32": np.dtype("<i4"),
+    "float32": np.dtype("<f4"),
+    "bool": np.dtype("?"),
+    "uint8": np.dtype("u1"),
+    "uint16": np.dtype("<u2"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,14 @@ class TrainSequence:
     version_steps: NDArray[np.int32] | None = None  # step of the policy that chose each token
     end_barred: NDArray[np.bool_] | None = None  # True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
+    kept: "KeptTokens | None" = None
+
+
+class KeptTokens(NamedTuple):
+    """Tokens that others were sampled from, where the sampler left some out."""
+
+    counts: NDArray[np.int64]  # [length of the sequence], 0 where none was left out
+    ids: NDArray[np.int64]  # [sum of counts], of one token after the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +65,7 @@ class PackedBatch:
     version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
     end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
+    kept: Kept | None = None  # tokens that each was sampled from; None: nothing was left out
 
 
 def unpack(
@@ -59,8 +75,9 @@ def unpack(
 
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
-            belong together, a token is outside the vocabulary, the loss mask is not on the
-            response, or a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
+            belong together, a token is outside the vocabulary or not among those that it was
+            sampled from, the loss mask is not on the response, or a logprob is not finite or above
+            0 (by more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     if payload.token_ids.shape != (header.num_tokens,):
@@ -118,7 +135,42 @@ def unpack(
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=header.temperature,
+        kept=_kept(payload.decisions, token_ids, mask, vocab_size, name),
     )
+
+
+def _kept(
+    decisions: Decisions | None,
+    token_ids: NDArray[np.int32],
+    mask: NDArray[np.bool_],
+    vocab_size: int,
+    name: str,
+) -> KeptTokens | None:
+    if decisions is None or decisions.kept_counts is None or decisions.kept_ids is None:
+        return None
+    of_response = _array(decisions.kept_counts).astype(np.int64)
+    ids = _array(decisions.kept_ids).astype(np.int64)
+    if of_response.min() < 1 or of_response.sum() != len(ids):
+        raise ProtocolError(
+            f"{name} counts {of_response.sum()} kept tokens, {of_response.min()} of one token at "
+            f"least, and holds {len(ids)}"
+        )
+    if not ((ids >= 0) & (ids < vocab_size)).all():
+        raise ProtocolError(
+            f"{name} was sampled from token ids from {ids.min()} to {ids.max()}, the vocabulary "
+            f"has {vocab_size}"
+        )
+    is_chosen = ids == np.repeat(token_ids[mask], of_response)
+    found = np.add.reduceat(is_chosen, of_response.cumsum() - of_response, dtype=np.int64)
+    if (found != 1).any():
+        at = np.flatnonzero(found != 1)[0]
+        raise ProtocolError(
+            f"{name}: response token {at} is {found[at]} times among the {of_response[at]} that it "
+            "was sampled from"
+        )
+    counts = np.zeros(len(token_ids), np.int64)
+    counts[mask] = of_response
+    return KeptTokens(counts, ids)
 
 
 def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
@@ -168,7 +220,23 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
         ),
         end_barred=joined(barred) if ends else None,
         end_token_ids=max(ends, default=()),
+        kept=_packed_kept(sequences, device),
     )
+
+
+def _packed_kept(sequences: Sequence[TrainSequence], device: torch.device) -> Kept | None:
+    """Return the tokens that tokens of packed sequences were sampled from; None if all could be."""
+    if all(s.kept is None for s in sequences):
+        return None
+    counts = np.concatenate(
+        [
+            np.zeros(len(s.token_ids), np.int64) if s.kept is None else s.kept.counts
+            for s in sequences
+        ]
+    )
+    ids = np.concatenate([s.kept.ids for s in sequences if s.kept is not None])
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return Kept(*(torch.from_numpy(values).to(device) for values in (counts > 0, rows, ids)))
 
 
 def empty_microbatch(device: torch.device) -> PackedBatch:

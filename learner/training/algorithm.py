@@ -74,4 +74,10 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             f"sampling.min_response_tokens = {sampling.min_response_tokens} bars the end of a "
             "response: algo.teacher.model bars it, too"
         )
+    if choice.has_teacher and teacher.endpoint and sampling.records_kept:
+        raise ConfigError(
+            "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and "
+            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k} and min_p = "
+            f"{sampling.min_p:g} leave tokens out: algo.teacher.model leaves them out, too"
+        )
     return Algorithm(choice, max_response_tokens=sampling.max_response_tokens)

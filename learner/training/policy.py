@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.algos.compose import PolicyOutputs
 from slipstream.algos.linear_logprobs import (
+    Kept,
     OutputLayer,
     Reference,
     linear_logprobs,
@@ -301,8 +302,8 @@ def token_logprobs(
     """Return the figures for the token at each index, 0.0 outside the loss mask. Shapes [T].
 
     The hidden state at t chooses the token at t + 1: its figures are shifted by one. The logits
-    are divided by the temperature of their sequence, and tokens that end a response are
-    barred where the engine barred them, as it does.
+    are divided by the temperature of their sequence, tokens that end a response are barred where
+    the engine barred them, as it does, and so are tokens that its sampler left out.
     """
     batch, split = share.batch, share.split
     following = linear_logprobs(
@@ -311,6 +312,7 @@ def token_logprobs(
         split.mine(batch.token_ids.roll(-1)),
         temperature=split.mine(batch.temperature, fill=1.0),
         barred=_barred(share),
+        kept=_kept(share),
         reference=reference,
     )
     rows = [following.logprobs, following.entropy]
@@ -324,13 +326,14 @@ def token_logprobs(
 def token_squares(share: Share, layer: OutputLayer) -> Tensor:
     """Return the sum of the squared probabilities that each token was chosen from, [T].
 
-    0.0 outside the loss mask; shifted, tempered and barred as ``token_logprobs`` has it.
+    0.0 outside the loss mask; shifted, tempered, barred and truncated as ``token_logprobs`` has it.
     """
     following = squared_probabilities(
         share.hidden.to(layer.weight.dtype),
         layer,
         temperature=share.split.mine(share.batch.temperature, fill=1.0),
         barred=_barred(share),
+        kept=_kept(share),
     )
     every = share.split.whole(following).roll(1)
     return torch.where(share.batch.loss_mask, every, torch.zeros_like(every))
@@ -340,3 +343,20 @@ def _barred(share: Share) -> Tensor | None:
     """Return where tokens that end a response could not follow, of this rank's tokens."""
     barred = share.batch.end_barred
     return None if barred is None else share.split.mine(barred.roll(-1))
+
+
+def _kept(share: Share) -> Kept | None:
+    """Return the tokens that may follow, where some may not, of this rank's tokens."""
+    kept = share.batch.kept
+    if kept is None:
+        return None
+    following = kept.before()
+    if share.split.group is None:
+        return following
+    count = len(following.is_truncated)
+    mine = share.split.mine(torch.arange(count, device=kept.ids.device), fill=count)
+    place = torch.full((count + 1,), -1, device=kept.ids.device)
+    place[mine] = torch.arange(len(mine), device=kept.ids.device)
+    rows = place[following.rows]
+    is_mine = rows >= 0
+    return Kept(share.split.mine(following.is_truncated), rows[is_mine], following.ids[is_mine])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algos.linear_logprobs import (
+    Kept,
     OutputLayer,
     Reference,
     linear_logprobs,
@@ -20,18 +21,23 @@ T, H, V = 13, 6, 40  # rows 0 to 19 on the first rank, 20 to 39 on the second
 BARRED = (3, 21, 29)
 
 
-def a_case(*, vocab_size: int, num_tokens: int) -> dict[str, Tensor | int | list[int]]:
+def a_case(*, vocab_size: int, num_tokens: int) -> dict[str, object]:
     generator = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    target = torch.randint(4, min(vocab_size, V), (num_tokens,), generator=generator)
+    # Every third token was sampled from five, its own among them, of both ranks or of one.
+    rows = torch.arange(num_tokens).view(-1, 1)[::3].expand(-1, 5)
+    ids = (target[::3].view(-1, 1) + torch.tensor([0, 1, 2, 11, 19])) % min(vocab_size, V)
     return {
         "hidden": normal(num_tokens, H),
         "weight": normal(V, H),
         "reference_hidden": normal(num_tokens, H),
         "reference_weight": normal(V, H),
-        "target": torch.randint(4, min(vocab_size, V), (num_tokens,), generator=generator),
+        "target": target,
+        "kept": (torch.arange(num_tokens) % 3 == 0, rows.flatten(), ids.flatten()),
         "temperature": 0.5 + torch.rand(num_tokens, generator=generator, dtype=torch.float64),
         "barred": torch.rand(num_tokens, generator=generator) < 0.5,
         "mix": normal(3, num_tokens),
@@ -50,6 +56,7 @@ def unsplit(case: dict) -> dict[str, Tensor]:
         case["target"],
         temperature=case["temperature"],
         barred=case["barred"],
+        kept=Kept(*case["kept"]),
         reference=Reference(
             case["reference_hidden"], OutputLayer(weight=case["reference_weight"], **settings)
         ),
@@ -62,6 +69,7 @@ def unsplit(case: dict) -> dict[str, Tensor]:
         OutputLayer(weight=weight, **settings),
         temperature=case["temperature"],
         barred=case["barred"],
+        kept=Kept(*case["kept"]),
     )
     return {
         "computed": computed,

@@ -137,9 +137,12 @@ class ScriptedEngine:
         stops = length <= params.max_new_tokens
         if stops:
             ids[-1] = self._end_token_id
+        others = min(params.max_kept, self._vocabulary) - 1
+        kept = [[(token + i) % self._vocabulary for i in range(others + 1)] for token in ids]
         return Completion(
             token_ids=ids,
-            logprobs=[-math.log(self._vocabulary)] * len(ids),
+            logprobs=[-math.log(others + 1 if params.max_kept else self._vocabulary)] * len(ids),
+            kept=kept if params.max_kept else None,
             version_starts=starts,
             finish_reason="stop" if stops else "length",
         )

@@ -24,6 +24,7 @@ from slipstream.wire.messages.status import (
 )
 from slipstream.wire.messages.trajectory import (
     ChatMessage,
+    Decisions,
     Prompt,
     Score,
     TrajectoryHeader,
@@ -345,6 +346,14 @@ PAYLOAD = TrajectoryPayload(
     loss_mask=array(b"\0\1\1", "bool", 3),
     behavior_logprobs=array(bytes(range(12, 24)), "float32", 3),
 )
+DECIDED = msgspec.structs.replace(
+    PAYLOAD,
+    decisions=Decisions(
+        kept_counts=array(b"\2\1", "uint8", 2),
+        kept_ids=array(bytes(range(6)), "uint16", 3),
+        experts=PackedArray("uint8", (2, 1, 2), memoryview(b"\0\3\1\2")),
+    ),
+)
 TRANSCRIPT = Transcript(prompt=PROMPT, response=" 2 ", num_response_tokens=2, finish_reason="stop")
 
 
@@ -367,7 +376,7 @@ FAMILIES: dict[str, Mapping[str, msgspec.Struct]] = {
     "bucket_answer": named(BUCKET_ANSWERS),
     "relay_request": named(RELAY_REQUESTS),
     "relay_answer": named(RELAY_ANSWERS),
-    "payload": {"trajectorypayload": PAYLOAD},
+    "payload": {"trajectorypayload": PAYLOAD, "decided": DECIDED},
     "transcript": {"transcript": TRANSCRIPT},
 }
 DECODERS = {

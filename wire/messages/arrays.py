@@ -5,8 +5,9 @@ from typing import Literal
 
 import msgspec
 
-DType = Literal["int32", "float32", "bool"]
-_ITEM_BYTES: dict[DType, int] = {"int32": 4, "float32": 4, "bool": 1}
+DType = Literal["int32", "float32", "bool", "uint8", "uint16"]
+_ITEM_BYTES: dict[DType, int] = {"int32": 4, "float32": 4, "bool": 1, "uint8": 1, "uint16": 2}
+COUNTS: tuple[DType, ...] = ("uint8", "uint16", "int32")  # types of numbers from 0, narrowest first
 
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -23,3 +24,10 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 f"{self.dtype} array of shape {self.shape} needs {want_bytes} bytes, "
                 f"got {self.data.nbytes}"
             )
+
+
+def narrowest(largest: int) -> DType:
+    """Return the narrowest type that holds all numbers from 0 to ``largest``."""
+    if largest < 1 << 8:
+        return "uint8"
+    return "uint16" if largest < 1 << 16 else "int32"

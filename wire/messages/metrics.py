@@ -112,6 +112,11 @@ class MetricName(StrEnum):
         *("slipstream_retractions", "counter", "retractions", ("name",)),
         "Times that an engine threw an answer out of its KV cache for want of room",
     )
+    DECISION_BYTES = (
+        *("slipstream_decision_bytes_per_token", "gauge", "bytes per token", ("name",)),
+        "What a generator sends beside a response token for the learner to repeat: kept tokens, "
+        "experts",
+    )
     ENGINE_STATE = (
         *("slipstream_engine_state", "gauge", "1", ("name", "state")),
         "1 for the state that an engine is in: current, behind, receiving or torn",

@@ -79,6 +79,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 0  # answers that the engine has been given and has not finished
     sequence_limit: int = 0  # how many it may be given at present; 0: not reported
     has_left: bool = False  # it said so: its silence is none
+    decision_bytes_per_token: float = 0.0  # of kept tokens and experts that it sent
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

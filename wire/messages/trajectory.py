@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.arrays import COUNTS, PackedArray
 from slipstream.wire.messages.versions import PolicyVersion
 
 Json: TypeAlias = Any  # null, bool, number, text, list or object
@@ -79,12 +79,43 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True):
+class Decisions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine decided beside the tokens, for the learner to repeat; each part may be absent.
+
+    Shapes: R tokens that the policy chose, K tokens kept for all of them, L layers with experts, of
+    which E work on a token. Numbers are of the narrowest of uint8, uint16 and int32 that holds
+    them.
+    """
+
+    kept_counts: PackedArray | None = None  # [R], how many tokens each was chosen from
+    kept_ids: PackedArray | None = None  # [K], those tokens, of one response token after the other
+    experts: PackedArray | None = None  # [T - 1, L, E]: the engine computes nothing of the last
+
+    def __post_init__(self) -> None:
+        if (self.kept_counts is None) != (self.kept_ids is None):
+            raise ValueError("kept_counts and kept_ids are there together or not at all")
+        for name, axes in {"kept_counts": 1, "kept_ids": 1, "experts": 3}.items():
+            array: PackedArray | None = getattr(self, name)
+            if array is not None and (len(array.shape) != axes or array.dtype not in COUNTS):
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}, expected {' or '.join(COUNTS)} with "
+                    f"{axes} axes"
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arrays."""
+        arrays = (self.kept_counts, self.kept_ids, self.experts)
+        return sum(array.data.nbytes for array in arrays if array is not None)
+
+
+class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The arrays of one trajectory."""
 
     token_ids: PackedArray  # [T] int32, prompt then response
     loss_mask: PackedArray  # [T] bool, True where the policy chose the token
     behavior_logprobs: PackedArray  # [T] float32, 0.0 where loss_mask is False
+    decisions: Decisions | None = None  # None: all tokens and experts are the learner's to choose
 
     def __post_init__(self) -> None:
         want = self.token_ids.shape
@@ -95,6 +126,18 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{name} is {array.dtype} {array.shape}, expected {dtype} {want} with 1 axis"
                 )
+        if self.decisions is not None:
+            self._check(self.decisions)
+
+    def _check(self, decisions: Decisions) -> None:
+        """See that decisions are about these tokens."""
+        counts, experts = decisions.kept_counts, decisions.experts
+        chosen = self.loss_mask.data.tobytes().count(1)
+        if counts is not None and counts.shape != (chosen,):
+            raise ValueError(f"kept_counts is {counts.shape}, the policy chose {chosen} tokens")
+        computed = self.token_ids.shape[0] - 1
+        if experts is not None and experts.shape[0] != computed:
+            raise ValueError(f"experts is {experts.shape}, the engine computed {computed} tokens")
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

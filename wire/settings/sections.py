@@ -160,11 +160,18 @@ class SamplingSection(Section, frozen=True, kw_only=True):
     temperature: Positive = 1.0
     """Logits are divided by this, by the engine and by the learner alike."""
     top_p: TopP = 1.0
-    """Must be 1 for training: the engine's logprobs are not those of a truncated distribution."""
+    """Sample from the most probable tokens that hold this share, up to max_kept_tokens."""
     top_k: int = -1
-    """Must be -1 (all tokens) for training, for the same reason."""
+    """Sample from the N most probable tokens, 2 to max_kept_tokens; -1 is all."""
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """Must be 0 for training, for the same reason."""
+    """Sample from the tokens with this share of the most probable one's probability at least."""
+    kept_tokens: Literal["replay", "drop"] = "replay"
+    """Where top_p, top_k or min_p leave tokens out: replay sends the ones that were kept to the
+    learner, whose distribution is then over these alone (2 or 4 bytes for each, 1 or 2 for their
+    number); drop sends none: both sides' log-probabilities are over the whole vocabulary, and what
+    is trained is not quite what was sampled from."""
+    max_kept_tokens: Annotated[int, msgspec.Meta(ge=2)] = 1024
+    """Tokens that replay keeps for a response token at most: a top_k where there is none."""
     max_prompt_tokens: AtLeast1 = 512
     """Longer prompts are treated according to sampling.overlong_prompts."""
     max_response_tokens: AtLeast1 = 512
@@ -185,6 +192,16 @@ class SamplingSection(Section, frozen=True, kw_only=True):
     """Jinja file instead of the model's own chat template."""
     chat_template_kwargs: dict[str, Json] = msgspec.field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking = false."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are left out of the distribution."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
+
+    @property
+    def records_kept(self) -> bool:
+        """True if the learner gets the tokens that were kept."""
+        return self.is_truncated and self.kept_tokens == "replay"
 
 
 class SourceTable(Section, frozen=True, kw_only=True):

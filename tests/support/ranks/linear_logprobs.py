@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.algos.linear_logprobs import (
+    Kept,
     OutputLayer,
     Reference,
     linear_logprobs,
@@ -43,6 +44,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
         case["target"],
         temperature=case["temperature"],
         barred=case["barred"],
+        kept=Kept(*case["kept"]),
         reference=reference,
         chunk_columns=case["chunk_columns"],
     )
@@ -53,6 +55,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
         OutputLayer(weight=weight, **settings),
         temperature=case["temperature"],
         barred=case["barred"],
+        kept=Kept(*case["kept"]),
     )
     computed = torch.stack([part.detach() for part in computed])
     torch.save(

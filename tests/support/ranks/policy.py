@@ -21,7 +21,7 @@ from slipstream.algos.advantages import Outcomes
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.section import AlgoSection
-from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.batches.packing import KeptTokens, PackedBatch, TrainSequence, pack
 from slipstream.learner.batches.plan import MinibatchPlan, plan_step
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
@@ -45,8 +45,14 @@ if TYPE_CHECKING:
 ENDS = (5, 9)
 
 
+VOCABULARY = 128  # of the tiny models
+
+
 def train_sequences() -> list[TrainSequence]:
-    """Return sequences of unlike lengths, temperatures and bars; one has a prompt of one token."""
+    """Return sequences of unlike lengths, temperatures and bars; one has a prompt of one token.
+
+    Every third was sampled from few tokens.
+    """
     rng = np.random.default_rng(2)
     result = []
     for number, tokens in enumerate(sequences()):
@@ -54,9 +60,11 @@ def train_sequences() -> list[TrainSequence]:
         num_prompt = 1 if number == 1 else max(1, length // 3)
         mask = np.arange(length) >= num_prompt
         barred = mask & (np.arange(length) < num_prompt + 2) if number % 2 else None
+        token_ids = np.array([t if t not in ENDS else 11 for t in tokens], np.int32)
         result.append(
             TrainSequence(
-                token_ids=np.array([t if t not in ENDS else 11 for t in tokens], np.int32),
+                token_ids=token_ids,
+                kept=few_kept(token_ids, mask) if number % 3 == 0 else None,
                 loss_mask=mask,
                 behavior_logprobs=np.where(mask, -4.0 + rng.random(length), 0.0).astype(np.float32),
                 temperature=1.0 if number % 3 else 0.6,
@@ -66,6 +74,20 @@ def train_sequences() -> list[TrainSequence]:
             )
         )
     return result
+
+
+def few_kept(
+    token_ids: "np.typing.NDArray[np.int32]", mask: "np.typing.NDArray[np.bool_]"
+) -> KeptTokens:
+    """Return 3 to 40 kept tokens for each of the response, its own among them."""
+    rng = np.random.default_rng(4)
+    sets = [
+        np.union1d(rng.choice(VOCABULARY, rng.integers(2, 40), replace=False), [token])
+        for token in token_ids[mask]
+    ]
+    counts = np.zeros(len(token_ids), np.int64)
+    counts[mask] = [len(one) for one in sets]
+    return KeptTokens(counts, np.concatenate(sets).astype(np.int64))
 
 
 def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
@@ -109,6 +131,11 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[floa
         row = (logits[t - 1] / sequence.temperature)[: model.hf_config.vocab_size].clone()
         if sequence.end_barred is not None and sequence.end_barred[t]:
             row[list(ENDS)] = float("-inf")
+        if sequence.kept is not None and sequence.kept.counts[t]:
+            start = sequence.kept.counts[:t].sum()
+            left_out = torch.ones(len(row), dtype=torch.bool)
+            left_out[sequence.kept.ids[start : start + sequence.kept.counts[t]]] = False
+            row[left_out] = float("-inf")
         chosen = torch.log_softmax(row, -1)[tokens[t]].item()
         values.append(chosen if sequence.loss_mask[t] else 0.0)
     return values

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from docs.generate.evidence import DEFINITION, PROPERTY, proves
 from slipstream.algos.linear_logprobs import (
+    Kept,
     OutputLayer,
     Reference,
     TokenLogprobs,
@@ -46,6 +47,7 @@ class Case:
     temperature: Tensor | None = None
     barred: Tensor | None = None
     vocab_size: int | None = None
+    kept: Kept | None = None
 
     def layer(self, weight: Tensor) -> OutputLayer:
         return OutputLayer(weight=weight, vocab_size=self.vocab_size, barred_ids=BARRED)
@@ -60,6 +62,7 @@ class Case:
             self.target,
             temperature=self.temperature,
             barred=self.barred,
+            kept=self.kept,
             reference=reference,
             chunk_columns=chunk_columns,
         )
@@ -85,6 +88,12 @@ class Case:
             columns = torch.zeros(logits.shape[-1], dtype=torch.bool)
             columns[[i for i in BARRED if i < len(columns)]] = True
             logits = logits.masked_fill(self.barred.unsqueeze(-1) & columns, -torch.inf)
+        if self.kept is not None:
+            is_kept = torch.zeros(logits.shape, dtype=torch.bool)
+            for row, token_id in zip(*(part.tolist() for part in self.kept[1:]), strict=True):
+                is_kept[row, token_id] = True
+            left_out = self.kept.is_truncated.unsqueeze(-1) & ~is_kept
+            logits = logits.masked_fill(left_out, -torch.inf)
         return logits.log_softmax(-1)
 
     def mixed(self, result: TokenLogprobs) -> Tensor:
@@ -122,6 +131,28 @@ def case(*, kl: bool = True, shaped: bool = True, num_tokens: int = T, scale: fl
     )
 
 
+def truncated(one: Case, *, most: int = 7) -> Case:
+    """The case with a few tokens kept at most positions, the target among them."""
+    generator = torch.Generator().manual_seed(8)
+    is_truncated = torch.rand(len(one.target), generator=generator) < 0.7
+    rows, ids = [], []
+    for row in is_truncated.nonzero().flatten().tolist():
+        count = int(torch.randint(1, most + 1, (1,), generator=generator))
+        drawn = torch.randperm(REAL, generator=generator)[:count].tolist()
+        chosen = {int(one.target[row]), *drawn}
+        rows += [row] * len(chosen)
+        ids += sorted(chosen)
+    return replace(one, kept=Kept(is_truncated, torch.tensor(rows), torch.tensor(ids)))
+
+
+SHAPES: dict[str, Callable[[], Case]] = {
+    "plain": lambda: case(shaped=False),
+    "tempered-barred-padded": case,
+    "truncated": lambda: truncated(case(shaped=False)),
+    "all-of-it": lambda: truncated(case()),
+}
+
+
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype
@@ -132,10 +163,10 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance
 @proves(
     "log-probabilities", "entropy", "kl.name = full", against=DEFINITION, what="value, gradient"
 )
-@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "tempered-barred-padded"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("alone", ["logprobs", "entropy", "kl", "mixed"])
-def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool):
-    one = case(shaped=shaped)
+def test_values_and_gradients_are_those_of_log_softmax(alone: str, shape: str):
+    one = SHAPES[shape]()
     got, expected = one.ours(), one.plain()
     assert_same(got, expected, 1e-13)
     if alone == "mixed":
@@ -147,11 +178,15 @@ def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool)
 
 
 @proves("sum of squared probabilities", against=DEFINITION)
-@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "tempered-barred-padded"])
-def test_the_sum_of_squares_is_that_of_the_softmax(shaped: bool):
-    one = case(shaped=shaped)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_of_squares_is_that_of_the_softmax(shape: str):
+    one = SHAPES[shape]()
     found = squared_probabilities(
-        one.hidden, one.layer(one.weight), temperature=one.temperature, barred=one.barred
+        one.hidden,
+        one.layer(one.weight),
+        temperature=one.temperature,
+        barred=one.barred,
+        kept=one.kept,
     )
     probabilities = one.log_softmax(one.hidden, one.weight).exp()
     assert found.tolist() == pytest.approx(probabilities.square().sum(-1).tolist())
@@ -160,11 +195,33 @@ def test_the_sum_of_squares_is_that_of_the_softmax(shaped: bool):
 
 @proves("log-probabilities", "entropy", "kl.name = full", against=PROPERTY, what="packing")
 @pytest.mark.parametrize("chunk_columns", [1, 2, 4, V - 1, V, V + 1, None])
-def test_the_chunk_size_changes_nothing(chunk_columns: int | None):
-    one = case()
+@pytest.mark.parametrize("shape", ["tempered-barred-padded", "all-of-it"])
+def test_the_chunk_size_changes_nothing(chunk_columns: int | None, shape: str):
+    one = SHAPES[shape]()
     got, expected = one.ours(chunk_columns), one.ours(3)
     assert_same(got, expected, 5e-14)  # sums of up to 12, in another order
     assert_same(one.gradients(one.mixed(got)), one.gradients(one.mixed(expected)), 1e-12)
+
+
+def test_a_token_that_was_the_only_one_kept_is_certain_and_has_no_gradient():
+    one = truncated(case(shaped=False), most=1)
+    alone = replace(one, kept=Kept(torch.ones(T, dtype=torch.bool), torch.arange(T), one.target))
+    result = alone.ours()
+    for part in result:
+        assert part is not None
+        assert torch.equal(part, torch.zeros(T, dtype=torch.float64))
+    for gradient in alone.gradients(alone.mixed(result)):
+        assert gradient.abs().max() < 1e-14
+
+
+def test_kept_tokens_are_told_of_the_position_before():
+    kept = Kept(
+        torch.tensor([False, True, False, True]), torch.tensor([1, 1, 3]), torch.tensor([5, 6, 7])
+    )
+    before = kept.before()
+    assert before.is_truncated.tolist() == [True, False, True, False]
+    assert before.rows.tolist() == [0, 0, 2]
+    assert before.ids.tolist() == [5, 6, 7]
 
 
 def test_without_a_reference_there_is_no_kl_and_the_rest_is_the_same():

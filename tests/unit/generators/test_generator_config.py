@@ -31,9 +31,18 @@ def table(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("section", "values", "why"),
     [
-        ("sampling", {"top_p": 0.9}, r"sampling\.top_p must be 1 for training, got 0\.9"),
-        ("sampling", {"top_k": 20}, r"sampling\.top_k must be -1 for training, got 20"),
-        ("sampling", {"min_p": 0.1}, r"sampling\.min_p must be 0 for training, got 0\.1"),
+        ("sampling", {"top_k": 1}, r"sampling\.top_k must be -1 \(all\) or at least 2 .*, got 1"),
+        ("sampling", {"top_k": 0}, r"sampling\.top_k must be -1 \(all\) or at least 2 .*, got 0"),
+        (
+            "sampling",
+            {"top_k": 50, "max_kept_tokens": 49},
+            r"sampling\.top_k = 50 keeps more than sampling\.max_kept_tokens = 49",
+        ),
+        (
+            "generators",
+            {"sglang": {"sampling_mask_max_tokens": 9}},
+            r"sglang\.sampling_mask_max_tokens follows from other settings",
+        ),
         ("sampling", {"min_response_tokens": 101}, r"sampling\.min_response_tokens = 101 is more"),
         ("sampling", {"stop": [""]}, r"sampling\.stop must hold at most 32 texts and none"),
         ("sampling", {"stop_token_ids": [-1]}, r"sampling\.stop_token_ids must be >= 0"),
@@ -78,6 +87,32 @@ def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Pat
         assert (one.stop, one.stop_token_ids) == (("</answer>",), (5,))
     longer = generator_settings(table(model, eval={"max_response_tokens": 300}))
     assert sampling_by_item(longer)["eval"].max_new_tokens == 300
+
+
+@pytest.mark.parametrize(
+    ("sampling", "recorded"),
+    [
+        ({}, 0),
+        ({"top_p": 0.9}, 100),
+        ({"top_k": 20}, 100),
+        ({"min_p": 0.1}, 100),
+        ({"top_p": 0.9, "kept_tokens": "drop"}, 0),
+        ({"top_k": 200, "kept_tokens": "drop"}, 0),
+    ],
+)
+def test_kept_tokens_are_recorded_where_some_are_left_out(
+    model: Path, sampling: dict[str, Any], recorded: int
+):
+    settings = generator_settings(table(model, sampling={"max_kept_tokens": 100, **sampling}))
+    params = sampling_by_item(settings)
+    assert params["train"].max_kept == recorded
+    assert params["eval"].max_kept == 0
+    assert params["train"].top_p == sampling.get("top_p", 1.0)
+    assert params["train"].top_k == sampling.get("top_k", -1)
+    assert params["train"].min_p == sampling.get("min_p", 0.0)
+    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+    assert ("sampling_mask_max_tokens" in flags) == bool(recorded)
+    assert int(flags.get("sampling_mask_max_tokens", recorded)) >= recorded
 
 
 @pytest.mark.parametrize(("seeded", "backend"), [(True, "pytorch"), (False, None)])

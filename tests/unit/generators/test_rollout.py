@@ -1,6 +1,7 @@
 """What a generator sends is what the learner reads: header, payload and transcript agree."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,17 @@ from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.rollout import (
     Sampler,
     Submission,
+    decision_bytes,
     pack_payload,
     run_rollouts,
     submitted_transcript,
 )
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.learner.batches.packing import pack, unpack
+from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
-from slipstream.wire.messages.trajectory import Prompt, VersionRun
+from slipstream.wire.messages.trajectory import Decisions, Prompt, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
@@ -121,3 +124,26 @@ def test_a_payload_whose_logprobs_do_not_match_its_tokens_is_not_sent():
     )
     with pytest.raises(ValueError, match="needs 16 bytes, got 12"):
         pack_payload([4, 13], broken)
+
+
+def test_kept_tokens_travel_in_the_narrowest_types(codec: TextCodec):
+    kept = replace(completion(5, 2), kept=[[5, 9, 4], [2]])
+    wide = replace(completion(5, 2), kept=[[5, *range(300, 600)], [2]])
+    results = run(codec, CannedEngine(kept, wide))
+    first, second = (decode_payload(frames[0]).decisions for _, frames in results)
+    assert first == Decisions(
+        kept_counts=PackedArray("uint8", (2,), memoryview(b"\3\1")),
+        kept_ids=PackedArray("uint8", (4,), memoryview(b"\5\11\4\2")),
+    )
+    assert [decision_bytes(result) for result in results] == [6, 4 + 2 * 302]
+    assert second is not None
+    assert second.kept_counts is not None
+    assert second.kept_ids is not None
+    assert (second.kept_counts.dtype, second.kept_ids.dtype) == ("uint16", "uint16")
+    assert second.kept_ids.data.tobytes()[:4] == b"\5\0\x2c\1"
+
+
+def test_a_payload_without_decisions_is_the_one_of_before_there_were_any(codec: TextCodec):
+    first, _ = run(codec, CannedEngine(completion(5, 2), completion(4)))
+    assert b"decisions" not in first[1][0]
+    assert decision_bytes(first) == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.broker.dashboard.rates import Rates
@@ -9,7 +10,7 @@ from slipstream.wire.messages.broker import LeaseGroups, RoleReport, ScoringItem
 from slipstream.wire.messages.trajectory import Score, Transcript
 from slipstream.wire.process.phases import WAIT
 from tests.support.waiting import until_async
-from tests.unit.generators.working import Working, ledger_of, working
+from tests.unit.generators.working import PARAMS, Working, ledger_of, working
 
 
 async def until_reported(it: Working, name: str, value: float) -> None:
@@ -39,8 +40,21 @@ def test_what_was_answered_is_counted_in_tokens_and_trajectories(tmp_path: Path)
             await until_reported(it, "trajectories", 6)
             counters = it.last_report().counters
             assert counters["tokens"] == it.engine.num_chosen > 6
-            none = ("retracted", "refused", "failed", "rejected", "unavailable")
-            assert [counters[name] for name in none] == [0.0] * 5
+            none = ("retracted", "refused", "failed", "rejected", "unavailable", "decision_bytes")
+            assert [counters[name] for name in none] == [0.0] * 6
+
+    asyncio.run(scenario())
+
+
+def test_the_size_of_kept_tokens_is_reported_for_each_token(tmp_path: Path):
+    async def scenario() -> None:
+        params = replace(PARAMS, max_kept=3)  # of a vocabulary of 40: a byte each
+        async with working(tmp_path, ledger_of(1, 2), params=params, max_sequences=2) as it:
+            it.engine.let_all()
+            await until_reported(it, "trajectories", 2)
+            await until_reported(it, "decision_bytes", it.engine.num_chosen * (1 + 3))
+            (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert status.decision_bytes_per_token == 4.0
 
     asyncio.run(scenario())
 

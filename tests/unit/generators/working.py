@@ -206,6 +206,7 @@ async def working(
     folder: Path,
     ledger: Ledger,
     *,
+    params: SamplingParams = PARAMS,
     max_sequences: int = 0,
     lanes: Lanes | None = None,
     cached_tokens: int = 1 << 20,
@@ -228,7 +229,7 @@ async def working(
         broker.clients.append(client)
         worker = GeneratorWorker(
             client=client,
-            sampler=Sampler(engine, codec, {"train": PARAMS}, RUN_SEED),
+            sampler=Sampler(engine, codec, {"train": params}, RUN_SEED),
             lanes=lanes or fixed,
             siblings_together=siblings_together,
             skips_bad_prompts=False,

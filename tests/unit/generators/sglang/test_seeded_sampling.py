@@ -1,5 +1,6 @@
 """Tokens follow their probabilities, and seed and position alone decide them."""
 
+import pytest
 import torch
 
 from slipstream.generators.sglang.seeded_sampling import (
@@ -73,6 +74,26 @@ def test_truncation_keeps_the_likeliest_tokens_in_their_proportions():
     assert set(truncated(probs, 1 << 30, 0.6).tolist()) == {1, 3}
     assert set(truncated(probs, 1 << 30, 1.0, 0.3).tolist()) == {1, 3, 4}
     assert set(truncated(probs, 1, 1.0).tolist()) == {1}
+
+
+def test_kept_tokens_come_with_the_chosen_one_and_their_probabilities_descending():
+    probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).expand(200, -1)
+    alone = truncated(probs, 3, 0.8)
+    chosen, weights, token_ids, weight = sampling_from_truncated_probs(
+        probs,
+        torch.full((200,), 3),
+        torch.full((200,), 0.8),
+        torch.zeros(200),
+        False,
+        seeds(200),
+        torch.arange(200),
+        return_filtered_probs=True,
+    )
+    assert torch.equal(chosen, alone)
+    assert chosen.dtype == token_ids.dtype == torch.int32
+    assert token_ids[0].tolist() == [1, 3, 4, 0, 2]
+    assert weights[0].tolist() == pytest.approx([0.4, 0.3, 0.15, 0, 0])
+    assert torch.equal(weight, probs.gather(1, chosen.long().unsqueeze(1)).squeeze(1))
 
 
 def test_a_row_that_truncates_nothing_is_decided_as_without_truncation():

@@ -9,7 +9,12 @@ from msgspec.structs import replace
 from slipstream.learner.batches.packing import TrainSequence, bars_other_ends, pack, unpack
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import PackedArray
-from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload, VersionRun
+from slipstream.wire.messages.trajectory import (
+    Decisions,
+    TrajectoryHeader,
+    TrajectoryPayload,
+    VersionRun,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 
 VOCAB = 32
@@ -209,3 +214,40 @@ def test_only_sequences_with_unusual_end_tokens_are_bad():
 def test_a_payload_of_another_length_than_its_header_is_refused():
     with pytest.raises(ProtocolError, match=r"3/1: header has 5 tokens, payload has \(4,\)"):
         unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)
+
+
+def kept_of(counts: list[int], ids: list[int]) -> TrajectoryPayload:
+    """A trajectory of tokens 10 and 11, then 12 and 13, which were sampled from these."""
+    decisions = Decisions(
+        kept_counts=PackedArray("uint8", (len(counts),), memoryview(bytes(counts))),
+        kept_ids=PackedArray("uint16", (len(ids),), memoryview(np.array(ids, "<u2").tobytes())),
+    )
+    return replace(payload([0.0, 0.0, -0.5, -0.5]), decisions=decisions)
+
+
+def test_kept_tokens_are_at_the_token_that_was_sampled_from_them():
+    first = unpack(header(), kept_of([3, 1], [12, 5, 31, 13]), vocab_size=VOCAB)
+    second = unpack(header(), payload([0.0, 0.0, -0.5, -0.5]), vocab_size=VOCAB)
+    assert pack([second], torch.device("cpu")).kept is None
+    batch = pack([second, first], torch.device("cpu"))
+    assert batch.kept is not None
+    assert batch.kept.is_truncated.tolist() == [False] * 6 + [True] * 2
+    assert batch.kept.rows.tolist() == [6, 6, 6, 7]
+    assert batch.kept.ids.tolist() == [12, 5, 31, 13]
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "why"),
+    [
+        ([2, 1], [12, 5], r"counts 3 kept tokens, 1 of one token at least, and holds 2"),
+        ([2, 0], [12, 5], r"counts 2 kept tokens, 0 of one token at least"),
+        ([2, 1], [12, VOCAB, 13], r"sampled from token ids from 12 to 32, the vocabulary has 32"),
+        ([2, 1], [12, 5, 14], r"response token 1 is 0 times among the 1 that it was sampled from"),
+        ([2, 1], [12, 12, 13], r"response token 0 is 2 times among the 2"),
+    ],
+)
+def test_kept_tokens_that_nothing_was_sampled_from_are_refused(
+    counts: list[int], ids: list[int], why: str
+):
+    with pytest.raises(ProtocolError, match=why):
+        unpack(header(), kept_of(counts, ids), vocab_size=VOCAB)

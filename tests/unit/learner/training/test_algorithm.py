@@ -39,12 +39,21 @@ def test_an_advantage_that_compares_siblings_needs_two(model: str):
     [
         ({"temperature": 0.5}, r"at temperature 1, got sampling\.temperature = 0\.5"),
         ({"min_response_tokens": 1}, r"sampling\.min_response_tokens = 1 bars the end"),
+        ({"top_p": 0.9}, r"sampling\.top_p = 0\.9, top_k = -1 and min_p = 0 leave tokens out"),
     ],
 )
 def test_endpoint_with_another_distribution_is_refused(model: str, sampling: Table, message: str):
     teacher = {"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}
     with pytest.raises(ConfigError, match=message):
         algorithm(model, algo={"teacher": teacher}, sampling=sampling)
+
+
+def test_an_endpoint_of_whole_distributions_takes_truncated_samples_as_if_they_were_whole(
+    model: str,
+):
+    teacher = {"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}
+    sampling: Table = {"top_p": 0.9, "kept_tokens": "drop"}
+    assert algorithm(model, algo={"teacher": teacher}, sampling=sampling).choice.has_teacher
 
 
 def test_missing_teacher_is_refused(model: str):

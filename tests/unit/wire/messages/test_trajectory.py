@@ -4,6 +4,7 @@ import pytest
 
 from slipstream.wire.messages.arrays import DType, PackedArray
 from slipstream.wire.messages.trajectory import (
+    Decisions,
     Score,
     TrajectoryHeader,
     TrajectoryPayload,
@@ -30,7 +31,7 @@ def make_header(
 
 
 def zeros(dtype: DType, *shape: int) -> PackedArray:
-    item = 1 if dtype == "bool" else 4
+    item = {"bool": 1, "uint8": 1, "uint16": 2}.get(dtype, 4)
     count = 1
     for size in shape:
         count *= size
@@ -121,6 +122,36 @@ def test_arrays_that_do_not_belong_together_are_rejected_by_name(field: str, arr
     }
     with pytest.raises(ValueError, match=f"{field} is"):
         TrajectoryPayload(**(arrays | {field: array}))
+
+
+@pytest.mark.parametrize(
+    ("decisions", "why"),
+    [
+        ({"kept_counts": zeros("uint8", 2)}, "together or not at all"),
+        ({"kept_counts": zeros("float32", 2), "kept_ids": zeros("uint8", 2)}, "kept_counts is flo"),
+        ({"kept_counts": zeros("uint8", 2), "kept_ids": zeros("int32", 1, 2)}, "with 1 axes"),
+        ({"experts": zeros("uint8", 4, 2)}, "with 3 axes"),
+        ({"kept_counts": zeros("uint8", 3), "kept_ids": zeros("uint8", 3)}, "chose 2 tokens"),
+        ({"experts": zeros("uint8", 5, 2, 2)}, "the engine computed 4 tokens"),
+    ],
+)
+def test_decisions_that_are_not_about_the_tokens_are_rejected(
+    decisions: dict[str, PackedArray], why: str
+):
+    with pytest.raises(ValueError, match=why):
+        TrajectoryPayload(
+            token_ids=zeros("int32", 5),
+            loss_mask=PackedArray("bool", (5,), memoryview(b"\0\0\0\1\1")),
+            behavior_logprobs=zeros("float32", 5),
+            decisions=Decisions(**decisions),
+        )
+
+
+def test_the_size_of_decisions_is_that_of_their_arrays():
+    kept = Decisions(kept_counts=zeros("uint8", 2), kept_ids=zeros("uint16", 7))
+    assert kept.num_bytes == 2 + 14
+    assert Decisions(experts=zeros("uint8", 4, 3, 2)).num_bytes == 24
+    assert Decisions().num_bytes == 0
 
 
 def test_arrays_of_two_axes_are_rejected():

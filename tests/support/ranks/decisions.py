@@ -1,0 +1,85 @@
+"""One rank of a learner that reads trajectories of an engine, with its decisions and without.
+
+Usage: decisions MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON SUBMISSIONS_FILE
+Writes the log-probabilities of each to WORK_FOLDER/RANK.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from slipstream.algos.section import AlgoSection
+from slipstream.generators.rollout import Submission
+from slipstream.learner.batches.packing import pack, unpack
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.messages.codec import decode_payload
+from slipstream.wire.messages.trajectory import TrajectoryHeader
+from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.ranks.policy import join_ranks
+from tests.support.ranks.run import section_of
+
+
+def write_submissions(path: Path, cases: dict[str, list[Submission]]) -> None:
+    """Write headers and payloads of each case for the ranks."""
+    pairs = {
+        name: [(message.header, frames[0]) for message, frames in submissions]
+        for name, submissions in cases.items()
+    }
+    path.write_bytes(msgspec.msgpack.encode(pairs))
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file: Path) -> None:
+    learner = section_of(layout, dtype="float32")
+    topology = join_ranks(work, rank, world_size, learner)
+    from slipstream.learner.model.topology import destroy_topology
+    from slipstream.learner.starting_policy import build_policy
+
+    settings = LearnerSettings(
+        run=RunSection(model=str(folder)),
+        learner=learner,
+        algo=AlgoSection(kl={"coefficient": 0.1, "name": "k3"}),
+        weightbus=WeightBusSection(),
+        sampling=SamplingSection(max_response_tokens=64),
+    )
+    policy = build_policy(settings, algorithm_of(settings), topology)
+    vocab_size = policy.model.hf_config.vocab_size
+    cases = msgspec.msgpack.decode(
+        file.read_bytes(), type=dict[str, list[tuple[TrajectoryHeader, bytes]]]
+    )
+    report: dict[str, dict[str, object]] = {}
+    for name, pairs in cases.items():
+        whole = [(header, decode_payload(frame)) for header, frame in pairs]
+        less = [(header, msgspec.structs.replace(one, decisions=None)) for header, one in whole]
+        report[name] = {}
+        for kind, payloads in {"with": whole, "without": less}.items():
+            batch = pack(
+                [unpack(*payload, vocab_size=vocab_size) for payload in payloads], device.device()
+            )
+            (outputs,) = policy.proximal([batch])
+            assert policy.reference is not None
+            (reference,) = policy.reference.logprobs([batch])
+            report[name][kind] = {
+                "logprobs": outputs.logprobs[batch.loss_mask].tolist(),
+                "reference": reference[batch.loss_mask].tolist(),
+                "engine": batch.behavior_logprobs[batch.loss_mask].tolist(),
+                "entropy": outputs.entropy[batch.loss_mask].tolist(),
+            }
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        *map(int, sys.argv[3:5]),
+        sys.argv[5],
+        Path(sys.argv[6]),
+    )
