@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from slipstream.broker.config import DataSection, RewardSection, private_paths
+from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import chosen
 from slipstream.wire.errors import ConfigError
@@ -30,7 +31,7 @@ Device = Literal["cpu", "cuda"]
 
 _OURS = (
     *("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests"),
-    "sampling_mask_max_tokens",
+    *("sampling_mask_max_tokens", "enable_return_routed_experts"),
 )
 # Settings refused for an engine of several ranks, with reasons.
 _ONE = {
@@ -50,6 +51,7 @@ _REFUSED = {
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
+_DENSE_LAYERS = "first_k_dense_replace"  # of config.json: layers before those with experts
 _FEWEST_KEPT = 2  # by sampling.top_k
 _MAX_GENERATORS = 10_000  # that a relay serves
 _MAX_STOPS = 32  # that SGLang takes
@@ -145,6 +147,15 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling.max_prompt_tokens + max(responses)
 
     @property
+    def expert_layers(self) -> ExpertLayers | None:
+        """Layers whose experts are recorded for the learner; None if none are."""
+        if self.run.routing_replay != "R3":
+            return None
+        config = _model_config(self.model)
+        total, dense = (config.get(name, 0) for name in ("num_hidden_layers", _DENSE_LAYERS))
+        return ExpertLayers(int(str(total)), int(str(dense)))
+
+    @property
     def dtype(self) -> str:
         """Type of the engine's weights."""
         if self.generators.dtype != "auto":
@@ -191,7 +202,18 @@ def generator_settings(table: Table) -> GeneratorSettings:
         )
     _check_flags(settings.generators.sglang, settings.weightbus.in_flight)
     _check_ranks(settings.generators.sglang, _model_config(folder))
+    _check_replay(settings.run, _model_config(folder))
     return settings
+
+
+def _check_replay(run: RunSection, config: Mapping[str, object]) -> None:
+    """Refuse to replay the routing of a model that does not route."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if run.routing_replay != "off" and family is not None and not family.has_experts:
+        raise ConfigError(
+            f'run.routing_replay = "{run.routing_replay}" needs experts to route to, and run.model '
+            f"is {family.model_type}, which has none"
+        )
 
 
 def _check_flags(flags: Mapping[str, object], in_flight: str) -> None:

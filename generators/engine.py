@@ -2,11 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.weightbus.agent.engine import EngineWeights
 from slipstream.wire.messages.trajectory import FinishReason
 from slipstream.wire.messages.versions import PolicyVersion
+
+
+class ExpertLayers(NamedTuple):
+    """The layers of a model of which some have experts."""
+
+    total: int
+    dense: int  # the first ones, which have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +30,7 @@ class SamplingParams:
     top_k: int = -1  # -1 is all
     min_p: float = 0.0
     max_kept: int = 0  # above 0: record the tokens kept at each step, so many at most
+    experts_of: ExpertLayers | None = None  # record the experts of each token, in these
     stop: tuple[str, ...] = ()  # a response ends after any of these texts
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own
 
@@ -36,6 +47,9 @@ class Completion:
     """N sets of token ids, those that each token was sampled from. ``logprobs`` are then of the
     distribution over these alone. None where they were not asked for: ``logprobs`` are over the
     whole vocabulary then, whatever of it was sampled from."""
+    experts: NDArray[np.int32] | None = None
+    """[P + N - 1, layers with experts, experts of a token], of each token of prompt and response
+    but the last, for which nothing was computed. None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

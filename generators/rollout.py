@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.version_runs import version_runs
@@ -96,12 +99,20 @@ def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPay
 
 
 def _decisions(completion: Completion) -> Decisions | None:
-    if completion.kept is None:
+    kept, experts = completion.kept, completion.experts
+    if kept is None and experts is None:
         return None
     return Decisions(
-        kept_counts=_numbers([len(ids) for ids in completion.kept]),
-        kept_ids=_numbers([token_id for ids in completion.kept for token_id in ids]),
+        kept_counts=None if kept is None else _numbers([len(ids) for ids in kept]),
+        kept_ids=None if kept is None else _numbers([one for ids in kept for one in ids]),
+        experts=None if experts is None else _packed_experts(experts),
     )
+
+
+def _packed_experts(experts: NDArray[np.int32]) -> PackedArray:
+    dtype = narrowest(int(experts.max(initial=0)))
+    narrow = np.ascontiguousarray(experts, np.dtype(dtype).newbyteorder("<"))
+    return PackedArray(dtype, experts.shape, memoryview(narrow.tobytes()))
 
 
 def _numbers(values: list[int]) -> PackedArray:

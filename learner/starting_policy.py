@@ -69,6 +69,11 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
     learner, choice = settings.learner, algorithm.choice
     resumes = settings.resume_from is not None
     hf = load_hf_config(settings.model)
+    if settings.run.routing_replay != "off" and not hf.num_routed_experts:
+        raise ConfigError(
+            f'run.routing_replay = "{settings.run.routing_replay}" needs experts to route to, and '
+            f"run.model is {hf.model_type} without any"
+        )
     offload = Offload(learner.offload)
     critic = None
     frozen: dict[Path, ReferencePolicy] = {}
@@ -123,6 +128,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         needs_full_kl=algorithm.needs_full_kl,
         needs_squares=algorithm.needs_squares,
         offload=offload,
+        replay=settings.run.routing_replay,
     )
     if settings.resume_from is not None:
         info = read_checkpoint_info(settings.resume_from)

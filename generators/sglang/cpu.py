@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 _keep_alive: list[torch.library.Library] = []
 
@@ -145,6 +146,21 @@ def batch_decode_attention() -> None:
     # Attention that is data-parallel fills batches up with sequences of this length.
     backend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
     backend._run_sdpa_forward_decode = decode
+
+
+def allocate_without_cuda() -> None:
+    """Let memory on the host be allocated on a CPU, as chosen experts need it.
+
+    SGLang pins it through CUDA for every device that it does not name. Import its modules first.
+    """
+    module = importlib.import_module(_HOST_MEMORY)
+
+    def allocate(
+        dims: tuple[int, ...], dtype: torch.dtype, device: str, *_pinning: object, **_more: object
+    ) -> Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
 def _gather_plan(

@@ -8,15 +8,19 @@ was chosen.
 """
 
 import asyncio
+import base64
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.generators.engine import Completion, EngineLoad, ExpertLayers, SamplingParams
 from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
@@ -121,6 +125,7 @@ class SglangEngine:
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds] or sampling,
             "return_logprob": True,
             "return_sampling_mask": params.max_kept > 0,
+            "return_routed_experts": params.experts_of is not None,
         }
         self._num_in_flight += count
         try:
@@ -129,7 +134,15 @@ class SglangEngine:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
-        return [_completion(answer, has_kept=params.max_kept > 0) for answer in answers]
+        completions = [_completion(answer, has_kept=params.max_kept > 0) for answer in answers]
+        if params.experts_of is None:
+            return completions
+        return [
+            replace(
+                one, experts=_experts(answer, len(prompt_ids + one.token_ids), params.experts_of)
+            )
+            for one, answer in zip(completions, answers, strict=True)
+        ]
 
     async def load(self) -> EngineLoad:
         """Return the server's load as of its last batch; it answers while paused.
@@ -321,3 +334,13 @@ def _completion(answer: dict[str, Any], *, has_kept: bool) -> Completion:
         finish_reason="stop" if reason == "stop" else "length",
         kept=kept,
     )
+
+
+def _experts(answer: dict[str, Any], num_tokens: int, layers: ExpertLayers) -> NDArray[np.int32]:
+    try:
+        data = base64.b64decode(answer["meta_info"]["routed_experts"])
+        chosen = np.frombuffer(data, "<i4").reshape(num_tokens - 1, layers.total, -1)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"experts of {num_tokens - 1} tokens in {layers.total} layers"
+        raise EngineError(f"SGLang /generate: {what} asked, got {error!r}") from error
+    return chosen[:, layers.dense :]

@@ -32,6 +32,7 @@ _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+_BATCH_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -44,9 +45,15 @@ def install() -> None:
         ConfigError: this is another SGLang version than theirs.
     """
     check_version(metadata.version("sglang"))
-    retractions = Retractions()
+    retractions, experts = Retractions(), ExpertsBefore()
+
+    def correct_batches(module: ModuleType) -> None:
+        retractions.count(module)
+        experts.keep(module)
+
     corrections: dict[str, Callable[[ModuleType], None]] = {
-        _SCHEDULE_BATCH: retractions.count,
+        _SCHEDULE_BATCH: correct_batches,
+        _BATCH_RESULTS: experts.put_back,
         _LOAD_INQUIRER: retractions.report,
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
@@ -288,6 +295,53 @@ class Retractions:
             return snapshot
 
         replace(inquirer, "get_loads", get_loads)
+
+
+class ExpertsBefore:
+    """Keeps the experts that were chosen for an answer before it was retracted.
+
+    SGLang keeps them beside keys and values. A retracted answer is prefilled again, under new
+    weights where they are the reason: its experts are then those of the prefill, and not those that
+    its tokens were chosen with. Remove when SGLang keeps them with the request.
+    """
+
+    def __init__(self) -> None:
+        self._capturer: Callable[[], Any] = lambda: None
+
+    def keep(self, module: ModuleType) -> None:
+        """Keep the experts of tokens whose keys and values are given up."""
+        release = module.release_req
+
+        def release_req(*, req: Any, req_to_token_pool: Any, **rest: Any) -> Any:  # noqa: ANN401
+            capturer = self._capturer()
+            if capturer is not None and req.return_routed_experts and req.output_ids:
+                before = getattr(req, "experts_before", None)
+                every = capturer.get_topk(
+                    req_pool_idx=req.kv.req_pool_idx,
+                    seqlen=len(req.origin_input_ids) + len(req.output_ids),
+                    req_to_token_pool=req_to_token_pool,
+                )
+                if before is not None:
+                    every[: len(before)] = before
+                req.experts_before = every
+            return release(req=req, req_to_token_pool=req_to_token_pool, **rest)
+
+        replace(module, "release_req", release_req)
+
+    def put_back(self, module: ModuleType) -> None:
+        """Answer with the experts that were kept."""
+        self._capturer = module.get_global_experts_capturer
+        processor = module.SchedulerBatchResultProcessor
+        collect = processor._maybe_collect_routed_experts
+
+        def _maybe_collect_routed_experts(self: Any, req: Any) -> None:  # noqa: ANN401
+            collect(self, req)
+            before = getattr(req, "experts_before", None)
+            if req.routed_experts is not None and before is not None:
+                before = before[req.routed_experts_start_len :]
+                req.routed_experts[: len(before)] = before
+
+        replace(processor, "_maybe_collect_routed_experts", _maybe_collect_routed_experts)
 
 
 def _count_tokens_before_retraction(module: ModuleType) -> None:

@@ -30,6 +30,7 @@ def sampling_by_item(settings: GeneratorSettings) -> dict[ItemKind, SamplingPara
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             max_kept=sampling.max_kept_tokens if sampling.records_kept else 0,
+            experts_of=settings.expert_layers,
             stop=sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
         ),

@@ -51,6 +51,7 @@ def main() -> None:
         from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
     if on_cpu:
         cpu.batch_decode_attention()
+        cpu.allocate_without_cuda()
     run_server(prepare_server_args(argv))
 
 

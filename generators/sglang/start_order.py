@@ -58,6 +58,8 @@ def server_flags(
     }
     if settings.weightbus.in_flight == "in_place":
         flags["disable_radix_cache"] = True  # its prefixes cannot be forgotten amid responses
+    if settings.run.routing_replay == "R3":
+        flags["enable_return_routed_experts"] = True
     if settings.sampling.records_kept:
         flags["sampling_mask_max_tokens"] = settings.sampling.max_kept_tokens + _TIES
     if settings.sampling.seed_per_sibling:

@@ -5,7 +5,7 @@ Shapes: T tokens of B sequences laid end to end.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ class TrainSequence:
     end_barred: NDArray[np.bool_] | None = None  # True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
     kept: "KeptTokens | None" = None
+    experts: NDArray[np.int16] | None = None  # [length, layers with experts, experts of a token]
 
 
 class KeptTokens(NamedTuple):
@@ -66,18 +67,35 @@ class PackedBatch:
     end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
     kept: Kept | None = None  # tokens that each was sampled from; None: nothing was left out
+    experts: Tensor | None = None  # [T, L, k] int16 that the engine chose; -1 where it did not
+    chosen_before: dict[int, Tensor] = field(default_factory=dict)
+    """What this rank's routers chose before the step's first update, by layer with experts."""
+
+
+class ExpertSizes(NamedTuple):
+    """How many experts a model has."""
+
+    layers: int  # that have any
+    experts: int  # of such a layer, to choose from
+    of_token: int  # that it chooses
 
 
 def unpack(
-    header: TrajectoryHeader, payload: TrajectoryPayload, *, vocab_size: int
+    header: TrajectoryHeader,
+    payload: TrajectoryPayload,
+    *,
+    vocab_size: int,
+    experts: ExpertSizes | None = None,
 ) -> TrainSequence:
     """Return a trajectory's arrays without copying them.
+
+    ``experts`` are the sizes of a model that chooses the engine's experts again; None leaves them.
 
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
             belong together, a token is outside the vocabulary or not among those that it was
-            sampled from, the loss mask is not on the response, or a logprob is not finite or above
-            0 (by more than rounding, 1e-3 nats).
+            sampled from, experts are not the model's, the loss mask is not on the response, or a
+            logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     if payload.token_ids.shape != (header.num_tokens,):
@@ -136,7 +154,30 @@ def unpack(
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=header.temperature,
         kept=_kept(payload.decisions, token_ids, mask, vocab_size, name),
+        experts=None if experts is None else _experts(payload.decisions, experts, name),
     )
+
+
+def _experts(decisions: Decisions | None, sizes: ExpertSizes, name: str) -> NDArray[np.int16]:
+    if decisions is None or decisions.experts is None:
+        raise ProtocolError(
+            f'{name} comes without the experts that run.routing_replay = "R3" chooses again'
+        )
+    chosen = _array(decisions.experts)
+    if chosen.shape[1:] != (sizes.layers, sizes.of_token):
+        raise ProtocolError(
+            f"{name} has {chosen.shape[2]} experts of a token in {chosen.shape[1]} layers, the "
+            f"model {sizes.of_token} in {sizes.layers}"
+        )
+    if chosen.max() >= sizes.experts or chosen.min() < 0:
+        raise ProtocolError(
+            f"{name} has experts from {chosen.min()} to {chosen.max()}, the model {sizes.experts}"
+        )
+    in_order = np.sort(chosen, axis=-1)
+    if (in_order[..., 1:] == in_order[..., :-1]).any():
+        raise ProtocolError(f"{name} has a token with the same expert twice")
+    last = np.full((1, *chosen.shape[1:]), -1, np.int16)  # of which the engine computed nothing
+    return np.concatenate([chosen.astype(np.int16), last])
 
 
 def _kept(
@@ -221,6 +262,9 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
         end_barred=joined(barred) if ends else None,
         end_token_ids=max(ends, default=()),
         kept=_packed_kept(sequences, device),
+        experts=joined([s.experts for s in sequences if s.experts is not None])
+        if all(s.experts is not None for s in sequences)
+        else None,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import Rejection, StepPlan, groups_of
-from slipstream.learner.batches.packing import TrainSequence, bars_other_ends, unpack
+from slipstream.learner.batches.packing import ExpertSizes, TrainSequence, bars_other_ends, unpack
 from slipstream.learner.model.collectives import any_rank, broadcast_frames, union
 from slipstream.learner.model.topology import Topology
 from slipstream.wire.errors import PeerLostError, ProtocolError, SlipstreamError
@@ -44,7 +44,12 @@ def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -
 
 
 def unpack_share(
-    order: StepPlan, topology: Topology, frames: Sequence[Frame], *, vocab_size: int
+    order: StepPlan,
+    topology: Topology,
+    frames: Sequence[Frame],
+    *,
+    vocab_size: int,
+    experts: ExpertSizes | None = None,
 ) -> dict[int, TrainSequence] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
 
@@ -55,7 +60,9 @@ def unpack_share(
     is_bad = bars_other_ends(headers)
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
-            sequences[i] = unpack(headers[i], decode_payload(frame), vocab_size=vocab_size)
+            sequences[i] = unpack(
+                headers[i], decode_payload(frame), vocab_size=vocab_size, experts=experts
+            )
         except ProtocolError as error:
             key = (headers[i].group_id, headers[i].sibling)
             _log.warning("step %d: trajectory %d/%d is invalid: %s", order.step, *key, error)

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.cuda_attention import Bounds, cuda_attention, has_kernel
+from slipstream.learner.model.expert_choices import ExpertChoices
 from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
 
@@ -61,6 +62,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
 
     rotation: Rotation = field(kw_only=True)  # of this rank's tokens
     split: TokenSplit = field(kw_only=True)  # of all tokens
+    choices: ExpertChoices | None = field(kw_only=True, default=None)  # of its routers
 
     @cached_property
     def groups(self) -> LengthGroups:

@@ -10,7 +10,7 @@ context parallelism has its share; H hidden size, V the vocabulary padded to a m
 import dataclasses
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -30,11 +30,13 @@ from slipstream.learner.model import device, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout, packed_layout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
+from slipstream.learner.model.expert_choices import ExpertChoices, choices_of_rank
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
+from slipstream.learner.model.routing import hand_on_choices
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 
@@ -102,6 +104,8 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
     )
     if model.post_process:
         model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
+    for layer in model.decoder.layers:
+        hand_on_choices(layer)
     model.to(device.device())
     for name, parameter in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -152,6 +156,25 @@ class ModelInput:
         positions = whole.mine(position_ids)
         layout = packed_layout(cu_seqlens, max_seqlen, config.rotary.at(positions), split)
         return cls(whole.mine(token_ids), positions, layout, split)
+
+    def recording(self, record: MutableMapping[int, Tensor]) -> "ModelInput":
+        """Return the microbatch, whose routers note what they choose, by layer with experts."""
+        return self._choosing(ExpertChoices(record=record))
+
+    def repeating(self, given: Mapping[int, Tensor]) -> "ModelInput":
+        """Return the microbatch, whose routers choose what this rank's have noted."""
+        return self._choosing(ExpertChoices(given=given))
+
+    def choosing(self, experts: Tensor, config: TransformerConfig) -> "ModelInput":
+        """Return the microbatch, whose routers choose these for all of its tokens, [T, L, k]."""
+        ranks, rank = 1, 0
+        if config.sequence_parallel:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+        return self.repeating(choices_of_rank(experts, self.split, ranks=ranks, rank=rank))
+
+    def _choosing(self, choices: ExpertChoices) -> "ModelInput":
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, choices=choices))
 
     def through(self, chunk: torch.nn.Module) -> Tensor:
         """Run a chunk, or a wrapper around one; what follows the last is ``hidden``."""

@@ -11,8 +11,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.learner.model.expert_choice import chosen_experts, scores_of
+from slipstream.learner.model.expert_choices import ExpertChoices
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.routing_rules import chosen_experts, scores_of
 
 _SMALLEST_SUM = 1e-20  # of weights, which divide
 
@@ -28,6 +29,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         super().__init__(config=config, **arguments)
         self._hf = hf
         self._rule = hf.family.router
+        self.choices: ExpertChoices | None = None  # of the microbatch that goes through
         bias = None
         if self._rule.has_bias:
             bias = torch.zeros(hf.num_routed_experts, device=self.weight.device)
@@ -49,6 +51,9 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
                 taken_groups=self._hf.topk_group or 1,
                 group_score=self._rule.group_score,
             )
+            if self.choices is not None:
+                sparse = sum(map(self._hf.is_sparse, range(self.layer_number - 1)))  # before it
+                chosen = self.choices.decided(sparse, chosen)
         weights = scores.gather(-1, chosen)
         if self._hf.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)

@@ -57,6 +57,11 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             '"proximal"), and the only minibatch is there: set learner.minibatches > 1 or '
             'algo.anchor = "behavior"'
         )
+    if run.routing_replay == "R2" and settings.learner.minibatches == 1:
+        raise ConfigError(
+            'run.routing_replay = "R2" repeats choices in updates after the first of a step, and '
+            'learner.minibatches = 1 has no other: set learner.minibatches > 1 or "R3"'
+        )
     teacher, sampling = choice.teacher, settings.sampling
     if choice.has_teacher and not teacher.model and not teacher.endpoint:
         raise ConfigError(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import NonFiniteError, Rejection, StepPlan, groups_of
-from slipstream.learner.batches.packing import PackedBatch, pack
+from slipstream.learner.batches.packing import ExpertSizes, PackedBatch, pack
 from slipstream.learner.batches.share import fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.device import device
 from slipstream.learner.model.flops import SequenceCost
+from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
 from slipstream.learner.record.throughput import StepWork
@@ -29,6 +30,13 @@ class TrainedBatch:
 
     figures: dict[str, float]
     work: StepWork
+
+
+def expert_sizes(hf: HfConfig) -> ExpertSizes:
+    """Return how many experts a model has."""
+    return ExpertSizes(
+        layers=hf.num_sparse_layers, experts=hf.num_routed_experts, of_token=hf.experts_per_token
+    )
 
 
 class BatchTraining:
@@ -107,8 +115,14 @@ class BatchTraining:
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(order.step + 1)
         with self._clock.phase("pack"):
-            vocab_size = self._policy.model.hf_config.vocab_size
-            sequences = unpack_share(order, self._topology, frames, vocab_size=vocab_size)
+            hf = self._policy.model.hf_config
+            sequences = unpack_share(
+                order,
+                self._topology,
+                frames,
+                vocab_size=hf.vocab_size,
+                experts=expert_sizes(hf) if self._settings.run.routing_replay == "R3" else None,
+            )
             if isinstance(sequences, Rejection):
                 return sequences
             return [

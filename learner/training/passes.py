@@ -22,6 +22,7 @@ from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.device import device
 from slipstream.learner.model.gpt import ModelInput
 from slipstream.learner.model.topology import Topology
+from slipstream.wire.settings.sections import RoutingReplay
 
 Output = TypeVar("Output")
 
@@ -54,10 +55,20 @@ class Passes(Generic[Output]):
     """Runs microbatches through the chunks of one model on this rank."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], head: Head[Output], topology: Topology
+        self,
+        chunks: Sequence[torch.nn.Module],
+        head: Head[Output],
+        topology: Topology,
+        *,
+        replay: RoutingReplay = "off",
     ) -> None:
-        """Take a model's chunks, wrapped for training or not."""
+        """Take a model's chunks, wrapped for training or not.
+
+        ``replay`` is which experts routers choose again: with R3 those that came with a microbatch,
+        with R2 in ``train`` those of the last ``forward`` of it, if there was one.
+        """
         self._chunks = list(chunks)
+        self._replay = replay
         self._head = head
         self._topology = topology
         self._config = chunks[0].config
@@ -157,6 +168,7 @@ class Passes(Generic[Output]):
                 batch.cu_seqlens,
                 batch.max_seqlen,
             )
+            given = self._replaying(batch, given, trains=trains)
 
             def result(output: Tensor, *, non_loss_data: bool = False) -> object:
                 share = Share(batch, given.split, given.hidden(output))
@@ -181,3 +193,13 @@ class Passes(Generic[Output]):
             forward_only=not trains,
             collect_non_loss_data=not trains,
         )
+
+    def _replaying(self, batch: PackedBatch, given: ModelInput, *, trains: bool) -> ModelInput:
+        """Return a microbatch whose routers choose as they are to; alone if nothing is known."""
+        if self._replay == "R3" and batch.experts is not None:
+            return given.choosing(batch.experts, self._config)
+        if self._replay == "R2" and not trains:
+            return given.recording(batch.chosen_before)
+        if self._replay == "R2" and batch.chosen_before:
+            return given.repeating(batch.chosen_before)
+        return given

@@ -30,6 +30,7 @@ from slipstream.learner.training.passes import Passes, Share
 from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.trainable import LossFunction, Trainable
+from slipstream.wire.settings.sections import RoutingReplay
 
 _REFERENCE_PREFIX = "reference."
 
@@ -129,13 +130,15 @@ class Policy:
         needs_full_kl: bool = False,
         needs_squares: bool = False,
         offload: Offload | None = None,
+        replay: RoutingReplay = "off",
     ) -> None:
         """Wrap a model, with the other models that the algorithm needs.
 
         ``decay_steps`` is where the learning rate's decay ends. ``renews_reference`` is set
         if ``renew_reference`` is called now and then, ``needs_full_kl`` if a loss needs the KL from
         the reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
-        ``offload`` is that of all models of this rank.
+        ``offload`` is that of all models of this rank, ``replay`` that of ``Passes``, of this model
+        alone.
         """
         self.model = model
         self.reference = reference
@@ -148,7 +151,13 @@ class Policy:
         self._reference_states: list[Tensor] = []  # of one update, by microbatch
         self._offload = offload or Offload()
         self._trained = Trainable(
-            model, settings, topology, self, decay_steps=decay_steps, offload=self._offload
+            model,
+            settings,
+            topology,
+            self,
+            decay_steps=decay_steps,
+            offload=self._offload,
+            replay=replay,
         )
         self._pipeline_clock = PipelineClock() if topology.sizes.pipeline > 1 else None
 

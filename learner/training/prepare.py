@@ -80,6 +80,8 @@ def prepare(
     copies = None if everyone_once else shaped.copies
     minibatches = []
     for number, (of_minibatch, plan) in enumerate(zip(batches, plans, strict=True)):
+        for batch in of_minibatch:
+            batch.chosen_before.clear()
         lengths, times = data.outcomes.lengths[plan.members], shaped.copies[plan.members]
         denominators = algorithm.denominators(
             float((lengths * times).sum()), float(((lengths > 0) * times).sum())

@@ -38,6 +38,7 @@ from slipstream.learner.training.passes import Head, Passes
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.schedule import make_scheduler
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.sections import RoutingReplay
 
 # Of Megatron's ways to write a distributed optimizer, the one that every layout can read.
 # Each of its parts goes to one rank's host, and not to the GPUs of all.
@@ -62,11 +63,12 @@ class Trainable(Generic[Output]):
         *,
         decay_steps: int,
         offload: Offload | None = None,
+        replay: RoutingReplay = "off",
     ) -> None:
         """Wrap a model; ``decay_steps`` is where the learning rate's decay ends.
 
         ``head`` turns its hidden states into inputs of a loss. ``offload`` is that of all models of
-        this rank.
+        this rank, ``replay`` that of ``Passes``.
 
         Raises:
             ConfigError: a share of the optimizer is to be on the host, and weights are float32.
@@ -100,7 +102,7 @@ class Trainable(Generic[Output]):
             chunk.broadcast_params()
         if settings.overlap_grad_reduce:
             _overlap(config, self._chunks)
-        self.passes = Passes(self._chunks, head, topology)
+        self.passes = Passes(self._chunks, head, topology, replay=replay)
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

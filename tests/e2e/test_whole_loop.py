@@ -162,8 +162,10 @@ def as_deepseek(folder: Path) -> None:
             {  # weights come and go, too: the reference policy takes their place
                 "learner__offload": ["weights", "gradients", "optimizer"],
                 "algo__kl__coefficient": 0.01,
+                "run__routing_replay": "R3",
+                "sampling__top_p": 0.9,
             },
-            id="ep2-offload",
+            id="ep2-offload-replay",
         ),
         pytest.param(2, as_qwen3, {"tensor": 2}, {}, id="tp2", marks=pytest.mark.slow),
         pytest.param(2, as_qwen3, {"pipeline": 2}, {}, id="pp2", marks=pytest.mark.slow),

@@ -54,12 +54,19 @@ QUICK = [
     layout("tp2-pp2", 4, DENSE, tensor=2, pipeline=2),
     layout("cp2", 2, DENSE, context=2),
     Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
-    # On two hosts, whose second has the last stage.
+    # On two hosts, whose second has the last stage. Experts are computed again when another
+    # microbatch has been through their layers.
     Layout(
-        "pp2-ep2-hosts2",
+        "pp2-ep2-hosts2-recompute",
         4,
         LATENT,
-        {"pipeline_parallel": 2, "expert_parallel": 2, "ranks_per_node": 2},
+        {
+            "pipeline_parallel": 2,
+            "expert_parallel": 2,
+            "ranks_per_node": 2,
+            "recompute": "selective",
+            "recompute_modules": ["moe"],
+        },
     ),
 ]
 OFFLOAD = ["weights", "gradients", "optimizer"]
@@ -141,6 +148,12 @@ SLOW = [
     layout("tp2-etp2", 2, EXPERTS, tensor=2, expert_tensor=2),
     layout("cp2-ep2", 2, EXPERTS, context=2, expert=2),
     layout("pp2-experts", 2, EXPERTS, pipeline=2),
+    Layout(
+        "pp2-chunks2-recompute",
+        2,
+        Family("qwen3_moe", 4),
+        {"pipeline_parallel": 2, "interleaved_chunks": 2, "recompute": "full"},
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
 AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+RoutingReplay = Literal["off", "R2", "R3"]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix socket
@@ -56,6 +57,10 @@ class RunSection(Section, frozen=True, kw_only=True):
     """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
     staleness_mode: Literal["wait", "drop"] = "wait"
     """wait reserves a place in a batch for each started group; drop discards groups that expire."""
+    routing_replay: RoutingReplay = "off"
+    """Experts that the learner's routers choose again: R3 those that the engine chose for a token,
+    which travel with it (a byte for each layer and expert of a token, two with more than 256 to
+    choose from); R2 those of the policy at the start of the step, in its later updates."""
     min_groups: AtLeast0 = 0
     """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
     outage_s: Positive = 300.0

@@ -5,6 +5,7 @@ Trains one policy per algorithm; the reference policy is that of WORK_FOLDER/../
 WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORITHM.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -33,16 +34,18 @@ from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RunSection, SamplingSection
+from slipstream.wire.settings.sections import RoutingReplay, RunSection, SamplingSection
 from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
 from tests.support.waiting import HANG_S
 
 if TYPE_CHECKING:
+    from slipstream.learner.model.hf_config import HfConfig
     from slipstream.learner.model.topology import Topology
     from slipstream.learner.training.policy import Policy
 
 ENDS = (5, 9)
+REPLAYS: dict[str, RoutingReplay] = {"kept": "R3", "sequences": "R3", "group": "R2", "critic": "R2"}
 
 
 VOCABULARY = 128  # of the tiny models
@@ -79,15 +82,29 @@ def train_sequences() -> list[TrainSequence]:
 def few_kept(
     token_ids: "np.typing.NDArray[np.int32]", mask: "np.typing.NDArray[np.bool_]"
 ) -> KeptTokens:
-    """Return 3 to 40 kept tokens for each of the response, its own among them."""
+    """Return 30 to 100 kept tokens for each of the response, its own among them."""
     rng = np.random.default_rng(4)
     sets = [
-        np.union1d(rng.choice(VOCABULARY, rng.integers(2, 40), replace=False), [token])
+        np.union1d(rng.choice(VOCABULARY, rng.integers(30, 100), replace=False), [token])
         for token in token_ids[mask]
     ]
     counts = np.zeros(len(token_ids), np.int64)
     counts[mask] = [len(one) for one in sets]
     return KeptTokens(counts, np.concatenate(sets).astype(np.int64))
+
+
+def with_experts(sequences: list[TrainSequence], hf: "HfConfig") -> list[TrainSequence]:
+    """Return the sequences with random experts for each token but the last, if there are any."""
+    if not hf.num_routed_experts:
+        return sequences
+    rng = np.random.default_rng(6)
+    result = []
+    for sequence in sequences:
+        shape = (len(sequence.token_ids), hf.num_sparse_layers, hf.num_routed_experts)
+        chosen = rng.random(shape).argsort(axis=-1)[..., : hf.experts_per_token]
+        chosen[-1] = -1
+        result.append(dataclasses.replace(sequence, experts=chosen.astype(np.int16)))
+    return result
 
 
 def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
@@ -286,13 +303,15 @@ def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     # A large epsilon: Adam amplifies rounding where the second moment is tiny.
-    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32")
+    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
+    from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
-    everything = train_sequences()
+    hf = load_hf_config(folder)
+    everything = with_experts(train_sequences(), hf)
     plans = plan_step(
         [len(s.token_ids) for s in everything],
         replicas=topology.data_parallel,
@@ -313,7 +332,10 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     figures = {}
     for name, algo in algorithms(work.parent / "reference").items():
         settings = LearnerSettings(
-            run=RunSection(model=str(folder)),
+            run=RunSection(
+                model=str(folder),
+                routing_replay=REPLAYS.get(name, "off") if hf.num_routed_experts else "off",
+            ),
             learner=learner,
             algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
             weightbus=WeightBusSection(),

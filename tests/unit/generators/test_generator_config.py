@@ -1,9 +1,11 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.generators.config import generator_settings
+from slipstream.generators.engine import ExpertLayers
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.generators.sglang.start_order import random_api_key, server_flags
 from slipstream.wire.errors import ConfigError
@@ -42,6 +44,13 @@ def table(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "generators",
             {"sglang": {"sampling_mask_max_tokens": 9}},
             r"sglang\.sampling_mask_max_tokens follows from other settings",
+        ),
+        ("run", {"routing_replay": "R3"}, r'routing_replay = "R3" needs experts .* llama, which'),
+        ("run", {"routing_replay": "R2"}, r'routing_replay = "R2" needs experts .* llama, which'),
+        (
+            "generators",
+            {"sglang": {"enable_return_routed_experts": True}},
+            r"sglang\.enable_return_routed_experts follows from other settings",
         ),
         ("sampling", {"min_response_tokens": 101}, r"sampling\.min_response_tokens = 101 is more"),
         ("sampling", {"stop": [""]}, r"sampling\.stop must hold at most 32 texts and none"),
@@ -113,6 +122,23 @@ def test_kept_tokens_are_recorded_where_some_are_left_out(
     flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
     assert ("sampling_mask_max_tokens" in flags) == bool(recorded)
     assert int(flags.get("sampling_mask_max_tokens", recorded)) >= recorded
+
+
+@pytest.mark.parametrize(
+    ("replay", "layers"), [("off", None), ("R2", None), ("R3", ExpertLayers(total=5, dense=2))]
+)
+def test_experts_are_recorded_where_they_are_replayed(
+    tmp_path: Path, replay: str, layers: ExpertLayers | None
+):
+    write_blank_model(tmp_path, hidden=16, layers=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    moved = {"model_type": "deepseek_v3", "first_k_dense_replace": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | moved))
+    settings = generator_settings(table(tmp_path, run={"routing_replay": replay}))
+    assert sampling_by_item(settings)["train"].experts_of == layers
+    assert sampling_by_item(settings)["eval"].experts_of is None
+    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+    assert flags.get("enable_return_routed_experts", False) is (layers is not None)
 
 
 @pytest.mark.parametrize(("seeded", "backend"), [(True, "pytorch"), (False, None)])

@@ -1,9 +1,17 @@
 import types
+from types import SimpleNamespace as Request
 
 import pytest
+import torch
 
 from slipstream.generators.sglang import seeded_sampling
-from slipstream.generators.sglang.patches import Retractions, check_version, replace, sample_by_seed
+from slipstream.generators.sglang.patches import (
+    ExpertsBefore,
+    Retractions,
+    check_version,
+    replace,
+    sample_by_seed,
+)
 from slipstream.wire.errors import ConfigError
 
 
@@ -105,6 +113,83 @@ def test_retractions_are_counted_over_batches_and_reported_with_loads():
     assert load.get_loads().queues.retracted == 2
     batches.ScheduleBatch("c").retract_decode()
     assert load.get_loads().queues.retracted == 3
+
+
+POOL = object()  # of SGLang
+
+
+class Capturer:
+    """As SGLang's: experts by position, of the newest time that it was computed."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(9, 1, 1, dtype=torch.int32)
+
+    def get_topk(
+        self, req_pool_idx: int, seqlen: int, req_to_token_pool: object, start_len: int = 0
+    ) -> torch.Tensor:
+        assert (req_pool_idx, req_to_token_pool) == (4, POOL)
+        return self.rows[start_len : seqlen - 1].clone()
+
+
+class Processor:
+    """As SchedulerBatchResultProcessor."""
+
+    def __init__(self, capturer: Capturer) -> None:
+        self.capturer = capturer
+
+    def _maybe_collect_routed_experts(self, req: Request) -> None:
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        start = req.routed_experts_start_len
+        req.routed_experts = self.capturer.get_topk(4, length, POOL, start)
+
+
+def answer(start: int = 0) -> Request:
+    return Request(
+        return_routed_experts=True,
+        origin_input_ids=[1, 2],
+        output_ids=[],
+        kv=Request(req_pool_idx=4),
+        routed_experts=None,
+        routed_experts_start_len=start,
+    )
+
+
+def test_an_answer_keeps_the_experts_of_before_each_retraction():
+    capturer, released = Capturer(), []
+    batches, results = types.ModuleType("batches"), types.ModuleType("results")
+
+    def release_req(*, req: Request, req_to_token_pool: object, offload_kv: bool = True) -> bool:
+        released.append((req, req_to_token_pool, offload_kv))
+        return offload_kv
+
+    batches.__dict__["release_req"] = release_req
+    results.__dict__["SchedulerBatchResultProcessor"] = type(
+        "P", (Processor,), dict(vars(Processor))
+    )
+    results.__dict__["get_global_experts_capturer"] = lambda: capturer
+    experts = ExpertsBefore()
+    experts.keep(batches)
+    experts.put_back(results)
+    processor = results.SchedulerBatchResultProcessor(capturer)
+
+    def retract(req: Request) -> None:
+        assert batches.release_req(req=req, req_to_token_pool=POOL, offload_kv=False) is False
+
+    for start in (0, 1):
+        req = answer(start)
+        retract(req)  # before its first token: nothing was decided
+        for version, output_ids in enumerate(([3], [3, 4, 5], [3, 4, 5, 6]), start=1):
+            req.output_ids = output_ids
+            capturer.rows[:] = version  # all that is cached was computed under it
+            if version < 3:
+                retract(req)
+        processor._maybe_collect_routed_experts(req)
+        assert req.routed_experts.flatten().tolist() == [1, 1, 2, 2, 3][start:]
+    plain = answer()
+    plain.return_routed_experts, plain.output_ids = False, [3]
+    retract(plain)
+    assert not hasattr(plain, "experts_before")
+    assert len(released) == 7
 
 
 def test_a_scheduler_without_what_is_counted_is_refused():

@@ -6,7 +6,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from slipstream.learner.batches.packing import TrainSequence, bars_other_ends, pack, unpack
+from slipstream.learner.batches.packing import (
+    ExpertSizes,
+    TrainSequence,
+    bars_other_ends,
+    pack,
+    unpack,
+)
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.trajectory import (
@@ -251,3 +257,48 @@ def test_kept_tokens_that_nothing_was_sampled_from_are_refused(
 ):
     with pytest.raises(ProtocolError, match=why):
         unpack(header(), kept_of(counts, ids), vocab_size=VOCAB)
+
+
+SIZES = ExpertSizes(layers=2, experts=4, of_token=2)
+CHOSEN = [[[0, 1], [3, 2]], [[1, 2], [2, 3]], [[3, 0], [0, 1]]]  # of the first three of four tokens
+
+
+def experts_of(chosen: object) -> TrajectoryPayload:
+    experts = np.array(chosen, np.uint8)
+    packed = PackedArray("uint8", experts.shape, memoryview(experts.tobytes()))
+    return replace(payload([0.0, 0.0, -0.5, -0.5]), decisions=Decisions(experts=packed))
+
+
+def test_experts_are_those_of_every_token_but_the_last_of_a_sequence():
+    one = unpack(header(), experts_of(CHOSEN), vocab_size=VOCAB, experts=SIZES)
+    batch = pack([one, one], torch.device("cpu"))
+    assert batch.experts is not None
+    assert batch.experts.dtype == torch.int16
+    free = [[[-1, -1], [-1, -1]]]
+    assert batch.experts.tolist() == (CHOSEN + free) * 2
+
+
+def test_experts_that_nothing_chooses_again_are_left_alone():
+    one = unpack(header(), experts_of(CHOSEN), vocab_size=VOCAB)
+    assert one.experts is None
+    assert pack([one], torch.device("cpu")).experts is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ([layers[:1] for layers in CHOSEN], "2 experts of a token in 1 layers, the model 2 in 2"),
+        ([[[0], [1]]] * 3, "1 experts of a token in 2 layers, the model 2 in 2"),
+        ([[[0, 1], [2, 4]]] * 3, "experts from 0 to 4, the model 4"),
+        ([[[0, 1], [2, 2]]] * 3, "a token with the same expert twice"),
+    ],
+)
+def test_experts_of_another_model_are_refused(chosen: object, why: str):
+    with pytest.raises(ProtocolError, match=why):
+        unpack(header(), experts_of(chosen), vocab_size=VOCAB, experts=SIZES)
+
+
+def test_experts_that_are_to_be_chosen_again_must_be_there():
+    without = payload([0.0, 0.0, -0.5, -0.5])
+    with pytest.raises(ProtocolError, match=r'the experts that run\.routing_replay = "R3" chooses'):
+        unpack(header(), without, vocab_size=VOCAB, experts=SIZES)

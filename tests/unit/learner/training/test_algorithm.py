@@ -56,6 +56,14 @@ def test_an_endpoint_of_whole_distributions_takes_truncated_samples_as_if_they_w
     assert algorithm(model, algo={"teacher": teacher}, sampling=sampling).choice.has_teacher
 
 
+def test_the_routing_before_the_first_of_several_updates_needs_several(model: str):
+    run: Table = {"routing_replay": "R2"}
+    with pytest.raises(ConfigError, match=r'"R2" repeats .* set learner\.minibatches > 1 or "R3"'):
+        algorithm(model, run=run)
+    assert algorithm(model, run=run, learner={"minibatches": 2})
+    assert algorithm(model, run={"routing_replay": "R3"})
+
+
 def test_missing_teacher_is_refused(model: str):
     with pytest.raises(ConfigError, match=r"needs a teacher: algo\.teacher\.model"):
         algorithm(model, algo={"teacher": {"coefficient": 1.0}})

@@ -1,0 +1,110 @@
+"""One rank of a learner whose routers choose an engine's experts again, or their own.
+
+Usage: routing MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON SUBMISSIONS_FILE
+Writes to WORK_FOLDER/RANK.json, with replay and without, the log-probabilities of responses, and
+how often a token had other experts in a layer than the engine gave it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.batches.packing import pack, unpack
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.messages.codec import decode_payload
+from slipstream.wire.messages.trajectory import TrajectoryHeader
+from slipstream.wire.settings.sections import RoutingReplay, RunSection
+from tests.support.ranks.policy import join_ranks
+from tests.support.ranks.run import section_of
+
+if TYPE_CHECKING:
+    from slipstream.learner.model.rank_model import RankModel
+
+REPLAYS: tuple[RoutingReplay, ...] = ("off", "R3")
+
+
+def recorded_maps(model: "RankModel") -> list[Tensor]:
+    """Return a list that gets, [T', E] bool, which experts each layer's router has chosen."""
+    maps: list[Tensor] = []
+
+    def record(_router: torch.nn.Module, _given: object, made: tuple[Tensor, Tensor]) -> None:
+        maps.append(made[1])
+
+    for chunk in model.chunks:
+        for layer in chunk.decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.register_forward_hook(record)
+    return maps
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file: Path) -> None:
+    learner = section_of(layout)
+    topology = join_ranks(work, rank, world_size, learner)
+    from slipstream.learner.model.topology import destroy_topology
+    from slipstream.learner.starting_policy import build_policy
+    from slipstream.learner.training.batch import expert_sizes
+
+    cases = msgspec.msgpack.decode(
+        file.read_bytes(), type=dict[str, list[tuple[TrajectoryHeader, bytes]]]
+    )
+    report: dict[str, dict[str, object]] = {name: {} for name in cases}
+    for replay in REPLAYS:
+        settings = LearnerSettings(
+            run=RunSection(model=str(folder), routing_replay=replay),
+            learner=learner,
+            algo=AlgoSection(),
+            weightbus=WeightBusSection(),
+        )
+        policy = build_policy(settings, algorithm_of(settings), topology)
+        hf = policy.model.hf_config
+        maps = recorded_maps(policy.model)
+        for name, pairs in cases.items():
+            maps.clear()
+            sequences = [
+                unpack(
+                    header,
+                    decode_payload(frame),
+                    vocab_size=hf.vocab_size,
+                    experts=expert_sizes(hf),
+                )
+                for header, frame in pairs
+            ]
+            batch = pack(sequences, device.device())
+            (outputs,) = policy.proximal([batch])
+            assert batch.experts is not None
+            assert len(maps) == batch.experts.size(1)
+            known = (batch.experts >= 0).all(-1).all(-1)
+            engine = torch.zeros(*batch.experts.shape[:2], hf.num_routed_experts).bool()
+            engine = engine.scatter(-1, batch.experts.clamp(min=0).long(), True)
+            chosen = torch.stack(maps, dim=1)[: len(known)]
+            report[name][replay] = {
+                "logprobs": outputs.logprobs[batch.loss_mask].tolist(),
+                "engine": batch.behavior_logprobs[batch.loss_mask].tolist(),
+                "other": int((chosen != engine).any(-1)[known].sum()),
+                "other tokens": int((chosen != engine).any(-1).any(-1)[known].sum()),
+                "tokens": int(known.sum()),
+                "all": int(known.sum()) * batch.experts.size(1),
+                "each has": sorted(set(chosen.sum(-1).flatten().tolist())),
+            }
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        *map(int, sys.argv[3:5]),
+        sys.argv[5],
+        Path(sys.argv[6]),
+    )

@@ -1,0 +1,127 @@
+"""What the client of an engine makes of its answers to /generate, and what it asks for."""
+
+import asyncio
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from slipstream.generators.engine import Completion, ExpertLayers, SamplingParams
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.wire.errors import EngineError
+from tests.support.waiting import HANG_S
+
+PROMPT = [3, 4]
+PLAIN = SamplingParams(temperature=1.0, max_new_tokens=2, top_p=0.9)
+
+
+def answer(**info: object) -> dict[str, Any]:
+    return {
+        "output_ids": [5, 2],
+        "meta_info": {
+            "output_token_logprobs": [[-1.5, 5, None], [-2.5, 2, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_versions": [{"version": "v1.3", "start": 0, "end": 2}],
+            **info,
+        },
+    }
+
+
+def sampled(params: SamplingParams, given: dict[str, Any]) -> tuple[Completion, dict[str, Any]]:
+    """Return what the client makes of one answer, and what it asked."""
+    asked: list[dict[str, Any]] = []
+
+    async def answer_to(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response([given])
+
+    async def body() -> Completion:
+        app = web.Application()
+        app.router.add_post("/generate", answer_to)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine = SglangEngine(
+            f"http://127.0.0.1:{runner.addresses[0][1]}",
+            "key",
+            request_timeout_s=HANG_S,
+            control_timeout_s=HANG_S,
+        )
+        try:
+            (completion,) = await engine.sample(PROMPT, params, count=1)
+            return completion
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    return asyncio.run(body()), asked[0]
+
+
+def test_nothing_is_asked_for_beside_the_tokens_unless_it_is_recorded():
+    completion, asked = sampled(PLAIN, answer())
+    assert completion.logprobs == [-1.5, -2.5]
+    assert completion.kept is None
+    assert completion.experts is None
+    assert asked["return_sampling_mask"] is asked["return_routed_experts"] is False
+    assert asked["sampling_params"]["top_k"] == -1
+
+
+@pytest.mark.parametrize(("top_k", "asked_for"), [(-1, 50), (20, 20), (60, 50)])
+def test_logprobs_are_those_over_kept_tokens_of_which_there_is_a_bound(top_k: int, asked_for: int):
+    params = SamplingParams(
+        temperature=1.0, max_new_tokens=2, top_p=0.9, min_p=0.1, top_k=top_k, max_kept=50
+    )
+    recorded = {
+        "output_token_sampling_mask": [[5, 7, 1], [2]],
+        "output_token_sampling_logprobs": [-0.5, 0.0],
+    }
+    completion, asked = sampled(params, answer(**recorded))
+    assert completion.logprobs == [-0.5, 0.0]
+    assert completion.kept == [[5, 7, 1], [2]]
+    assert asked["return_sampling_mask"] is True
+    wanted = {"top_k": asked_for, "top_p": 0.9, "min_p": 0.1}
+    assert asked["sampling_params"].items() >= wanted.items()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "why"),
+    [
+        ({}, "unexpected answer"),
+        (
+            {"output_token_sampling_mask": [[5]], "output_token_sampling_logprobs": [-0.5]},
+            "1 masks of 2 tokens",
+        ),
+    ],
+)
+def test_kept_tokens_that_are_missing_are_an_error(recorded: dict[str, object], why: str):
+    params = SamplingParams(temperature=1.0, max_new_tokens=2, max_kept=50)
+    with pytest.raises(EngineError, match=why):
+        sampled(params, answer(**recorded))
+
+
+LAYERS = ExpertLayers(total=3, dense=1)
+RECORDING = SamplingParams(temperature=1.0, max_new_tokens=2, experts_of=LAYERS)
+
+
+def encoded(experts: "np.typing.NDArray[np.int32]") -> str:
+    return base64.b64encode(experts.astype("<i4").tobytes()).decode()
+
+
+def test_experts_are_those_of_layers_that_have_them():
+    experts = np.arange(3 * 3 * 2, dtype=np.int32).reshape(3, 3, 2)  # of 4 tokens but the last
+    completion, asked = sampled(RECORDING, answer(routed_experts=encoded(experts)))
+    assert completion.experts is not None
+    assert np.array_equal(completion.experts, experts[:, 1:])
+    assert asked["return_routed_experts"] is True
+
+
+@pytest.mark.parametrize(
+    "info",
+    [{}, {"routed_experts": None}, {"routed_experts": encoded(np.zeros((4, 2, 2), np.int32))}],
+    ids=["missing", "none", "of-other-sizes"],
+)
+def test_experts_that_are_missing_or_of_other_sizes_are_an_error(info: dict[str, object]):
+    with pytest.raises(EngineError, match="experts of 3 tokens in 3 layers asked, got"):
+        sampled(RECORDING, answer(**info))
