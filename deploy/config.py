@@ -206,6 +206,7 @@ def resolved_text(config: RunConfig) -> str:
         "learner": to_table(config.learner.learner),
         "algo": to_table(config.learner.algo),
         "checkpoint": to_table(config.learner.checkpoint),
+        "lora": to_table(config.learner.lora),
         "profile": to_table(config.learner.profile),
         "logging": to_table(config.broker.logging),
         "deploy": to_table(config.deploy),

@@ -12,9 +12,11 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.adapters import refuse_other_adapter
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.lora import LoraSection, lora_section
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
@@ -177,6 +179,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     run: RunSection
     learner: LearnerSection
+    lora: LoraSection = LoraSection()
     algo: AlgoSection
     weightbus: WeightBusSection
     sampling: SamplingSection = SamplingSection()
@@ -189,6 +192,10 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def model(self) -> Path:
         """The folder of the policy to start from, and always of config and tokenizer."""
         return model_folder(self.run, with_weights=True)
+
+    def base_is(self, reference: str) -> bool:
+        """True if a reference policy (algo.kl.reference) is the policy without its adapters."""
+        return self.lora.is_on and reference in {"", self.run.model, str(self.model)}
 
     @property
     def resume_from(self) -> Path | None:
@@ -228,6 +235,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     settings = LearnerSettings(
         run=run_section(table),
         learner=section(table, "learner", LearnerSection),
+        lora=lora_section(table),
         algo=section(table, "algo", AlgoSection),
         weightbus=weightbus_section(table),
         sampling=section(table, "sampling", SamplingSection),
@@ -237,6 +245,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         broker=section(table, "broker", BrokerSection),
     )
     model_folder(settings.run)
+    _check_lora(settings)
     if settings.checkpoint.upload:
         RemoteCheckpoints(settings.checkpoint.upload)  # its checks
     if settings.resume_from is not None and not may_resume:
@@ -265,6 +274,26 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
                 f"profile.ranks names rank {rank}, there are {learner.ranks} (learner.ranks)"
             )
     return settings
+
+
+def _check_lora(settings: LearnerSettings) -> None:
+    lora = settings.lora
+    if not lora.is_on:
+        return
+    if lora.adapter:
+        refuse_other_adapter(Path(lora.adapter), lora.facts())
+    if settings.algo.kl.get("renew_every"):
+        raise ConfigError(
+            f"algo.kl.renew_every = {settings.algo.kl['renew_every']} cannot be had with lora.rank "
+            f"= {lora.rank}: the reference policy is the model without adapters, which does not "
+            "change"
+        )
+    if settings.learner.optimizer_offload_fraction:
+        raise ConfigError(
+            "learner.optimizer_offload_fraction = "
+            f"{settings.learner.optimizer_offload_fraction:g} cannot be had with lora.rank = "
+            f"{lora.rank}: an optimizer of adapters is small, leave it on the device"
+        )
 
 
 def _check_memory(learner: LearnerSection) -> None:

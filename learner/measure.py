@@ -113,11 +113,14 @@ def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "
     from slipstream.algos.compose import PolicyOutputs
     from slipstream.learner.model.division import section_for
     from slipstream.learner.model.gpt import build_model
+    from slipstream.learner.model.lora import add_adapters
     from slipstream.learner.training.policy import Policy
 
     learner = section_for(hf, settings.learner)
     dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
     model = build_model(hf, dtype=dtype, extra=learner.megatron, learner=learner).train()
+    if settings.lora.is_on:
+        add_adapters(model, settings.lora.facts(), seed=settings.run.seed)
     policy = Policy(model, learner, topology)
 
     def loss_of(

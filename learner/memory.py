@@ -5,6 +5,7 @@ Korthikanti et al. (arXiv:2205.05198) with these families' projections, gated ML
 attention, and no dropout.
 
     N   parameters of the rank: D of all but experts, E of experts
+    N_a parameters of its adapters, where these are trained (lora.rank): N of the optimizer
     e   bytes of a weight and of an activation: 2 (bfloat16) or 4 (float32)
     d   ranks that a distributed optimizer divides its state over; d' for experts
     T   tokens of a microbatch on a rank of context parallelism
@@ -23,7 +24,9 @@ from slipstream.learner.model.division import section_for, stage_layers
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.offloaded_memory import CRITIC, KINDS, POLICY, Held, never_at_once
 from slipstream.learner.parallel import ParallelSizes
+from slipstream.wire.files.adapters import AdapterFacts, layer_of
 from slipstream.wire.files.families.parts import Parameter, Sizes, Table
+from slipstream.wire.settings.lora import LoraSection
 
 CHUNK_BYTES = 64 * 2**20  # as in slipstream.algos.linear_logprobs, which needs torch
 CUDA_CHUNK_BYTES = 512 * 2**20  # the same of there
@@ -91,6 +94,28 @@ def rank_parameters(
         experts * sum(of_experts),
         max([*dense, *of_experts, *of_ends], default=0),
     )
+
+
+def adapter_parameters(
+    hf: HfConfig, learner: LearnerSection, facts: AdapterFacts, stage: int
+) -> RankParameters:
+    """Return how many parameters of adapters each rank of a pipeline stage has.
+
+    Raises:
+        ConfigError: the settings do not divide the layers.
+    """
+    rank, ranks = facts.rank, learner.sizes.tensor
+    sizes = []
+    for number in _numbers_of_rank(hf, learner, stage):
+        for parameter in hf.family.layer_of(hf, number).values():
+            for tensor in parameter.tensors:
+                if layer_of(tensor.name) not in facts.targets or len(tensor.shape) != 2:
+                    continue
+                rows, columns = tensor.whole_shape(hf.sizes)
+                split = parameter.split
+                sizes.append(rank * columns // (ranks if split == "columns" else 1))
+                sizes.append(rank * rows // (ranks if split == "rows" else 1))
+    return RankParameters(sum(sizes), 0, max(sizes, default=0))
 
 
 def _shares(parameters: Table, sizes: Sizes, ranks: int) -> list[int]:
@@ -169,19 +194,24 @@ def _stage(
     has_critic: bool,
 ) -> list[MemoryPart]:
     learner = settings.learner
-    own = rank_parameters(hf, learner, stage)
+    own = trained = rank_parameters(hf, learner, stage)
+    what = "N"
+    if settings.lora.is_on:
+        trained = adapter_parameters(hf, learner, settings.lora.facts(), stage)
+        what = "N_a"
     element = element_bytes(learner, on_gpu=on_gpu)
-    state, state_formula = _optimizer(own, learner, element)
+    state, state_formula = _optimizer(trained, learner, element)
     working = [
         _activations(hf, learner, stage, element),
         *_last_stage(
             hf, learner, element, on_gpu=on_gpu, is_last=stage + 1 == learner.sizes.pipeline
         ),
-        MemoryPart("one gradient", element * own.largest, f"{element} x the largest parameter"),
+        MemoryPart("one gradient", element * trained.largest, f"{element} x the largest parameter"),
     ]
+    all_weights = own.count + (trained.count if settings.lora.is_on else 0)
     parts = [
-        MemoryPart("weights", element * own.count, f"{element} N"),
-        MemoryPart("gradients", 4 * own.count, "4 N, float32"),
+        MemoryPart("weights", element * all_weights, _weights_formula(element, settings.lora)),
+        MemoryPart("gradients", 4 * trained.count, f"4 {what}, float32"),
         MemoryPart("optimizer", state, state_formula),
         *working,
     ]
@@ -224,6 +254,12 @@ def _stage(
             MemoryPart("never at once", -away, "learner.offload: what waits on the host by turns")
         )
     return parts
+
+
+def _weights_formula(element: int, lora: LoraSection) -> str:
+    if not lora.is_on:
+        return f"{element} N"
+    return f"{element} (N + N_a); N_a of adapters of rank {lora.rank}, which alone are trained"
 
 
 def element_bytes(learner: LearnerSection, *, on_gpu: bool) -> int:

@@ -17,6 +17,8 @@ from slipstream.learner.model.division import POLICY, section_for
 from slipstream.learner.model.gpt import build_model
 from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
 from slipstream.learner.model.hf_weights import load_hf_weights
+from slipstream.learner.model.lora import add_adapters
+from slipstream.learner.model.peft import hash_of_base, load_adapter
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic, with_value_head
@@ -85,8 +87,9 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         return ReferencePolicy(load_model(learner, folder, setting), topology, offload=offload)
 
     reference: ReferencePolicy | None = None
+    base_is_reference = choice.needs_reference and settings.base_is(choice.kl.reference)
     decay_steps = settings.lr_decay_steps
-    if choice.needs_reference:
+    if choice.needs_reference and not base_is_reference:
         folder = Path(choice.kl.reference) if choice.kl.reference else settings.model
         setting = "algo.kl.reference" if choice.kl.reference else "run.model"
         reference = frozen_policy(folder, setting)
@@ -117,11 +120,12 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         if not learner.lr_decay_steps:  # the policy is trained in the steps after the warm-up
             decay_steps = max(1, decay_steps - choice.critic.warmup_steps)
     policy = Policy(
-        load_model(learner, settings.model, fill=not resumes),
+        _policy_model(settings, topology, fill=not resumes),
         learner,
         topology,
         decay_steps=decay_steps,
         reference=reference,
+        base_is_reference=base_is_reference,
         renews_reference=choice.kl.renew_every > 0,
         teacher=teacher,
         critic=critic,
@@ -135,6 +139,20 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         load_checkpoint(policy, topology, settings.resume_from, info)
         _log.info("resumes from %s", settings.resume_from)
     return policy
+
+
+def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) -> RankModel:
+    """Return the model under training; the weights below adapters are in no checkpoint."""
+    lora = settings.lora
+    if not lora.is_on:
+        return load_model(settings.learner, settings.model, fill=fill)
+    data = hash_of_base(settings.model).encode() if topology.rank == 0 else None
+    base = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size).decode()
+    model = load_model(settings.learner, settings.model)
+    add_adapters(model, lora.facts(base=base), seed=settings.run.seed)
+    if fill and lora.adapter:
+        load_adapter(model, Path(lora.adapter))
+    return model
 
 
 def load_model(

@@ -118,7 +118,7 @@ def _view(begin: Begin) -> _View:
         roles=begin.roles,
         keys_by_run=begin.keys_by_run,
         hf=hf,
-        frozen=frozen_policies(algorithm, model),
+        frozen=frozen_policies(algorithm, config.learner),
         has_critic=algorithm.choice.needs_values,
     )
 

@@ -21,6 +21,7 @@ _TRIES = 20  # while a run replaces its checkpoints
 EXAMPLES = """examples:
   slipstream export runs/demo --best --out DIR   the best checkpoint by eval.metric
   slipstream export                              the newest one, into model/ of its run
+  slipstream export runs/demo --merged           of adapters, the model with them in its weights
 """
 
 
@@ -29,7 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: model/ of the run")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: model/ of the run, adapter/ for adapters"
+    )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a checkpoint of adapters (lora.rank), the model with them in its weights",
+    )
     parser.add_argument("--best", action="store_true", help="the best checkpoint by eval.metric")
 
 
@@ -37,15 +45,28 @@ def main(arguments: argparse.Namespace) -> int:
     """Replace this process by the exporter, with GPUs hidden."""
     held, checkpoint = held_checkpoint(arguments.target, best=arguments.best)
     try:
-        read_checkpoint_info(held)
-        folder = out_folder(checkpoint, arguments.out)
+        writes_adapters = _writes_adapters(checkpoint, held, merged=arguments.merged)
+        name = "adapter" if writes_adapters else "model"
+        folder = out_folder(checkpoint, arguments.out, name)
     except ConfigError:
         let_go(held, checkpoint)
         raise
     command = [sys.executable, "-m", "slipstream.learner.checkpoints.export", str(held)]
-    command += [str(folder), "--of", str(checkpoint)]
+    command += [str(folder), "--of", str(checkpoint), *(["--merged"] * arguments.merged)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
     os.execve(sys.executable, command, environment)  # noqa: S606 our own program
+
+
+def _writes_adapters(checkpoint: Path, held: Path, *, merged: bool) -> bool:
+    """True if adapters alone are written.
+
+    Raises:
+        ConfigError: they are to be merged, and there are none.
+    """
+    adapters = read_checkpoint_info(held).adapters
+    if merged and adapters is None:
+        raise ConfigError(f"{checkpoint} holds no adapters: leave --merged out")
+    return adapters is not None and not merged
 
 
 def checkpoint_of(target: Path | None, *, best: bool, runs: Path = RUNS) -> Path:
@@ -103,8 +124,8 @@ def let_go(held: Path, checkpoint: Path) -> None:
         shutil.rmtree(held, ignore_errors=True)
 
 
-def out_folder(checkpoint: Path, out: Path | None) -> Path:
-    """Return the folder to write.
+def out_folder(checkpoint: Path, out: Path | None, name: str = "model") -> Path:
+    """Return the folder to write; by default it has this ``name`` in the run.
 
     Raises:
         ConfigError: the folder holds something, or none follows from the checkpoint.
@@ -112,7 +133,7 @@ def out_folder(checkpoint: Path, out: Path | None) -> Path:
     if out is None:
         if checkpoint.parent.name != "checkpoints":
             raise ConfigError(f"{checkpoint} is not in a run folder: give a folder with --out")
-        return checkpoint.parent.parent / "model"
+        return checkpoint.parent.parent / name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already (--out)")
     return out

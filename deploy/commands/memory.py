@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
         hf,
         config.learner,
         on_gpu=on_gpu,
-        frozen=frozen_policies(algorithm, model),
+        frozen=frozen_policies(algorithm, config.learner),
         has_critic=algorithm.choice.needs_values,
     )
     available = config.deploy.gpu_memory_gib * GIB

@@ -63,7 +63,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print(
         f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
     )
-    frozen = frozen_policies(algorithm, model)
+    frozen = frozen_policies(algorithm, config.learner)
     learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1

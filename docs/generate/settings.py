@@ -30,6 +30,7 @@ from slipstream.deploy.config import DeploySection
 from slipstream.generators.config import GeneratorsSection
 from slipstream.learner.config import LearnerSection, ProfileSection
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import (
     CheckpointSection,
     EvalSection,
@@ -44,6 +45,7 @@ SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "reward": (RewardSection, "reward workers and `slipstream run`"),
     "eval": (EvalSection, "the broker, the generators and the learner"),
     "learner": (LearnerSection, "the learner"),
+    "lora": (LoraSection, "the learner and the generators"),
     "algo": (AlgoSection, "the learner"),
     "checkpoint": (CheckpointSection, "the learner and `slipstream run`"),
     "generators": (GeneratorsSection, "the generators"),

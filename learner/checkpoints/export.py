@@ -1,4 +1,4 @@
-"""Turns a checkpoint of any layout into a Hugging Face folder, on one CPU.
+"""Turns a checkpoint of any layout into a Hugging Face folder, or PEFT's, on one CPU.
 
 It is a program of its own: ``python -m slipstream.learner.checkpoints.export CHECKPOINT OUT``.
 """
@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import msgspec
+
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.fetched import Fetch, default_cache, fetched_model
@@ -16,11 +18,12 @@ from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 
 
-def export_checkpoint(checkpoint: Path, out: Path) -> None:
+def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> None:
     """Write the weights of a checkpoint with config and tokenizer of the model it came from.
 
-    A folder ``out`` is replaced. Call it after ``device.prepare()``, in a process without
-    a topology.
+    Of a checkpoint of adapters these alone are written, as PEFT has them, unless they are to be
+    ``merged``. A folder ``out`` is replaced. Call it after ``device.prepare()``, in a process
+    without a topology.
 
     Raises:
         ConfigError: no checkpoint, or the model that it came from is gone or another.
@@ -31,14 +34,16 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     from slipstream.learner.checkpoints.loading import load_weights
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
-    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder
+    from slipstream.learner.model.lora import add_adapters
+    from slipstream.learner.model.peft import hash_of_base, save_adapter
     from slipstream.learner.model.topology import destroy_topology, init_topology
 
     info = read_checkpoint_info(checkpoint)
     source = Path(info.model)
     if is_url(info.model):
         fetch = Fetch(info.model, f"the model of {checkpoint}", default_cache())
-        source = fetched_model(fetch, with_weights=False)
+        source = fetched_model(fetch, with_weights=info.adapters is not None)
     if not (source / "config.json").is_file():
         raise ConfigError(
             f"{checkpoint} was trained from {source}, which is gone: its config.json and "
@@ -47,8 +52,15 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=300.0)
     try:
         model = build_model(load_hf_config(source), dtype=getattr(torch, info.dtype), extra={})
+        if info.adapters is not None:
+            facts = msgspec.structs.replace(info.adapters, base=hash_of_base(source))
+            load_hf_weights(model, source, f"the model of {checkpoint}")
+            add_adapters(model, facts, seed=0)
         load_weights(model, checkpoint, info)
-        save_hf_folder(model, out, source)
+        if info.adapters is not None and not merged:
+            save_adapter(model, out, info.model)
+        else:
+            save_hf_folder(model, out, source)
     finally:
         destroy_topology()
 
@@ -61,6 +73,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--of", type=Path, help="original of the checkpoint, a copy to be removed")
+    parser.add_argument("--merged", action="store_true", help="add adapters to the weights")
     arguments = parser.parse_args()
     start_logging("export")
 
@@ -68,7 +81,7 @@ def main() -> int:
         from slipstream.learner.model import device
 
         device.prepare()
-        export_checkpoint(arguments.checkpoint, arguments.out)
+        export_checkpoint(arguments.checkpoint, arguments.out, merged=arguments.merged)
         step = read_checkpoint_info(arguments.checkpoint).step
         sys.stdout.write(f"wrote {arguments.out}: {name}, step {step}\n")
         return 0

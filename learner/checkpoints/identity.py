@@ -8,6 +8,7 @@ from slipstream.learner.model.hf_weights import hf_shapes
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.adapters import AdapterFacts
 from slipstream.wire.files.checkpoints import CheckpointInfo
 
 
@@ -60,6 +61,29 @@ def dtype_name(model: RankModel) -> str:
     return str(model.config.params_dtype).removeprefix("torch.")
 
 
+def _other_adapters(model: RankModel, there: AdapterFacts | None) -> str:
+    """Return how the adapters of a checkpoint are not those of a model; empty if they are."""
+    if model.adapters is None:
+        if there is None:
+            return ""
+        return (
+            f"it holds adapters of rank {there.rank} and no weights, and lora.rank is not set "
+            f"here: set lora.rank = {there.rank}, or export it with --merged and start from that "
+            "(run.model)"
+        )
+    here = model.adapters.facts
+    if there is None:
+        return (
+            f"it holds weights and no adapters, and lora.rank is {here.rank} here: export it and "
+            "start from that (run.model), or leave lora.rank out"
+        )
+    if difference := there.difference(here):
+        return difference
+    if there.base != here.base:
+        return "its adapters belong to other weights than those in run.model now"
+    return ""
+
+
 def refuse_other_model(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
     """Compare a checkpoint with the model that is to be filled.
 
@@ -77,6 +101,8 @@ def refuse_other_model(model: RankModel, folder: Path, info: CheckpointInfo) -> 
     dtype = dtype_name(model)
     if not differing and info.dtype != dtype:
         differing = [f"its parameters are {info.dtype} there and {dtype} here (learner.dtype)"]
+    if not differing and (other := _other_adapters(model, info.adapters)):
+        raise ConfigError(f"{folder} cannot be resumed from: {other} (run.resume_from)")
     if differing:
         raise ConfigError(
             f"{folder} is a checkpoint of another model than run.model: {'; '.join(differing)} "

@@ -5,6 +5,7 @@ and alone writes it down or sends it.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -64,6 +65,13 @@ def owned_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
             first = parallel_state.get_tensor_model_parallel_rank() == 0
         if copy == 0 and (dim is not None or first):
             yield name, Shard(parameter_of(model, name), parameter, dim, rank, ranks)
+
+
+def with_adapter(model: RankModel, name: str, shard: Shard) -> Shard:
+    """Return a part with what its layer's adapter adds to it, as another tensor."""
+    if model.adapters is None:
+        return shard
+    return replace(shard, tensor=model.adapters.merged(name, shard.tensor))
 
 
 def parameter_of(model: RankModel, name: str) -> Parameter:

@@ -21,6 +21,7 @@ from slipstream.learner.model.gathering import (
     received,
     send,
     split_of,
+    with_adapter,
 )
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.rank_model import RankModel
@@ -58,7 +59,7 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
 
     Collective: every rank must iterate to the end, though the others get nothing. The tensors have
     the model's dtype, or the one that the family keeps them in; the padding of the vocabulary is
-    stripped and tied embeddings come once.
+    stripped and tied embeddings come once. Adapters are added to their layers' weights.
     """
     hf = model.hf_config
     rank, mine = dist.get_rank(), dict(owned_shards(model))
@@ -70,13 +71,15 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
     for name, mapping in hf.parameters():
         if rank != 0:
             if name in mine:
-                send(mine[name], 0)
+                send(with_adapter(model, name, mine[name]), 0)
             continue
         dtype = dtype_of(mapping, model)
         tensors = [torch.empty(one.whole_shape(hf.sizes), dtype=dtype) for one in mapping.tensors]
         for owner, one in owners[name]:
-            is_mine = owner == rank
-            shard = mine[name] if is_mine else one.shard(mapping, received(one, owner, dtype))
+            if owner == rank:
+                shard = with_adapter(model, name, mine[name])
+            else:
+                shard = one.shard(mapping, received(one, owner, dtype))
             write_shard(shard, tensors, geometry_of(hf))
         yield from zip(mapping.names, tensors, strict=True)
 

@@ -6,7 +6,8 @@ model: by the number of the layer there, and of the expert there.
 
 import re
 from collections.abc import Iterator
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
 
 import torch
 from megatron.core import parallel_state
@@ -16,11 +17,35 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.files.adapters import AdapterFacts
 
+ADAPTER = "adapter"  # name of the adapter within its layer
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 ROUTER_BIAS = ".router.correction_bias"
 TIED_OUTPUT = "output_layer.weight"  # of the last of several stages: a copy of the embedding
+
+
+class Adapters(Protocol):
+    """The adapters of a rank's part of a model (lora.py)."""
+
+    facts: AdapterFacts
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight with what its adapter adds; it is unchanged without one."""
+        ...
+
+    def off(self) -> AbstractContextManager[None]:
+        """Have the model without its adapters."""
+        ...
+
+    def sharded_state(self, prefix: str) -> dict[str, Any]:
+        """Return the adapters as Megatron's sharded state, by names of the whole model."""
+        ...
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Load the state read for ``sharded_state``."""
+        ...
 
 
 class RankModel:
@@ -30,6 +55,7 @@ class RankModel:
         """Take the chunks of one model whose architecture is ``hf``."""
         self.chunks = chunks
         self.hf_config = hf
+        self.adapters: Adapters | None = None  # if they are trained, and nothing else
 
     @property
     def config(self) -> TransformerConfig:
@@ -47,7 +73,7 @@ class RankModel:
         return self.chunks[-1] if self.chunks[-1].post_process else None
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield this rank's parameters by their names in the whole model."""
+        """Yield this rank's parameters by their names in the whole model, without adapters."""
         for name, tensor in self.named_weights():
             if isinstance(tensor, torch.nn.Parameter):
                 yield name, tensor
@@ -61,6 +87,8 @@ class RankModel:
             offset: int = get_transformer_layer_offset(self.config, stage)
             biases = ((n, one) for n, one in chunk.named_buffers() if n.endswith(ROUTER_BIAS))
             for name, tensor in (*chunk.named_parameters(), *biases):
+                if f".{ADAPTER}." in name:
+                    continue
                 yield _moved(_moved(name, _LAYER, offset), _EXPERT, first_expert), tensor
 
     def numbered_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
@@ -71,7 +99,7 @@ class RankModel:
             yield from enumerate(chunk.decoder.layers, offset)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yield this rank's parameters."""
+        """Yield this rank's parameters, those of adapters too."""
         for chunk in self.chunks:
             yield from chunk.parameters()
 
@@ -88,7 +116,9 @@ class RankModel:
         return self
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
-        """Return the weights as Megatron's sharded state, by chunk."""
+        """Return the weights as Megatron's sharded state, by chunk; of adapters these alone."""
+        if self.adapters is not None:
+            return self.adapters.sharded_state(prefix)
         return {
             str(number): chunk.sharded_state_dict(prefix=prefix)
             for number, chunk in enumerate(self.chunks)
@@ -96,6 +126,9 @@ class RankModel:
 
     def load_state_dict(self, state: dict[str, Any], prefix: str = "") -> None:
         """Load the state read for ``sharded_state_dict``."""
+        if self.adapters is not None:
+            self.adapters.load_state(state)
+            return
         for number, chunk in enumerate(self.chunks):
             weights: dict[str, Tensor] = state[str(number)]
             chunk.load_state_dict(

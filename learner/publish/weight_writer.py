@@ -13,6 +13,7 @@ from slipstream.learner.model.gathering import (
     parameter_of,
     received,
     send,
+    with_adapter,
 )
 from slipstream.learner.model.hf_weights import dtype_of, geometry_of, hf_specs
 from slipstream.learner.model.rank_model import RankModel
@@ -74,20 +75,24 @@ class WeightWriter:
 
     def write(self, slot: int) -> str:
         """Copy this rank's parameters into a slot; return the name of a non-finite one."""
-        flags = [is_finite(shard.tensor) for _, shard in self._shards]
-        if self._receiver is not None:
-            for _, shard in self._shards:
-                send(shard, self._receiver)
-        elif self._memory is not None:
+        flags: list[Tensor] = []
+        views: dict[str, Tensor] = {}
+        if self._receiver is None and self._memory is not None:
             views = tensor_views(self.layout, self._memory.slot(slot))
-            for _, shard in self._shards:
-                places = [views[name] for name in shard.parameter.names]
+        for name, own in self._shards:
+            shard = with_adapter(self._model, name, own)
+            flags.append(is_finite(shard.tensor))
+            if self._receiver is not None:
+                send(shard, self._receiver)
+            elif views:
+                places = [views[tensor_name] for tensor_name in shard.parameter.names]
                 write_shard(shard, places, self._geometry)
+        if views:
             for owner, one in self._remote:
                 parameter = parameter_of(self._model, one.name)
                 tensor = received(one, owner, dtype_of(parameter, self._model))
                 shard = one.shard(parameter, tensor)
-                places = [views[name] for name in shard.parameter.names]
+                places = [views[tensor_name] for tensor_name in shard.parameter.names]
                 write_shard(shard, places, self._geometry)
         return self._not_finite(flags)
 

@@ -11,18 +11,18 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
 
 
-def frozen_policies(algorithm: Algorithm, model: Path) -> list[HfConfig]:
+def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
     """Return the policies that a learner holds beside its own: a reference, a teacher; each once.
 
     Args:
         algorithm: of the run.
-        model: folder of the policy to start from.
+        settings: of the run; with adapters the policy itself is the reference, too.
 
     Raises:
         ConfigError: one has no config.json that can be used.
     """
-    choice, folders = algorithm.choice, dict[Path, str]()
-    if choice.needs_reference:
+    choice, folders, model = algorithm.choice, dict[Path, str](), settings.model
+    if choice.needs_reference and not settings.base_is(choice.kl.reference):
         folders[Path(choice.kl.reference or model)] = "algo.kl.reference"
     if choice.has_teacher and choice.teacher.model:
         folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")

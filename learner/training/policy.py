@@ -5,11 +5,12 @@ its share; H hidden size.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from slipstream.algos.compose import PolicyOutputs
 from slipstream.algos.linear_logprobs import (
@@ -46,22 +47,38 @@ class Teacher(Protocol):
 class ReferencePolicy:
     """A frozen model; its log-probabilities are of the same tempered distributions."""
 
+    is_base = False  # it is no model of its own, but the policy without its adapters
+
     def __init__(
         self, model: RankModel, topology: Topology, *, offload: Offload | None = None
     ) -> None:
         """Freeze a model; ``offload`` is that of all models of this rank."""
-        self._model = model.requires_grad_(False)
+        offload = offload or Offload()
+        weights = offload.tenant(
+            "weights", model.requires_grad_(False).parameters, is_constant=True
+        )
+        self._take(model, topology, offload, weights)
+        self._offload.use()
+
+    def _take(
+        self, model: RankModel, topology: Topology, offload: Offload, weights: Tenant
+    ) -> None:
+        self._model = model
         self._topology = topology
         self._passes = Passes(model.chunks, self, topology)
-        self._offload = offload or Offload()
-        self.weights = self._offload.tenant("weights", model.parameters, is_constant=True)
-        self._offload.use()
+        self._offload = offload
+        self.weights = weights
+
+    def _frozen(self) -> AbstractContextManager[None]:
+        """Have the model as this policy has it."""
+        return nullcontext()
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
         self._offload.use(self.weights)
-        return self._passes.forward(batches)
+        with self._frozen():
+            return self._passes.forward(batches)
 
     def read(self, _number: int, share: Share) -> Tensor:
         """Return the log-probabilities [T] of a microbatch."""
@@ -80,7 +97,8 @@ class ReferencePolicy:
     def states(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return hidden states [T/c, H] per microbatch on the last stage, [] elsewhere."""
         self._offload.use(self.weights)
-        return self._passes.hidden(batches)
+        with self._frozen():
+            return self._passes.hidden(batches)
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch, states: Tensor | None = None) -> Reference:
@@ -113,6 +131,23 @@ class ReferencePolicy:
         self._model.load_state_dict(state, _REFERENCE_PREFIX)
 
 
+class BasePolicy(ReferencePolicy):
+    """The policy without its adapters: the reference policy that takes no memory."""
+
+    is_base = True
+
+    def __init__(
+        self, model: RankModel, topology: Topology, *, offload: Offload, weights: Tenant
+    ) -> None:
+        """Share the model, and the tenant of its ``weights``, with the policy."""
+        self._take(model, topology, offload, weights)
+
+    @override
+    def _frozen(self) -> AbstractContextManager[None]:
+        adapters = self._model.adapters
+        return adapters.off() if adapters is not None else nullcontext()
+
+
 class Policy:
     """The policy under training, with the models beside it: reference policy, teacher, critic."""
 
@@ -124,6 +159,7 @@ class Policy:
         *,
         decay_steps: int = 1,
         reference: ReferencePolicy | None = None,
+        base_is_reference: bool = False,
         renews_reference: bool = False,
         teacher: Teacher | None = None,
         critic: Critic | None = None,
@@ -134,7 +170,8 @@ class Policy:
     ) -> None:
         """Wrap a model, with the other models that the algorithm needs.
 
-        ``decay_steps`` is where the learning rate's decay ends. ``renews_reference`` is set
+        ``decay_steps`` is where the learning rate's decay ends. ``base_is_reference`` has the model
+        without its adapters in the place of a ``reference``. ``renews_reference`` is set
         if ``renew_reference`` is called now and then, ``needs_full_kl`` if a loss needs the KL from
         the reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
         ``offload`` is that of all models of this rank, ``replay`` that of ``Passes``, of this model
@@ -159,6 +196,10 @@ class Policy:
             offload=self._offload,
             replay=replay,
         )
+        if base_is_reference:
+            self.reference = BasePolicy(
+                model, topology, offload=self._offload, weights=self._trained.weights
+            )
         self._pipeline_clock = PipelineClock() if topology.sizes.pipeline > 1 else None
 
     @property
@@ -241,7 +282,7 @@ class Policy:
         beside: list[Tenant] = []
         if self._needs_full_kl and self.reference is not None:
             beside.append(self.reference.weights)
-            if self._is_coupled:
+            if self._is_coupled or self.reference.is_base:
                 self._reference_states = self.reference.states(batches)
         clock = self._pipeline_clock
         try:
@@ -276,7 +317,7 @@ class Policy:
         """Return the figures of a microbatch, [T]; with the KL from the reference if it trains."""
         reference = None
         if self._needs_full_kl and self.reference is not None and torch.is_grad_enabled():
-            states = self._reference_states[number] if self._is_coupled else None
+            states = self._reference_states[number] if self._reference_states else None
             reference = self.reference.outputs(share.batch, states)
         layer = output_layer(self.model, self._topology, share.batch)
         outputs = token_logprobs(share, layer, reference)

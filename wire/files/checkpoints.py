@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.adapters import AdapterFacts
 from slipstream.wire.messages.status import EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.unreadable import UNREADABLE
@@ -51,6 +52,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_reference: bool = False  # one that was renewed
     has_digests: bool = False  # of its files, in digests.json
     has_divided_optimizer: bool = False  # learner.distributed_optimizer: it has another form
+    adapters: AdapterFacts | None = None  # it holds these alone, and none of the model's weights
 
     @property
     def step(self) -> int:

@@ -26,6 +26,7 @@ SECTIONS = (
     "generators",
     "reward",
     "learner",
+    "lora",
     "algo",
     "weightbus",
     "eval",

@@ -22,6 +22,7 @@ from slipstream.learner.memory import (
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import RunSection
 
 # hidden 8, 4 query heads and 2 key heads of 2 channels, inner 12, 11 tokens, 3 layers
@@ -296,3 +297,18 @@ def test_settings_that_do_not_divide_the_layers_are_refused():
         learner_stages(
             SMALL, settings(ranks=2, pipeline_parallel=2, layers_per_stage=(3, 2)), on_gpu=False
         )
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer():
+    lora = LoraSection(rank=2, targets=("q_proj", "o_proj", "down_proj"))
+    count = 3 * 2 * ((8 + 8) + (8 + 8) + (12 + 8))
+    for ranks in (1, 2):
+        given = msgspec.structs.replace(settings(ranks=ranks, tensor_parallel=ranks), lora=lora)
+        (parts,) = learner_stages(SMALL, given, on_gpu=False)
+        sizes = {part.what: part.num_bytes for part in parts}
+        # B of q_proj is split by rows, A of o_proj and of down_proj by columns.
+        mine = count if ranks == 1 else 3 * 2 * ((8 + 4) + (4 + 8) + (6 + 8))
+        own = rank_parameters(SMALL, given.learner, 0).count
+        assert sizes["weights"] == 4 * (own + mine)
+        assert sizes["gradients"] == 4 * mine
+        assert sizes["optimizer"] == 8 * mine

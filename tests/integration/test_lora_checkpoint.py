@@ -1,0 +1,149 @@
+"""Checkpoints of adapters: resumed, read in other layouts, exported for PEFT, started from."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
+from tests.integration.recorded import LAYOUTS, Replays, finish, rows, weights
+from tests.integration.test_replay_export_stop import behavior_logprobs, rollouts, slipstream
+from tests.support.ranks.run import outputs, start
+
+pytestmark = pytest.mark.integration
+LORA = ("lora.rank=4", "lora.alpha=8.0", "run.seed=5")
+SETTINGS = (
+    *LORA,
+    "learner.lr=2e-2",
+    "learner.lr_schedule=cosine",
+    "learner.lr_decay_steps=6",
+    "learner.minibatches=2",
+    "learner.adam_epsilon=1e-3",
+    "learner.rollouts_per_step=100",
+    "algo.kl.coefficient=0.1",
+    "checkpoint.export_at_end=true",
+    "checkpoint.every_steps=3",
+)
+
+
+def figures(run: Path) -> list[dict[str, float]]:
+    others = ("time/", "throughput/", "checkpoint/")
+    return [{k: v for k, v in row.items() if not k.startswith(others)} for row in rows(run)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Replays, Path]:
+    """Six steps of two tensor-parallel ranks, with a checkpoint after three."""
+    replays = Replays(tmp_path_factory.mktemp("lora"))
+    return replays, replays.train("straight", *LAYOUTS["tp2"], *SETTINGS)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "one", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_as_one_that_went_on(trained: tuple[Replays, Path], layout: str):
+    replays, run = trained
+    checkpoint = run / "checkpoints" / "step-000003"
+    info = read_checkpoint_info(checkpoint)
+    assert info.adapters is not None
+    assert (info.adapters.rank, info.adapters.alpha) == (4, 8.0)
+    resume = (*LAYOUTS[layout], *SETTINGS, f"run.resume_from={checkpoint}")
+    resumed = replays.train(f"resumed-{layout}", *resume)
+    after, right = weights(resumed), weights(run)
+    if layout == "tp2":
+        assert all(value.equal(right[name]) for name, value in after.items())
+        assert figures(resumed) == figures(run)[3:]
+    difference = max(float((value - right[name]).abs().max()) for name, value in after.items())
+    assert difference < 2e-5
+    before = load_file(replays.model / "model.safetensors")
+    assert max(float((value - before[name]).abs().max()) for name, value in after.items()) > 1e-3
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    size = sum(path.stat().st_size for path in newest.rglob("*.distcp"))
+    assert size < (replays.model / "model.safetensors").stat().st_size, "it holds the weights, too"
+
+
+def test_an_export_is_read_by_peft_and_is_the_policy(trained: tuple[Replays, Path], tmp_path: Path):
+    replays, run = trained
+    before = run / "checkpoints" / "step-000003"
+    printed = slipstream("export", before, "--out", tmp_path / "adapter")
+    assert printed == f"wrote {tmp_path / 'adapter'}: {before}, step 3\n"
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8.0, "LORA")
+    fourth = [row for row in rollouts(run) if row["step"] == 3]  # trained by what it exported
+    assert fourth
+    sequences = tmp_path / "sequences.json"
+    sequences.write_text(json.dumps([row["token_ids"] for row in fourth]))
+    (printed,) = outputs(
+        [start(tmp_path, "support.peft_logprobs", replays.model, tmp_path / "adapter", sequences)]
+    )
+    (base,) = outputs(
+        [start(tmp_path, "integration.transformers_logprobs", replays.model, sequences)]
+    )
+    farthest = 0.0
+    for row, logprobs, of_base in zip(fourth, json.loads(printed), json.loads(base), strict=True):
+        first = row["num_prompt_tokens"]
+        behavior = behavior_logprobs(replays.file, row["group_id"], row["sibling"])[first:]
+        expected = [a + b for a, b in zip(behavior, row["logprob_diffs"], strict=True)]
+        assert logprobs[first - 1 :] == pytest.approx(expected, abs=5e-5)
+        farthest = max(farthest, *(abs(a - b) for a, b in zip(logprobs, of_base, strict=True)))
+    assert farthest > 1e-2, "the adapter adds nothing"
+
+    slipstream("export", run, "--out", tmp_path / "merged", "--merged")
+    merged, live = load_file(tmp_path / "merged" / "model.safetensors"), weights(run)
+    assert all(merged[name].equal(live[name]) for name in live)
+
+
+def test_a_run_starts_from_an_adapter_of_peft(trained: tuple[Replays, Path], tmp_path: Path):
+    replays, run = trained
+    slipstream("export", run, "--out", tmp_path / "adapter")
+    start_from = ("learner.lr=0.0", "run.steps=1", f"lora.adapter={tmp_path / 'adapter'}")
+    more = replays.train("more", *LAYOUTS["tp2"], *SETTINGS, *start_from)
+    assert all(value.equal(weights(run)[name]) for name, value in weights(more).items())
+
+    def refused(*settings: str) -> str:
+        return finish(replays.start("refused", *SETTINGS, *start_from, *settings), code=2)
+
+    for settings, reason in {
+        ("lora.rank=8",): "lora.rank is 4 there and 8 here",
+        ("lora.alpha=16.0",): "lora.alpha is 8.0 there and 16.0 here",
+        ('lora.targets=["q_proj","v_proj"]',): "lora.targets is ['down_proj', 'gate_proj'",
+    }.items():
+        printed = refused(*settings)
+        assert reason in printed
+        assert f"{tmp_path / 'adapter'} (lora.adapter)" in printed
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    save_file(
+        {key: value for key, value in tensors.items() if key != name},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    assert f"holds no tensor {name} (lora.adapter)" in refused()
+
+
+def test_a_checkpoint_of_other_adapters_or_none_is_refused(
+    trained: tuple[Replays, Path], tmp_path: Path
+):
+    replays, run = trained
+    checkpoint = run / "checkpoints" / "step-000003"
+
+    def refused(*settings: str) -> str:
+        return finish(replays.start("refused", *settings), code=2)
+
+    resume = f"run.resume_from={checkpoint}"
+    assert "lora.rank is 4 there and 2 here" in refused(*SETTINGS, "lora.rank=2", resume)
+    printed = refused(resume)
+    assert "it holds adapters of rank 4 and no weights, and lora.rank is not set here" in printed
+    whole = replays.train("whole", "run.steps=1")
+    printed = refused(*LORA, f"run.resume_from={whole / 'checkpoints' / 'step-000001'}")
+    assert "it holds weights and no adapters, and lora.rank is 4 here" in printed
+    assert "holds no adapters: leave --merged out" in slipstream(
+        "export", whole, "--merged", code=2
+    )
+
+    moved = shutil.copytree(replays.model, tmp_path / "other")
+    tensors = load_file(moved / "model.safetensors")
+    tensors["model.norm.weight"] += 1.0
+    save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
+    printed = refused(*SETTINGS, resume, f"run.model={moved}")
+    assert "its adapters belong to other weights than those in run.model now" in printed

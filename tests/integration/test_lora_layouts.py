@@ -1,0 +1,114 @@
+"""The update of adapters does not depend on the layout, and changes nothing but adapters."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.ranks.lora import KL
+from tests.support.ranks.run import outputs, reports, start_ranks
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.integration
+LORA = {"rank": 4, "alpha": 8.0}
+PARTS = LORA | {"targets": ["q_proj", "v_proj", "down_proj"]}
+Layout = tuple[str, str, int, dict[str, Any], dict[str, Any]]
+QUICK: list[Layout] = [
+    ("tp2-pp2", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, LORA),
+    ("dp2-divided", "qwen3", 2, {"distributed_optimizer": True, "overlap_grad_reduce": True}, LORA),
+]
+SLOW: list[Layout] = [
+    ("tp2", "qwen2", 2, {"tensor_parallel": 2}, PARTS),
+    ("tp2-whole-tokens", "qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": False}, LORA),
+    ("pp2", "qwen2", 2, {"pipeline_parallel": 2}, PARTS),
+    ("dp2", "qwen3", 2, {}, LORA),
+    ("cp2", "qwen3", 2, {"context_parallel": 2}, LORA),
+    ("pp2-chunks2", "qwen3", 2, {"pipeline_parallel": 2, "interleaved_chunks": 2}, LORA),
+    ("pp2-hosts2", "qwen3", 2, {"pipeline_parallel": 2, "ranks_per_node": 1}, LORA),
+    ("recompute", "qwen3", 1, {"recompute": "full"}, LORA),
+    (
+        "recompute-parts",
+        "qwen2",
+        1,
+        {"recompute": "selective", "recompute_modules": ["mlp"]},
+        LORA | {"targets": ["down_proj"]},
+    ),
+    ("offload", "qwen3", 1, {"offload": ["weights", "gradients", "optimizer"]}, LORA),
+    (
+        "experts-tp2-ep2",
+        "qwen3_moe",
+        2,
+        {"tensor_parallel": 2, "expert_parallel": 2},
+        LORA | {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+def trained(
+    folder: Path, name: str, family: str, ranks: int, learner: dict[str, Any], lora: dict[str, Any]
+) -> Path:
+    model = folder / f"model-{family}"
+    if not model.is_dir():
+        write_tiny_model(model, family, num_hidden_layers=4 if family == "qwen3" else 2)
+    work = folder / name
+    settings = {"dtype": "float32", **learner}
+    outputs(start_ranks("support.ranks.lora", model, work, ranks, [json.dumps(lora)], **settings))
+    return work
+
+
+@cache
+def _alone(folder: Path, family: str, lora: str) -> Path:
+    return trained(folder, f"one-{family}-{len(lora)}", family, 1, {}, json.loads(lora))
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "ranks", "learner", "lora"),
+    [pytest.param(*one, id=one[0]) for one in QUICK]
+    + [pytest.param(*one, id=f"{one[0]}-{one[1]}", marks=pytest.mark.slow) for one in SLOW],
+)
+def test_update_is_that_of_a_single_process(
+    folder: Path, name: str, family: str, ranks: int, learner: dict[str, Any], lora: dict[str, Any]
+):
+    one = _alone(folder, family, json.dumps(lora))
+    (right,) = reports(one, 1)
+    work = trained(folder, name, family, ranks, learner, lora)
+    before = load_file(folder / f"model-{family}" / "model.safetensors")
+    for kl in KL:
+        for report in reports(work, ranks):
+            assert report[f"{kl} adds at first"] == 0.0
+            assert report[f"{kl} reference moved"] == 0.0
+            assert report[f"{kl} base moved"] == []
+            assert report[f"{kl} published"] == []
+            for found, expected in zip(
+                report[f"{kl} figures"], right[f"{kl} figures"], strict=True
+            ):
+                assert found == pytest.approx(expected, rel=2e-4, abs=2e-6)
+        expected = load_file(one / f"merged-{kl}" / "model.safetensors")
+        merged = load_file(work / f"merged-{kl}" / "model.safetensors")
+        assert merged.keys() == before.keys()
+        for tensor, value in merged.items():
+            assert (value - expected[tensor]).abs().max() < 5e-5, tensor
+            is_target = tensor.split(".")[-2] in lora.get("targets", [tensor.split(".")[-2]])
+            has_moved = bool((value - before[tensor]).abs().max() > 1e-4)
+            assert has_moved == (is_target and "_proj.weight" in tensor), tensor
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer(folder: Path):
+    (report,) = reports(_alone(folder, "qwen3", json.dumps(LORA)), 1)
+    assert report["k3 logprobs"] == pytest.approx(report["k3 plain"], abs=5e-5)
+    hidden, inner, queries, keys, rank, layers = 64, 176, 128, 64, 4, 4
+    sizes = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    sizes += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    count = layers * sum(rank * (into + out) for into, out in sizes)
+    held = report["k3 held"]
+    assert held["gradients"] == pytest.approx(4 * count, rel=0.01)  # padded by Megatron
+    assert held["optimizer"] == pytest.approx(8 * count, rel=0.01)  # and a count for each tensor
+    assert held["weights"] > 4 * 4 * count

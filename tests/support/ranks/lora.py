@@ -1,0 +1,106 @@
+"""One rank of a learner that trains adapters for some updates, with the base as reference policy.
+
+Usage: lora MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON LORA_JSON
+Writes WORK_FOLDER/RANK.json and, from rank 0, the merged model to WORK_FOLDER/merged.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.batches.packing import pack
+from slipstream.learner.batches.plan import plan_step
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.step import train_step
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.process.phases import PhaseClock
+from slipstream.wire.settings.lora import LoraSection
+from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.ranks.policy import (
+    distance,
+    join_ranks,
+    plain_logprobs,
+    published,
+    random_outcomes,
+    train_sequences,
+)
+from tests.support.ranks.run import section_of
+
+KL = {"full": {"name": "full"}, "k3": {"name": "k3"}}
+NUM_STEPS = 2
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora: str) -> None:
+    learner = section_of(layout, lr=2e-2, adam_epsilon=1e-3)
+    topology = join_ranks(work, rank, world_size, learner)
+    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.topology import destroy_topology
+    from slipstream.learner.starting_policy import build_policy
+
+    everything = train_sequences()
+    plans = plan_step(
+        [len(s.token_ids) for s in everything],
+        replicas=topology.data_parallel,
+        minibatches=2,
+        max_tokens=24,
+        coupled=learner.sizes.couples_replicas,
+        multiple_of=learner.sizes.microbatch_multiple,
+    )
+    batches = [
+        [pack([everything[i] for i in indices], device.device()) for indices in share]
+        for share in (plan.microbatches[topology.data_parallel_rank] for plan in plans)
+    ]
+    report: dict[str, object] = {}
+    for name, kl in KL.items():
+        settings = LearnerSettings(
+            run=RunSection(model=str(folder), seed=3),
+            learner=learner,
+            lora=msgspec.convert(json.loads(lora), LoraSection),
+            algo=AlgoSection(kl={"coefficient": 0.1, **kl}),
+            weightbus=WeightBusSection(),
+            sampling=SamplingSection(max_response_tokens=32),
+        )
+        algorithm = algorithm_of(settings)
+        policy = build_policy(settings, algorithm, topology)
+        policy.bring_weights()
+        base = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+        figures = []
+        assert policy.reference is not None
+        before = policy.reference.logprobs(batches[0])
+        mine = [outputs.logprobs for outputs in policy.proximal(batches[0])]
+        report[f"{name} adds at first"] = distance(before, mine)
+        for step in range(NUM_STEPS):
+            outcomes = random_outcomes(everything, step=step)
+            trained, _ = train_step(policy, batches, plans, outcomes, algorithm, PhaseClock())
+            figures.append(trained)
+        report[f"{name} reference moved"] = distance(before, policy.reference.logprobs(batches[0]))
+        policy.bring_weights()
+        after = dict(policy.model.named_parameters())
+        report[f"{name} base moved"] = [n for n in base if not after[n].equal(base[n])]
+        report[f"{name} figures"] = figures
+        report[f"{name} held"] = policy.held_bytes()
+        report[f"{name} trained"] = sorted(
+            p.grad is not None or hasattr(p, "main_grad") for p in policy.model.parameters()
+        ).count(True)
+        save_hf_folder(policy.model, work / f"merged-{name}", folder)
+        report[f"{name} published"] = published(policy, topology, work / f"merged-{name}")
+        if world_size == 1:
+            together = pack(everything, device.device())
+            report[f"{name} logprobs"] = policy.proximal([together])[0].logprobs.tolist()
+            policy.bring_weights()
+            report[f"{name} plain"] = [
+                value for s in everything for value in plain_logprobs(policy.model, s)
+            ]
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5], sys.argv[6])

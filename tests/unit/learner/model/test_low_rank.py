@@ -1,0 +1,20 @@
+import math
+
+import torch
+
+from slipstream.learner.model.low_rank import drawn
+
+
+def test_a_is_drawn_from_the_seed_and_the_name_as_peft_draws_it():
+    first = drawn(4, 64, seed=1, name="model.layers.0.self_attn.q_proj.weight")
+    assert first.equal(drawn(4, 64, seed=1, name="model.layers.0.self_attn.q_proj.weight"))
+    others = [
+        drawn(4, 64, seed=2, name="model.layers.0.self_attn.q_proj.weight"),
+        drawn(4, 64, seed=1, name="model.layers.1.self_attn.q_proj.weight"),
+    ]
+    assert not any(first.equal(other) for other in others)
+    linear = torch.nn.Linear(64, 4, bias=False)
+    torch.nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))  # as in peft
+    for weight in (first, linear.weight.detach()):
+        assert 0.11 < float(weight.abs().max()) <= 1 / 8
+        assert 0.5 < float(weight.std() * math.sqrt(3) * 8) < 1.5

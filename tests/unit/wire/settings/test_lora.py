@@ -1,0 +1,41 @@
+import pytest
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import to_table
+from slipstream.wire.settings.lora import LINEAR_LAYERS, LoraSection, lora_section
+
+
+def test_without_a_rank_there_are_no_adapters():
+    assert not lora_section({}).is_on
+    with pytest.raises(ValueError, match=r"lora\.rank is not set"):
+        lora_section({}).facts()
+
+
+def test_defaults_without_a_rank_are_as_good_as_none():
+    assert not lora_section({"lora": to_table(LoraSection())}).is_on
+
+
+def test_adapters_are_on_every_linear_layer_and_scaled_by_alpha_over_rank():
+    lora = lora_section({"lora": {"rank": 8, "alpha": 4.0}})
+    assert lora.is_on
+    facts = lora.facts(base="a")
+    assert (facts.rank, facts.scale, facts.base) == (8, 0.5, "a")
+    assert set(facts.targets) == set(LINEAR_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, r"lora\.rank must be at least 1, got 0: leave it out to train all weights"),
+        ({"rank": -4}, r"lora\.rank must be at least 1, got -4"),
+        ({"alpha": 8.0}, r"lora\.alpha has no meaning without lora\.rank, which is not set"),
+        ({"adapter": "a"}, r"lora\.adapter has no meaning without lora\.rank"),
+        ({"rank": 4, "alpha": 0.0}, r"\[lora\]"),
+        ({"rank": 4, "targets": []}, r"lora\.targets must name one layer or more, each once"),
+        ({"rank": 4, "targets": ["q_proj", "q_proj"]}, r"each once, got \['q_proj', 'q_proj'\]"),
+        ({"rnak": 4}, r"unknown setting lora\.rnak; did you mean rank\?"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(settings: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        lora_section({"lora": settings})
