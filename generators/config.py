@@ -10,11 +10,12 @@ import msgspec
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
-from slipstream.weightbus.transports import chosen
+from slipstream.weightbus.transports import AUTO, FALLBACK, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.lora import LoraSection, lora_section
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
@@ -32,6 +33,8 @@ Device = Literal["cpu", "cuda"]
 _OURS = (
     *("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests"),
     *("sampling_mask_max_tokens", "enable_return_routed_experts"),
+    *("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
+    *("max_loras_per_batch", "max_loaded_loras", "enable_lora_overlap_loading"),
 )
 # Settings refused for an engine of several ranks, with reasons.
 _ONE = {
@@ -54,6 +57,7 @@ _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and
 _DENSE_LAYERS = "first_k_dense_replace"  # of config.json: layers before those with experts
 _FEWEST_KEPT = 2  # by sampling.top_k
 _MAX_GENERATORS = 10_000  # that a relay serves
+_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 _MAX_STOPS = 32  # that SGLang takes
 
 
@@ -117,6 +121,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     weightbus: WeightBusSection
     reward: RewardSection
     hidden: tuple[Path, ...]  # which a reward function must not see
+    lora: LoraSection = LoraSection()
 
     @property
     def model(self) -> Path:
@@ -133,7 +138,14 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transport(self) -> str:
         """Transport of the engine's weights."""
+        if self.lora.is_named and self.weightbus.transport == AUTO:
+            return FALLBACK
         return chosen(self.weightbus.transport, self.device)
+
+    @property
+    def num_kept_adapters(self) -> int:
+        """Newest versions of adapters that an engine keeps, whether answers use them or not."""
+        return self.run.staleness_bound + 1
 
     @property
     def skips_bad_prompts(self) -> bool:
@@ -174,6 +186,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         weightbus=weightbus_section(table),
         reward=section(table, "reward", RewardSection),
         hidden=private_paths(table),
+        lora=lora_section(table),
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)
@@ -201,6 +214,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"generators.count must be at most {_MAX_GENERATORS}, got {settings.generators.count}"
         )
     _check_flags(settings.generators.sglang, settings.weightbus.in_flight)
+    _check_adapters(settings, _model_config(folder))
     _check_ranks(settings.generators.sglang, _model_config(folder))
     _check_replay(settings.run, _model_config(folder))
     return settings
@@ -213,6 +227,32 @@ def _check_replay(run: RunSection, config: Mapping[str, object]) -> None:
         raise ConfigError(
             f'run.routing_replay = "{run.routing_replay}" needs experts to route to, and run.model '
             f"is {family.model_type}, which has none"
+        )
+
+
+def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -> None:
+    """Refuse settings that no engine can have with versions that are adapters."""
+    if not settings.lora.is_named:
+        return
+    groups = settings.generators.sglang.get("attn_dp_size", 1)
+    if groups != 1:
+        raise ConfigError(
+            f"generators.sglang.attn_dp_size must be 1 with lora.rank, got {groups}: adapters are "
+            f'loaded into one group of ranks; leave it out, or set lora.publish = "merged"'
+        )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "run.model is quantized, and an engine of such a model begins with made-up weights, "
+            'to which adapters cannot be added: set lora.publish = "merged"'
+        )
+    inner, multiple = config.get("intermediate_size"), 32 * settings.generators.num_ranks
+    over_mlp = [one for one in settings.lora.targets if one in _OF_MLP]
+    if settings.device == "cpu" and over_mlp and isinstance(inner, int) and inner % multiple:
+        raise ConfigError(
+            f"lora.targets names {', '.join(over_mlp)}, and intermediate_size = {inner} of "
+            f"run.model is no multiple of {multiple}: SGLang on a CPU pads such an MLP and has no "
+            "place for adapters of it (lora/mem_pool.py:908); leave them out, or set "
+            'lora.publish = "merged"'
         )
 
 

@@ -9,6 +9,7 @@ from slipstream.broker.config import RewardSection
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table, section
+from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.unreadable import UNREADABLE
 
 
@@ -52,6 +53,8 @@ def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettin
     if num_prompts < 0:
         raise ConfigError(f"--num-prompts must be at least 1, got {num_prompts}")
     generator = generator_settings(table)
+    # The policy is run.model, as it is before adapters add anything.
+    generator = msgspec.structs.replace(generator, lora=LoraSection())
     settings = OfflineSettings(
         generator=generator,
         reward=section(table, "reward", RewardSection),

@@ -12,6 +12,7 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.lanes import lanes_of
+from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import TextCodec
@@ -23,6 +24,7 @@ from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.adapters import adapter_shapes
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.messages.weightbus import Join
@@ -41,6 +43,9 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
     health.waits_for("its engine to start")
     codec = TextCodec(settings.model, settings.sampling)
     tensors = model_tensors(settings.model, dtype=settings.dtype)
+    if settings.lora.is_named:
+        shapes = adapter_shapes(tensors.shapes, settings.lora.facts())
+        tensors = TensorSet(shapes, settings.dtype)
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
@@ -170,4 +175,5 @@ def _subscriber(
         on_pause=worker.pausing,
         on_adopt=worker.adopted,
         key=read_client_key(Path(settings.run.key_file)) if is_far else None,
+        adapters=engine if isinstance(engine, AdapterEngine) else None,
     )

@@ -76,7 +76,8 @@ def run_learner(
         PeerLostError: another node did, or did not come.
     """
     algorithm = algorithm_of(settings)
-    refuse_layout(load_hf_config(settings.model), settings.learner)
+    hf = load_hf_config(settings.model)
+    refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
     if launch.resumes and place.node == 0:
         fetch_newer(settings)
     if algorithm.choice.learns_from_equal_rewards and settings.broker.drop_zero_variance:

@@ -34,6 +34,7 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model import device
 from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.publish.contents import AdaptersAlone, Contents, WholeModel
 from slipstream.learner.publish.weight_writer import WeightWriter
 from slipstream.learner.record.profiling import StepProfiler
 from slipstream.learner.record.rollout_log import open_rollout_log
@@ -239,6 +240,11 @@ class LearnerLoop:
                 + _ADVICE[rejection.reason]
             )
 
+    def _contents(self) -> Contents:
+        model = self._policy.model
+        is_named = self._settings.lora.is_named
+        return AdaptersAlone(model) if is_named else WholeModel(model)
+
     def _publish(self, version: PolicyVersion) -> None:
         """Copy this rank's weights out; the transfer does not wait.
 
@@ -255,6 +261,7 @@ class LearnerLoop:
                     self._topology,
                     bucket_bytes=self._settings.weightbus.bucket_bytes,
                     agree=lambda path: coordinator.agreed(path, str),
+                    contents=self._contents(),
                 )
                 coordinator.open_weights(self._writer.path, self._writer.layout)
             slot = coordinator.reserve()

@@ -84,7 +84,8 @@ def main() -> int:
             from slipstream.learner.training.algorithm import algorithm_of
 
             algorithm_of(settings)
-            refuse_layout(load_hf_config(model_folder(settings.run)), settings.learner)
+            hf = load_hf_config(model_folder(settings.run))
+            refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:

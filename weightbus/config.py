@@ -3,9 +3,10 @@
 from ipaddress import IPv4Address, ip_address
 from typing import Literal
 
-from slipstream.weightbus.transports import AUTO, check_transport
+from slipstream.weightbus.transports import AUTO, TRANSPORTS, check_transport
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.lora import lora_section
 from slipstream.wire.settings.sections import AtLeast0, AtLeast1, Positive
 
 _TCP = "tcp://"
@@ -61,12 +62,20 @@ def weightbus_section(table: Table) -> WeightBusSection:
     """Return [weightbus], checked.
 
     Raises:
-        ConfigError: there is no such transport, or others could not connect to
-            `weightbus.listen`.
+        ConfigError: there is no such transport, it carries no adapters, or others could not
+            connect to `weightbus.listen`.
     """
     found = section(table, "weightbus", WeightBusSection)
     if found.transport != AUTO:
         check_transport(found.transport)
+    is_live = found.transport != AUTO and TRANSPORTS[found.transport].writes_live
+    if is_live and lora_section(table).is_named:
+        others = " or ".join(f'"{name}"' for name, one in TRANSPORTS.items() if not one.writes_live)
+        raise ConfigError(
+            f'weightbus.transport = "{found.transport}" writes into the weights of a paused '
+            f"engine, and with lora.rank versions are adapters beside them: set {others}, or "
+            'lora.publish = "merged"'
+        )
     if found.listen and (why := _why_no_address(found.listen)):
         raise ConfigError(f"weightbus.listen is {found.listen!r}: {why}")
     return found

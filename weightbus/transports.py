@@ -19,6 +19,7 @@ class TransportEntry(NamedTuple):
     path: str  # MODULE:CLASS, a subclass of relay.transports.base.Transport
     dials_host: bool = False  # engines connect to weightbus.host
     is_staged: bool = True  # agents keep a version in memory until their engine has loaded it
+    writes_live: bool = False  # into weights of the engine; versions of adapters stand beside them
 
     def why_not_from_afar(self, host: str) -> str:
         """Return why an engine on another host cannot use it; empty if it can.
@@ -32,7 +33,9 @@ class TransportEntry(NamedTuple):
 
 
 TRANSPORTS: Mapping[str, TransportEntry] = {
-    "collective": TransportEntry(f"{_CLASSES}.collective:Collective", dials_host=True),
+    "collective": TransportEntry(
+        f"{_CLASSES}.collective:Collective", dials_host=True, writes_live=True
+    ),
     "tcp": TransportEntry(f"{_CLASSES}.staged:OverTcp"),
     "disk": TransportEntry(f"{_CLASSES}.disk:OverDisk", is_staged=False),
 }

@@ -92,6 +92,6 @@ def observe_disk(
         return [fail("fsync", why, "run.dir")]
     if not has_checkpoints:
         return [judge_sync(seen)]
-    size = checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic)
+    size = checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic, lora=config.learner.lora)
     count = most_checkpoints(config.learner.checkpoint)
     return [judge_sync(seen), judge_space(seen.free_bytes, size, count)]

@@ -15,9 +15,17 @@ from collections.abc import Sequence
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import kv_bytes_per_token
-from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
+from slipstream.learner.config import LearnerSection
+from slipstream.learner.memory import (
+    HOST_OPTIMIZER,
+    MemoryPart,
+    adapter_parameters,
+    learner_stages,
+    total_bytes,
+)
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import CheckpointSection
 
 _FLOAT32, _BFLOAT16 = 4, 2
@@ -78,18 +86,36 @@ def _learner_memory(
     ]
 
 
-def versions_bytes(hf: HfConfig, *, on_gpu: bool) -> int:
+def versions_bytes(hf: HfConfig, *, on_gpu: bool, lora: LoraSection | None = None) -> int:
     """Return the shared memory in which the learner hands versions to the relay."""
-    return NUM_SLOTS * (_BFLOAT16 if on_gpu else _FLOAT32) * hf.num_parameters
+    count = hf.num_parameters
+    if lora is not None and lora.is_named:
+        count = _num_trained(hf, lora)
+    return NUM_SLOTS * (_BFLOAT16 if on_gpu else _FLOAT32) * count
 
 
-def checkpoint_bytes(hf: HfConfig, *, on_gpu: bool, has_critic: bool = False) -> int:
+def checkpoint_bytes(
+    hf: HfConfig, *, on_gpu: bool, has_critic: bool = False, lora: LoraSection | None = None
+) -> int:
     """Return the size of one checkpoint."""
-    return (14 if on_gpu else 12) * hf.num_parameters * (2 if has_critic else 1)
+    critic = hf.num_parameters if has_critic else 0
+    return (14 if on_gpu else 12) * (_num_trained(hf, lora) + critic)
+
+
+def _num_trained(hf: HfConfig, lora: LoraSection | None) -> int:
+    """Return the parameters that a policy trains, all or those of adapters."""
+    if lora is None or not lora.is_on:
+        return hf.num_parameters
+    return adapter_parameters(hf, LearnerSection(), lora.facts(), 0).count
 
 
 def copies_memory(
-    hf: HfConfig, checkpoint: CheckpointSection, *, on_gpu: bool, has_critic: bool = False
+    hf: HfConfig,
+    checkpoint: CheckpointSection,
+    *,
+    on_gpu: bool,
+    has_critic: bool = False,
+    lora: LoraSection | None = None,
 ) -> list[MemoryPart]:
     """Return the memory of a learner's host for what is saved while training continues.
 
@@ -97,7 +123,7 @@ def copies_memory(
     """
     if not (checkpoint.asynchronous and _saves_during_training(checkpoint)):
         return []
-    size = float(checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic))
+    size = float(checkpoint_bytes(hf, on_gpu=on_gpu, has_critic=has_critic, lora=lora))
     return [MemoryPart("copies for saving", size, "checkpoint.asynchronous")]
 
 

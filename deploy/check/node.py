@@ -112,7 +112,7 @@ def _view(begin: Begin) -> _View:
     config = run_config(tomllib.loads(begin.settings))
     algorithm, model = algorithm_of(config.learner), model_folder(config.run)
     hf = load_hf_config(model)
-    refuse_layout(hf, config.learner.learner)
+    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
     return _View(
         config=config,
         roles=begin.roles,
@@ -174,12 +174,16 @@ def _resources(view: _View) -> list[Fact]:
     )
     if "learner" in view.kinds:
         parts += copies_memory(
-            view.hf, config.learner.checkpoint, on_gpu=view.on_gpu, has_critic=view.has_critic
+            view.hf,
+            config.learner.checkpoint,
+            on_gpu=view.on_gpu,
+            has_critic=view.has_critic,
+            lora=config.learner.lora,
         )
     facts = [judge_memory("memory", parts, *host_memory_now(), _MODEL_SETTINGS)]
     shared = shared_memory_now()
     if "learner" in view.kinds and shared is not None:
-        versions = versions_bytes(view.hf, on_gpu=view.on_gpu)
+        versions = versions_bytes(view.hf, on_gpu=view.on_gpu, lora=config.learner.lora)
         part = MemoryPart("versions for the relay", versions, "3 versions")
         facts.append(judge_memory("shared memory", [part], *shared, "run.model"))
     return [*facts, *_gpus(view)]

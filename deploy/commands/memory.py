@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = run_config(load_table(arguments.config, arguments.overrides))
     model = model_folder(config.run)
     hf = load_hf_config(model)
-    refuse_layout(hf, config.learner.learner)
+    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
     console = make_console()
     if arguments.measure:
         ranks = measured(config, hf, arguments.config, arguments.overrides)

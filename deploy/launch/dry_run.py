@@ -55,7 +55,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print()
     model = model_folder(config.run)
     hf = load_hf_config(model)
-    refuse_layout(hf, config.learner.learner)
+    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
     if config.generators.device == "cpu":
         console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
         return

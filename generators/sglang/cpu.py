@@ -76,6 +76,34 @@ def define_torchvision_operators() -> None:
     _keep_alive.append(library)
 
 
+def without_pinned_memory() -> None:
+    """Give SGLang's adapters plain memory where they ask for pinned memory.
+
+    There is none without an accelerator, and torch raises. SGLang 0.5.23 asks for it on every
+    device (lora/layers.py:145, 594 and others, lora/backend/torch_backend.py:225-245), though not
+    in lora/mem_pool.py:163, where it looks first. Remove when it looks in all of them.
+    """
+    if torch.cuda.is_available():
+        return
+    for name in ("tensor", "zeros"):
+        make = getattr(torch, name)
+
+        def unpinned(
+            *arguments: object,
+            _make: Callable[..., Tensor] = make,
+            pin_memory: bool = False,  # noqa: ARG001 there is no such memory
+            **options: object,
+        ) -> Tensor:
+            return _make(*arguments, **options)
+
+        setattr(torch, name, unpinned)
+
+    def itself(tensor: Tensor, _device: object = None) -> Tensor:
+        return tensor
+
+    setattr(torch.Tensor, "pin_memory", itself)  # noqa: B010 mypy takes it for an assignment
+
+
 def batch_decode_attention() -> None:
     """Replace the decode loop of SGLang's ``torch_native`` attention by one batched call.
 

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +104,14 @@ class SglangEngine:
         seeds: Sequence[int] = (),
     ) -> list[Completion]:
         """Return ``count`` independent responses; raises EngineError when there are none."""
+        body = self._question(prompt_ids, params, count=count, seeds=seeds)
+        answers = await self._answers(body, count)
+        return [completion_of(answer, params, len(prompt_ids)) for answer in answers]
+
+    def _question(
+        self, prompt_ids: list[int], params: SamplingParams, *, count: int, seeds: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the body of a request for responses."""
         sampling: dict[str, Any] = {
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,
@@ -120,13 +127,15 @@ class SglangEngine:
             sampling["stop"] = params.stop
         if params.stop_token_ids:
             sampling["stop_token_ids"] = params.stop_token_ids
-        body = {
+        return {
             "input_ids": [prompt_ids] * count,
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds] or sampling,
             "return_logprob": True,
             "return_sampling_mask": params.max_kept > 0,
             "return_routed_experts": params.experts_of is not None,
         }
+
+    async def _answers(self, body: dict[str, Any], count: int) -> list[dict[str, Any]]:
         self._num_in_flight += count
         try:
             answers = await self._request("POST", "/generate", body, self._request_timeout)
@@ -134,15 +143,7 @@ class SglangEngine:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
-        completions = [_completion(answer, has_kept=params.max_kept > 0) for answer in answers]
-        if params.experts_of is None:
-            return completions
-        return [
-            replace(
-                one, experts=_experts(answer, len(prompt_ids + one.token_ids), params.experts_of)
-            )
-            for one, answer in zip(completions, answers, strict=True)
-        ]
+        return answers
 
     async def load(self) -> EngineLoad:
         """Return the server's load as of its last batch; it answers while paused.
@@ -306,7 +307,17 @@ class SglangEngine:
         return answer
 
 
-def _completion(answer: dict[str, Any], *, has_kept: bool) -> Completion:
+def completion_of(
+    answer: dict[str, Any],
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    version: PolicyVersion | None = None,
+) -> Completion:
+    """Return a response; all of its tokens are of ``version``, unless the engine labels them.
+
+    Raises:
+        EngineError: the answer is none, or of a request that failed, or lacks what was asked for.
+    """
     try:
         info = answer["meta_info"]
         token_ids: list[int] = answer["output_ids"]
@@ -315,7 +326,7 @@ def _completion(answer: dict[str, Any], *, has_kept: bool) -> Completion:
         spans = info["weight_versions"]
         kept: list[list[int]] | None = None
         logprobs = [row[0] for row in rows]
-        if has_kept:
+        if params.max_kept:
             kept, logprobs = (
                 info[f"output_token_sampling_{name}"] for name in ("mask", "logprobs")
             )
@@ -330,9 +341,16 @@ def _completion(answer: dict[str, Any], *, has_kept: bool) -> Completion:
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
-        version_starts=version_starts(spans, len(token_ids)),
+        version_starts=(
+            version_starts(spans, len(token_ids)) if version is None else [(0, version)]
+        ),
         finish_reason="stop" if reason == "stop" else "length",
         kept=kept,
+        experts=(
+            None
+            if params.experts_of is None
+            else _experts(answer, num_prompt_tokens + len(token_ids), params.experts_of)
+        ),
     )
 
 

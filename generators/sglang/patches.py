@@ -26,6 +26,7 @@ SGLANG_VERSION = "0.5.23"  # that the corrections were written against
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
 ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in config.json
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
+ADAPTERS_VARIABLE = "SLIPSTREAM_ADAPTERS"  # 1: versions are adapters
 _GROUP_TIMEOUT_S = 120.0  # where the agent names none
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
@@ -35,6 +36,8 @@ _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 _BATCH_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
+_LORA_MANAGER = "sglang.srt.lora.lora_manager"
+_WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
@@ -65,6 +68,8 @@ def install() -> None:
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
+    if os.environ.get(ADAPTERS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
+        corrections |= {_LORA_MANAGER: _keep_manager, _WEIGHT_CHECKER: _check_adapters}
     sys.meta_path.insert(0, _AfterImport(corrections))
 
 
@@ -403,6 +408,37 @@ def sample_by_seed(module: ModuleType) -> None:
         "top_k_top_p_min_p_sampling_from_probs_torch",
         seeded_sampling.sampling_from_truncated_probs,
     )
+
+
+def _keep_manager(module: ModuleType) -> None:
+    """Have a model lead to the manager of its adapters, for ``_check_adapters``."""
+    manager = module.LoRAManager
+    prepare = manager.init_lora_adapters
+
+    def init_lora_adapters(self: Any, lora_paths: Any = None) -> None:  # noqa: ANN401
+        prepare(self, lora_paths)
+        self.base_model._slipstream_adapters = self
+
+    replace(manager, "init_lora_adapters", init_lora_adapters)
+
+
+def _check_adapters(module: ModuleType) -> None:
+    """Have the weights checker answer with checksums of adapters, and not of the weights below.
+
+    SGLang compares the bytes of adapters before it keeps them, if at all, and cannot be asked what
+    it keeps. Answered for are the tensors from which it fills its pool, on every rank: fused as it
+    fuses them, by ``NAME OF THE ADAPTER/NAME OF THE TENSOR``. Remove when its own checker has them.
+    """
+    checker = module.WeightChecker
+
+    def _model_state(self: Any) -> Any:  # noqa: ANN401
+        manager = self._get_model()._slipstream_adapters
+        for uid, adapter in manager.loras.items():
+            for layer in adapter.layers:
+                for name, tensor in layer.weights.items():
+                    yield f"{manager.lora_refs[uid].lora_name}/{name}", tensor
+
+    replace(checker, "_model_state", _model_state)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import InferenceEngine, SamplingParams
 from slipstream.generators.rollout import Sampler
+from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.text.codec import TextCodec
@@ -55,6 +57,27 @@ def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: Te
     )
 
 
+def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngine:
+    """Return the client of a server, which answers."""
+    options: dict[str, Any] = {
+        "request_timeout_s": settings.generators.request_timeout_s,
+        "control_timeout_s": settings.weightbus.timeout_s,
+        "load_timeout_s": settings.weightbus.receive_timeout_s,
+        "num_ranks": settings.generators.num_ranks,
+    }
+    if settings.lora.is_named:
+        return AdapterEngine(
+            process.url,
+            process.api_key,
+            facts=settings.lora.facts(),
+            kept=settings.num_kept_adapters,
+            folder=process.scratch / "adapters",
+            **options,
+        )
+    in_flight = settings.weightbus.in_flight
+    return SglangEngine(process.url, process.api_key, in_flight=in_flight, **options)
+
+
 @asynccontextmanager
 async def running_engine(
     settings: GeneratorSettings, name: str, stopping: "asyncio.Task[object]"
@@ -75,15 +98,7 @@ async def running_engine(
             return
         ready.result()
         _log.info("engine answers at %s", process.url)
-        engine = SglangEngine(
-            process.url,
-            process.api_key,
-            request_timeout_s=settings.generators.request_timeout_s,
-            control_timeout_s=settings.weightbus.timeout_s,
-            load_timeout_s=settings.weightbus.receive_timeout_s,
-            in_flight=settings.weightbus.in_flight,
-            num_ranks=settings.generators.num_ranks,
-        )
+        engine = engine_of(settings, process)
         try:
             yield process, engine
         finally:

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from slipstream.generators.sglang import patches, policy_model
+from slipstream.generators.sglang.start_order import Flag
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.processes import die_with_parent
 
@@ -52,6 +53,8 @@ def main() -> None:
     if on_cpu:
         cpu.batch_decode_attention()
         cpu.allocate_without_cuda()
+        if flags.get("enable_lora"):
+            cpu.without_pinned_memory()
     run_server(prepare_server_args(argv))
 
 
@@ -68,7 +71,7 @@ def _offer_one_model(folder: Path) -> None:
     os.environ[patches.ARCHITECTURE_VARIABLE] = architecture  # noqa: TID251 for its children
 
 
-def _arguments(flags: Mapping[str, str | int | float | bool], known: Set[str]) -> list[str]:
+def _arguments(flags: Mapping[str, Flag], known: Set[str]) -> list[str]:
     """Return SGLang's command line; unknown settings are refused before the slow imports."""
     argv: list[str] = []
     for name, value in flags.items():
@@ -77,6 +80,8 @@ def _arguments(flags: Mapping[str, str | int | float | bool], known: Set[str]) -
         flag = "--" + name.replace("_", "-")
         if value is True:
             argv.append(flag)
+        elif isinstance(value, list):
+            argv += [flag, *value]
         elif value is not False:
             argv += [flag, str(value)]
     return argv

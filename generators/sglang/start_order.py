@@ -8,9 +8,14 @@ import socket
 import zlib
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.sglang.patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
+from slipstream.generators.sglang.patches import (
+    ADAPTERS_VARIABLE,
+    GROUP_TIMEOUT_VARIABLE,
+    SEEDS_VARIABLE,
+)
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.environment import handed_on
@@ -37,12 +42,15 @@ _PORT_TRIES = 100
 _RENDEZVOUS = "rendezvous"
 
 
+Flag: TypeAlias = str | int | float | bool | list[str]
+
+
 def server_flags(
     settings: GeneratorSettings, *, port: int, api_key: str, seed_of: str
-) -> dict[str, str | int | float | bool]:
+) -> dict[str, Flag]:
     """Return SGLang's settings: ours first, then the device's, then [generators.sglang]."""
     generators = settings.generators
-    flags: dict[str, str | int | float | bool] = {
+    flags: dict[str, Flag] = {
         "model_path": str(settings.model.resolve()),
         "host": HOST,
         "port": port,
@@ -76,6 +84,8 @@ def server_flags(
             "max_total_tokens": generators.max_cached_tokens,
             "sleep_on_idle": True,
         }
+    if settings.lora.is_named:
+        flags |= _adapter_flags(settings)
     return flags | generators.sglang
 
 
@@ -101,6 +111,25 @@ def unquantized_folder(model: Path, scratch: Path) -> Path | None:
     return folder
 
 
+def _adapter_flags(settings: GeneratorSettings) -> dict[str, Flag]:
+    """Return the flags of an engine with several versions of adapters at a time.
+
+    A batch may have answers of each of them, and one place is for those without. The kernels are
+    SGLang's default on a GPU; a CPU has none but torch's (its others are Triton's).
+    """
+    facts = settings.lora.facts()
+    flags: dict[str, Flag] = {
+        "enable_lora": True,
+        "max_lora_rank": facts.rank,
+        "lora_target_modules": list(facts.targets),
+        "max_loras_per_batch": settings.num_kept_adapters + 1,
+        "lora_strict_loading": True,
+    }
+    if settings.device == "cpu":
+        flags["lora_backend"] = "torch_native"
+    return flags
+
+
 def random_api_key() -> str:
     """Return a key for one server; hexadecimal, since one that starts with - is read as a flag."""
     return secrets.token_hex(24)
@@ -122,6 +151,7 @@ def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]
     environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
+    environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
     # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
     # torch's, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"

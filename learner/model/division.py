@@ -1,11 +1,14 @@
 """Pure: whether parallel sizes divide a model, before any rank is started."""
 
+from collections.abc import Collection
+
 import msgspec
 
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.adapters import check_targets
 
 # Megatron's own ways to divide layers over stages, in [learner.megatron].
 _OF_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -72,12 +75,18 @@ def _megatron_layers(num_layers: int, learner: LearnerSection, setting: str) -> 
     return tuple(stages)
 
 
-def refuse_layout(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) -> None:
+def refuse_layout(
+    hf: HfConfig, learner: LearnerSection, setting: str = POLICY, *, targets: Collection[str] = ()
+) -> None:
     """Refuse settings of [learner] that do not divide the model that ``setting`` names.
 
+    ``targets`` are the layers that are to have adapters.
+
     Raises:
-        ConfigError: naming both numbers and the setting.
+        ConfigError: naming both numbers and the setting, or a target that the model has no layer
+            for.
     """
+    check_targets(hf.family, targets)
     refuse_undivided(hf, learner.sizes, setting)
     if hf.num_routed_experts and learner.tensor_parallel > 1 and not learner.sequence_parallel:
         raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -41,7 +41,7 @@ from slipstream.learner.model.gathering import parameter_of, split_of
 from slipstream.learner.model.hf_weights import geometry_of
 from slipstream.learner.model.low_rank import drawn
 from slipstream.learner.model.rank_model import ADAPTER, RankModel
-from slipstream.learner.model.shards import Geometry, fuse_gate_up, fuse_qkv
+from slipstream.learner.model.shards import Geometry, Shard, fuse_gate_up, fuse_qkv
 from slipstream.wire.files.adapters import AdapterFacts, check_targets, layer_of, peft_names
 from slipstream.wire.files.families.parts import HfTensor, Parameter
 
@@ -215,6 +215,19 @@ class LoraAdapters:
                 a, b = peft_names(tensor.name)
                 yield a, part.lora_A, adapter.place, 1
                 yield b, part.lora_B, adapter.place, 0
+
+    def owned(self) -> Iterator[tuple[str, Shard]]:
+        """Yield the parts that this rank owns, by PEFT's names: the first copy of each."""
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        for name, parameter, place, dim in self.named_tensors():
+            is_split = place.ranks > 1 and place.dim == dim
+            if copy == 0 and (is_split or first):
+                tensor = Parameter("copy", (HfTensor(name, ()),))
+                if is_split:
+                    yield name, Shard(tensor, parameter, dim, place.rank, place.ranks)
+                else:
+                    yield name, Shard(tensor, parameter)
 
     def sharded_state(self, prefix: str) -> dict[str, Any]:
         """Return the adapters as Megatron's sharded state, by names of the whole model."""

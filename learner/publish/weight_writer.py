@@ -6,19 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.model.device import device
-from slipstream.learner.model.gathering import (
-    ShardFacts,
-    facts_of_all,
-    owned_shards,
-    parameter_of,
-    received,
-    send,
-    with_adapter,
-)
-from slipstream.learner.model.hf_weights import dtype_of, geometry_of, hf_specs
+from slipstream.learner.model.gathering import ShardFacts, facts_of_all, received, send
+from slipstream.learner.model.hf_weights import dtype_of, geometry_of
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import is_finite, write_shard
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.publish.contents import Contents, WholeModel
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
@@ -39,20 +32,23 @@ class WeightWriter:
         *,
         bucket_bytes: int,
         agree: Callable[[str], str],
+        contents: Contents | None = None,
     ) -> None:
         """Make the memory on rank 0 and map it on the others that write.
 
-        ``agree`` returns rank 0's text on every rank.
+        ``agree`` returns rank 0's text on every rank. ``contents`` are the model's; None is the
+        whole model.
         """
         self._model = model
-        self.layout = plan_layout(hf_specs(model), bucket_bytes=bucket_bytes)
+        self._contents = contents or WholeModel(model)
+        self.layout = plan_layout(self._contents.specs(), bucket_bytes=bucket_bytes)
         slot_bytes = self.layout.num_bytes
         made: SharedSlots | None = None
         if topology.rank == 0:
             made = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
         self.path = agree(made.path if made is not None else "")
         self._memory = made
-        self._shards = list(owned_shards(model))
+        self._shards = list(self._contents.owned())
         self._receiver: int | None = None
         self._remote: list[tuple[int, ShardFacts]] = []  # owner, what it sends here
         every = facts_of_all(self._shards) if topology.world_size > topology.ranks_here else []
@@ -80,19 +76,19 @@ class WeightWriter:
         if self._receiver is None and self._memory is not None:
             views = tensor_views(self.layout, self._memory.slot(slot))
         for name, own in self._shards:
-            shard = with_adapter(self._model, name, own)
+            shard = self._contents.current(name, own)
             flags.append(is_finite(shard.tensor))
             if self._receiver is not None:
                 send(shard, self._receiver)
             elif views:
-                places = [views[tensor_name] for tensor_name in shard.parameter.names]
+                places = [views[tensor] for tensor in shard.parameter.names]
                 write_shard(shard, places, self._geometry)
         if views:
             for owner, one in self._remote:
-                parameter = parameter_of(self._model, one.name)
+                parameter = self._contents.parameter(one.name)
                 tensor = received(one, owner, dtype_of(parameter, self._model))
                 shard = one.shard(parameter, tensor)
-                places = [views[tensor_name] for tensor_name in shard.parameter.names]
+                places = [views[tensor] for tensor in shard.parameter.names]
                 write_shard(shard, places, self._geometry)
         return self._not_finite(flags)
 

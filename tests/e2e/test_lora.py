@@ -1,17 +1,85 @@
 """Adapters, with every role real."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from slipstream.deploy.examples.addition import prepare
+from slipstream.weightbus.relay.adapter_checksums import expected_adapter_checksums
 from slipstream.weightbus.relay.engine_checksums import digest_of, expected_checksums
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
-from tests.support.tiny_run import TinyRun, slipstream
+from tests.support.blank_model import write_blank_model
+from tests.support.random_llama import write_random_weights
+from tests.support.tiny_run import ROOT, TinyRun, slipstream
 
 pytestmark = [pytest.mark.e2e]
 SAME = 1e-4  # nats
+BOUND = 2
+STEPS = 100
+LEAST_GAIN = 0.2  # in the share of right answers, six deviations of 256 of them
+
+
+def wider(folder: Path) -> None:
+    """Have an MLP that SGLang does not pad on a CPU."""
+    write_blank_model(folder / "model", hidden=128, layers=2)
+    write_random_weights(folder / "model", scale=0.1, seed=3)
+
+
+def test_every_answer_is_of_one_version_and_no_engine_pauses(start_run: Callable[..., TinyRun]):
+    run = start_run(
+        before=wider,
+        run__steps=6,
+        run__groups_per_step=2,
+        run__max_staleness_steps=BOUND,
+        sampling__min_response_tokens=300,
+        sampling__max_response_tokens=340,
+        generators__max_sequences=2,  # one group at a time: engines are always in mid-answer
+        generators__max_cached_tokens=8192,
+        lora__rank=4,
+        learner__lr=1e-2,
+        algo__kl__coefficient=0.1,
+    )
+    assert run.wait() == 0, run.output
+    summary, rollouts = run.summary(), run.rollouts()
+    assert (summary["outcome"], summary["trained"]) == ("finished", 12)
+    assert summary["equation"]["unaccounted"] == 0
+    assert len(rollouts) == 24
+    for row in rollouts:
+        assert len(row["version_runs"]) == 1, "an answer of two versions"
+        assert len(row["token_ids"]) - row["num_prompt_tokens"] >= 300
+        assert 0 <= row["step"] - row["version_runs"][0]["step"] <= BOUND
+    assert len({row["version_runs"][0]["step"] for row in rollouts}) > 2, (
+        "no version was taken over"
+    )
+    assert summary["publishes_while_generating"] > 0
+    lags = [
+        (row["step"] - row["version_runs"][0]["step"], row["logprob_abs_diff_by_run"][0])
+        for row in rollouts
+    ]
+    assert max(difference for lag, difference in lags if lag == 0) < SAME
+    assert max(difference for lag, difference in lags if lag > 0) > SAME, "nothing was trained"
+
+    phases = {
+        role["name"]: role["phase_seconds"]
+        for role in summary["roles"]
+        if role["role"] == "generator"
+    }
+    assert set(phases) == {"generator-0", "generator-1"}
+    assert not any(seconds.get("adopt") for seconds in phases.values()), "an engine was paused"
+    slipstream("export", run.folder)
+    final = load_file(run.folder / "adapter" / "adapter_model.safetensors")
+    expected = digest_of(expected_adapter_checksums(final))
+    publish = summary["last_publish"]
+    assert publish["version"] == [1, 6]
+    assert set(publish["transports"].values()) == {"tcp"}
+    assert set(publish["engine_digests"].values()) == {expected}
+    run.assert_listens_here_alone()
+    run.assert_nothing_left()
 
 
 def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun], inputs: Path):
@@ -53,3 +121,25 @@ def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun]
     names = load_file(run.folder / "adapter" / "adapter_model.safetensors").keys()
     assert len(names) == 2 * 2 * 7
     run.assert_nothing_left()
+
+
+@pytest.mark.slow  # what it is made of is tested above and in tests/integration/test_lora_*.py
+@pytest.mark.parametrize("publish", ["named", "merged"])
+def test_adapters_learn_addition(tmp_path: Path, publish: str, capsys: pytest.CaptureFixture[str]):
+    prepare(ROOT / ".cache" / "addition")
+    output = tmp_path / "output.txt"
+    command = [sys.executable, "-m", "slipstream.deploy.main", "run"]
+    settings = ["--config", "configs/quickstart.toml", f"run.dir={tmp_path}", f"run.steps={STEPS}"]
+    settings += ["lora.rank=16", f"lora.publish={publish}", "learner.lr=2e-3"]
+    with output.open("w") as file:
+        code = subprocess.run(
+            [*command, *settings], cwd=ROOT, stdout=file, stderr=file, check=False
+        ).returncode
+    assert code == 0, output.read_text()
+    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("finished", STEPS)
+    assert summary["equation"]["unaccounted"] == 0
+    points = {point["step"]: point["overall"]["metrics"]["mean@1"] for point in summary["eval"]}
+    with capsys.disabled():
+        sys.stdout.write(f"\n{publish}: {points}\n")
+    assert points[STEPS] - points[0] >= LEAST_GAIN, points

@@ -40,14 +40,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Replays, Path]:
     return replays, replays.train("straight", *LAYOUTS["tp2"], *SETTINGS)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "one", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
+SLOW = ("one", "tp2-pp2")
+DIVIDED = ("learner.ranks=2", "learner.distributed_optimizer=true")
+
+
+@pytest.mark.slow  # the same, of weights in float32, below
+@pytest.mark.parametrize("layout", ["bf16", "pp2-bf16"])
+def test_adapters_in_bfloat16_are_resumed_bit_for_bit(tmp_path: Path, layout: str):
+    replays = Replays(tmp_path)
+    run = replays.train("straight", *LAYOUTS[layout], *SETTINGS)
+    resume = f"run.resume_from={run / 'checkpoints' / 'step-000003'}"
+    resumed = replays.train("resumed", *LAYOUTS[layout], *SETTINGS, resume)
+    assert all(value.equal(weights(run)[name]) for name, value in weights(resumed).items())
+    assert figures(resumed) == figures(run)[3:]
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2", "divided", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
+)
 def test_a_resumed_run_ends_as_one_that_went_on(trained: tuple[Replays, Path], layout: str):
     replays, run = trained
     checkpoint = run / "checkpoints" / "step-000003"
     info = read_checkpoint_info(checkpoint)
     assert info.adapters is not None
     assert (info.adapters.rank, info.adapters.alpha) == (4, 8.0)
-    resume = (*LAYOUTS[layout], *SETTINGS, f"run.resume_from={checkpoint}")
+    sizes = DIVIDED if layout == "divided" else LAYOUTS[layout]
+    resume = (*sizes, *SETTINGS, f"run.resume_from={checkpoint}")
     resumed = replays.train(f"resumed-{layout}", *resume)
     after, right = weights(resumed), weights(run)
     if layout == "tp2":
@@ -72,16 +90,17 @@ def test_an_export_is_read_by_peft_and_is_the_policy(trained: tuple[Replays, Pat
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8.0, "LORA")
     fourth = [row for row in rollouts(run) if row["step"] == 3]  # trained by what it exported
     assert fourth
-    sequences = tmp_path / "sequences.json"
-    sequences.write_text(json.dumps([row["token_ids"] for row in fourth]))
-    (printed,) = outputs(
-        [start(tmp_path, "support.peft_logprobs", replays.model, tmp_path / "adapter", sequences)]
-    )
+    tokens = [row["token_ids"] for row in fourth]
+    sequences, by_adapter = tmp_path / "sequences.json", tmp_path / "by_adapter.json"
+    sequences.write_text(json.dumps(tokens))
+    by_adapter.write_text(json.dumps({str(tmp_path / "adapter"): tokens}))
+    (printed,) = outputs([start(tmp_path, "support.peft_logprobs", replays.model, by_adapter)])
+    (of_adapter,) = json.loads(printed).values()
     (base,) = outputs(
         [start(tmp_path, "integration.transformers_logprobs", replays.model, sequences)]
     )
     farthest = 0.0
-    for row, logprobs, of_base in zip(fourth, json.loads(printed), json.loads(base), strict=True):
+    for row, logprobs, of_base in zip(fourth, of_adapter, json.loads(base), strict=True):
         first = row["num_prompt_tokens"]
         behavior = behavior_logprobs(replays.file, row["group_id"], row["sibling"])[first:]
         expected = [a + b for a, b in zip(behavior, row["logprob_diffs"], strict=True)]

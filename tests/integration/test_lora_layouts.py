@@ -99,6 +99,14 @@ def test_update_is_that_of_a_single_process(
             is_target = tensor.split(".")[-2] in lora.get("targets", [tensor.split(".")[-2]])
             has_moved = bool((value - before[tensor]).abs().max() > 1e-4)
             assert has_moved == (is_target and "_proj.weight" in tensor), tensor
+        adapters = load_file(work / f"adapters-{kl}.safetensors")
+        assert adapters.keys() == load_file(one / f"adapters-{kl}.safetensors").keys()
+        prefix, scale = "base_model.model.", lora["alpha"] / lora["rank"]
+        for name in [one for one in adapters if one.endswith(".lora_A.weight")]:
+            module = name.removeprefix(prefix).removesuffix(".lora_A.weight")
+            product = scale * adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+            added = merged[f"{module}.weight"] - before[f"{module}.weight"]
+            assert (product - added).abs().max() < 1e-6, name
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer(folder: Path):

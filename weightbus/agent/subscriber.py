@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from slipstream.weightbus.agent.adapter_updates import AdapterUpdates, EngineAdapters
 from slipstream.weightbus.agent.engine import EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
@@ -43,6 +44,7 @@ class Subscriber:
         on_pause: Callable[[], None],
         on_adopt: Callable[[PolicyVersion], None],
         key: ClientKey | None = None,
+        adapters: EngineAdapters | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the agent of an engine; ``run`` joins, with ``adopted`` filled in.
@@ -50,7 +52,7 @@ class Subscriber:
         A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
         ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
         generates with from now on. The caller closes ``staging``. ``key`` is proved to a relay on
-        another host.
+        another host. ``adapters`` is the engine if its versions are adapters.
         """
         self._join = join
         self._silence_s = silence_s
@@ -62,8 +64,13 @@ class Subscriber:
         self._relay = ""  # incarnation of the current relay
         self._last_message_s = now()
         self._fetcher: BucketFetcher | None = None
-        self._updates = EngineUpdates(
-            engine, tensors=tensors, staging=staging, on_pause=on_pause, on_adopt=on_adopt
+        callbacks = {"on_pause": on_pause, "on_adopt": on_adopt}
+        self._updates = (
+            EngineUpdates(
+                engine, tensors=tensors, staging=staging, on_pause=on_pause, on_adopt=on_adopt
+            )
+            if adapters is None
+            else AdapterUpdates(adapters, tensors=tensors, staging=staging, **callbacks)
         )
 
     @property

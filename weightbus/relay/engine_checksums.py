@@ -49,7 +49,7 @@ def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) 
             vocabulary = place.row_multiple if place.split == "vocabulary" else 1
             place = replace(place, row_multiple=vocabulary, column_multiple=1)
         fused.setdefault(place.name, []).append((place, tensor))
-    hashed = _sha256 if of.device == "cpu" else _on_gpu
+    hashed = host_checksum if of.device == "cpu" else _on_gpu
     return {
         checksum_name(name, rank): hashed(
             part
@@ -61,7 +61,8 @@ def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) 
     }
 
 
-def _sha256(parts: Iterable[Tensor]) -> str:
+def host_checksum(parts: Iterable[Tensor]) -> str:
+    """Return SGLang's checksum of a tensor on the host that is these parts, end to end."""
     digest = hashlib.sha256()
     for part in parts:
         flat = part.detach().cpu().contiguous().flatten()

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from slipstream.weightbus.relay.adapter_checksums import are_adapters, expected_adapter_checksums
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.relay.engine_checksums import Holder, expected_checksums
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -53,7 +54,8 @@ class Publication:
         """Start to compute the result of ``expected``."""
         tensors = self.snapshot.tensors
         if of not in self._expected:
-            self._expected[of] = self.in_thread(lambda: expected_checksums(tensors, of))
+            compute = expected_adapter_checksums if are_adapters(tensors) else expected_checksums
+            self._expected[of] = self.in_thread(lambda: compute(tensors, of))
         return self._expected[of]
 
     async def expected(self, of: Holder) -> dict[str, str]:

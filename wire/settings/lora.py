@@ -1,5 +1,6 @@
 """The section of low-rank adapters, which the learner and the generators read."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -24,9 +25,10 @@ class LoraSection(Section, frozen=True, kw_only=True):
     """An adapter adds alpha / rank times B A to its layer's weight."""
     targets: tuple[str, ...] = LINEAR_LAYERS
     """Layers with adapters, by the last part of their names in Hugging Face's model."""
-    publish: Literal["merged"] = "merged"
-    """merged adds the adapters to the weights and publishes these, as if all of them were
-    trained."""
+    publish: Literal["named", "merged"] = "named"
+    """named publishes the adapters, of which an engine has several versions at a time: answers end
+    under the version that they began with, and no engine pauses. merged adds the adapters to the
+    weights and publishes these, as if all of them were trained."""
     adapter: str = ""
     """PEFT folder whose adapters a run starts from; not set starts from A at random and B = 0."""
 
@@ -34,6 +36,16 @@ class LoraSection(Section, frozen=True, kw_only=True):
     def is_on(self) -> bool:
         """True if adapters are trained."""
         return self.rank is not None
+
+    @property
+    def used_targets(self) -> tuple[str, ...]:
+        """The layers that have adapters: none if none are trained."""
+        return self.targets if self.is_on else ()
+
+    @property
+    def is_named(self) -> bool:
+        """True if adapters are published as they are."""
+        return self.is_on and self.publish == "named"
 
     def facts(self, *, base: str = "") -> AdapterFacts:
         """Return what gives the adapters their meaning; ``base`` is the hash of the weights.
@@ -64,6 +76,8 @@ def lora_section(table: Table) -> LoraSection:
         raise ConfigError(
             f"lora.targets must name one layer or more, each once, got {list(found.targets)}"
         )
+    if found.is_named:
+        _check_fused(found.targets)
     return found
 
 
@@ -71,3 +85,22 @@ def _changed(found: LoraSection) -> list[str]:
     """Return the settings that are not their defaults."""
     values, defaults = msgspec.structs.asdict(found), msgspec.structs.asdict(LoraSection())
     return [name for name, value in values.items() if value != defaults[name]]
+
+
+def _check_fused(targets: Collection[str]) -> None:
+    """Refuse a part of a fused layer that SGLang would leave out without a word.
+
+    It fuses adapters of q, k and v where there is one of q, with zeros for k, and those of gate and
+    up where there is one of gate, with zeros for up (lora/lora.py:254 and 462 of 0.5.23).
+    """
+    for some, needed in (
+        (("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")),
+        (("up_proj",), ("gate_proj",)),
+    ):
+        named = [one for one in some if one in targets]
+        missing = [one for one in needed if one not in targets]
+        if named and missing:
+            raise ConfigError(
+                f"lora.targets names {', '.join(named)} without {', '.join(missing)}, and SGLang "
+                'would leave it out: name both, or set lora.publish = "merged"'
+            )

@@ -1,15 +1,18 @@
 """One rank of a learner that trains adapters for some updates, with the base as reference policy.
 
 Usage: lora MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON LORA_JSON
-Writes WORK_FOLDER/RANK.json and, from rank 0, the merged model to WORK_FOLDER/merged.
+Writes WORK_FOLDER/RANK.json and, from rank 0, the merged models to WORK_FOLDER/merged-KL and the
+adapters, as they are published, to WORK_FOLDER/adapters-KL.safetensors.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
@@ -19,6 +22,9 @@ from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import RunSection, SamplingSection
@@ -32,8 +38,35 @@ from tests.support.ranks.policy import (
 )
 from tests.support.ranks.run import section_of
 
+if TYPE_CHECKING:
+    from slipstream.learner.model.topology import Topology
+    from slipstream.learner.training.policy import Policy
+
 KL = {"full": {"name": "full"}, "k3": {"name": "k3"}}
 NUM_STEPS = 2
+
+
+def publish_adapters(policy: "Policy", topology: "Topology", file: Path) -> None:
+    """Publish adapters alone; rank 0 writes down what is in the memory."""
+    from slipstream.learner.model.collectives import broadcast_bytes
+    from slipstream.learner.publish.contents import AdaptersAlone
+    from slipstream.learner.publish.weight_writer import WeightWriter
+
+    def agree(text: str) -> str:
+        data = broadcast_bytes(text.encode(), rank=topology.rank, world_size=topology.world_size)
+        return data.decode()
+
+    contents = AdaptersAlone(policy.model)
+    writer = WeightWriter(policy.model, topology, bucket_bytes=4096, agree=agree, contents=contents)
+    assert not writer.write(1)
+    torch.distributed.barrier()
+    if topology.rank == 0:
+        size = writer.layout.num_bytes
+        memory = SharedSlots.open(writer.path, slot_bytes=size, num_slots=NUM_SLOTS)
+        views = tensor_views(writer.layout, memory.slot(1))
+        save_file({name: view.clone() for name, view in views.items()}, file)
+    torch.distributed.barrier()
+    writer.close()
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora: str) -> None:
@@ -90,6 +123,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
         ).count(True)
         save_hf_folder(policy.model, work / f"merged-{name}", folder)
         report[f"{name} published"] = published(policy, topology, work / f"merged-{name}")
+        publish_adapters(policy, topology, work / f"adapters-{name}.safetensors")
         if world_size == 1:
             together = pack(everything, device.device())
             report[f"{name} logprobs"] = policy.proximal([together])[0].logprobs.tolist()

@@ -9,6 +9,7 @@ from slipstream.deploy.check.memory import (
 )
 from slipstream.deploy.config import run_config
 from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import CheckpointSection
 from tests.support.tiny_run import tiny_inputs
 
@@ -64,3 +65,17 @@ def test_one_checkpoint_more_than_is_kept_is_on_the_disk_while_it_is_written():
     assert most_checkpoints(CheckpointSection()) == 1
     assert most_checkpoints(CheckpointSection(every_steps=5, keep_last=3)) == 4
     assert most_checkpoints(CheckpointSection(keep_best=True)) == 4
+
+
+def test_adapters_alone_are_saved_and_those_of_named_versions_published(tmp_path: Path):
+    tiny_inputs(tmp_path)
+    hf = load_hf_config(tmp_path / "model")
+    lora = LoraSection(rank=2, targets=("q_proj",))
+    queries = hf.num_attention_heads * hf.kv_channels
+    count = hf.num_hidden_layers * 2 * (hf.hidden_size + queries)
+    assert checkpoint_bytes(hf, on_gpu=False, lora=lora) == 12 * count
+    with_critic = checkpoint_bytes(hf, on_gpu=False, has_critic=True, lora=lora)
+    assert with_critic == 12 * (count + hf.num_parameters)
+    assert versions_bytes(hf, on_gpu=False, lora=lora) == 3 * 4 * count
+    merged = LoraSection(rank=2, targets=("q_proj",), publish="merged")
+    assert versions_bytes(hf, on_gpu=False, lora=merged) == 3 * 4 * hf.num_parameters

@@ -1,16 +1,18 @@
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from slipstream.generators.config import generator_settings
+from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.sglang import start_order
-from slipstream.generators.sglang.start_order import server_flags
+from slipstream.generators.sglang.start_order import Flag, server_flags
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.lora import LINEAR_LAYERS
 from tests.support.blank_model import write_blank_model
 
 
-def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, str | int | float | bool]:
+def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, Flag]:
     write_blank_model(model, hidden=16, layers=1)
     settings = generator_settings(
         {
@@ -112,3 +114,72 @@ def test_on_a_cpu_the_tokens_bound_the_memory_and_not_a_share_of_what_is_free(tm
     found = flags(tmp_path, "retract")
     assert found["max_total_tokens"] >= 200, "one answer and its prompt"
     assert 0.5 < float(found["mem_fraction_static"]) < 1.0
+
+
+def adapters(model: Path, hidden: int = 128, **changed: dict[str, object]) -> GeneratorSettings:
+    write_blank_model(model, hidden=hidden, layers=1)
+    settings: dict[str, dict[str, object]] = {
+        "run": {"model": str(model), "max_staleness_steps": 3},
+        "lora": {"rank": 4},
+        "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
+        "generators": {"device": "cpu"},
+    }
+    return generator_settings(
+        {name: settings.get(name, {}) | changed.get(name, {}) for name in {*settings, *changed}}
+    )
+
+
+def test_an_engine_has_room_for_every_version_of_adapters_that_may_be_in_use(tmp_path: Path):
+    settings = adapters(tmp_path)
+    found = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+    assert found["enable_lora"] is True
+    assert found["max_lora_rank"] == 4
+    assert found["max_loras_per_batch"] == (3 + 1) + 1  # the base has a place, too
+    assert found["lora_backend"] == "torch_native"
+    assert set(found["lora_target_modules"]) == set(LINEAR_LAYERS)  # type: ignore[arg-type]
+    assert settings.transport == "tcp"
+    merged = adapters(tmp_path, lora={"publish": "merged"})
+    assert "enable_lora" not in server_flags(merged, port=1, api_key="", seed_of="generator-0")
+    assert merged.transport == "collective"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"weightbus": {"transport": "collective"}},
+            r'weightbus\.transport = "collective" writes into the weights .* set "tcp" or "disk"',
+        ),
+        (
+            {"lora": {"targets": ["k_proj", "o_proj"]}},
+            r"lora\.targets names k_proj without q_proj, v_proj, and SGLang would leave it out",
+        ),
+        ({"lora": {"targets": ["up_proj"]}}, r"names up_proj without gate_proj"),
+        (
+            {"generators": {"sglang": {"max_lora_rank": 8}}},
+            r"generators\.sglang\.max_lora_rank follows from other settings",
+        ),
+    ],
+)
+def test_what_adapters_cannot_be_had_with_is_refused(
+    tmp_path: Path, changed: dict[str, dict[str, object]], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        adapters(tmp_path, **changed)
+
+
+def test_adapters_over_an_mlp_that_a_cpu_pads_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"intermediate_size = 176 of run\.model is no multiple"):
+        adapters(tmp_path, hidden=64)
+    adapters(tmp_path, hidden=64, lora={"targets": ["q_proj", "v_proj"]})
+    adapters(tmp_path, hidden=64, lora={"publish": "merged"})
+
+
+def test_adapters_beside_weights_that_an_engine_makes_up_are_refused(tmp_path: Path):
+    adapters(tmp_path)
+    path = tmp_path / "config.json"
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantized}))
+    run = {"model": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r'is quantized, .* set lora\.publish = "merged"'):
+        generator_settings({"run": run, "lora": {"rank": 4}, "generators": {"device": "cpu"}})

@@ -1,0 +1,180 @@
+"""A running SGLang server whose versions are adapters, several at a time (sglang 0.5.23).
+
+Every request names the version that it is answered under, and no version changes once it is loaded:
+nothing is paused, and an answer has one version. SGLang itself would load an adapter again that was
+unloaded and is asked for, from wherever it was read; a version's folder is gone by then, so that it
+cannot.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.sglang.adapter_versions import AdapterVersions
+from slipstream.generators.sglang.engine import SglangEngine, completion_of
+from slipstream.wire.errors import EngineError
+from slipstream.wire.files.adapters import CONFIG, TENSORS, AdapterFacts, adapter_config
+from slipstream.wire.files.model_files import WEIGHTS
+from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+Checksums = dict[str, str]
+
+
+class AdapterEngine(SglangEngine):
+    """HTTP client of one server that was started for adapters."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        *,
+        facts: AdapterFacts,
+        kept: int,
+        folder: Path,
+        **options: Any,  # noqa: ANN401 those of a server without adapters
+    ) -> None:
+        """Connect to a server that has no version yet.
+
+        The newest ``kept`` ones stay loaded. They pass through a ``folder`` that the server reads.
+        """
+        super().__init__(url, api_key, **options)
+        self._facts = facts
+        self._folder = folder
+        self._versions = AdapterVersions(kept)
+        self._checksums: dict[PolicyVersion, Checksums] = {}  # as of their load
+        self._tidying: asyncio.Task[None] | None = None
+
+    @override
+    async def close(self) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
+        await super().close()
+
+    @property
+    def num_answering(self) -> int:
+        """Answers in flight."""
+        return self._num_in_flight
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        """The versions that the server has."""
+        return self._versions.loaded
+
+    @override
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        """Return ``count`` responses of the version that is the newest now."""
+        version = self._versions.newest
+        if version is None:
+            raise EngineError("the engine has adopted no version yet")
+        question = self._question(prompt_ids, params, count=count, seeds=seeds)
+        try:
+            with self._versions.used(version, count):
+                answers = await self._answers(question | {"lora_path": version.label}, count)
+        finally:
+            self._tidy_soon()
+        return [completion_of(answer, params, len(prompt_ids), version) for answer in answers]
+
+    # ---- versions ------------------------------------------------------------
+
+    async def load_adapter(self, received: Path, version: PolicyVersion) -> None:
+        """Load a version beside the others, from the safetensors file in a folder.
+
+        The server maps the file for as long as it has the version, and the agent will receive the
+        next one into the same memory: it gets a copy.
+        """
+        if version in self._versions.loaded:  # and was not adopted
+            await self.drop_adapter(version)
+        own = self._folder / version.label
+        await asyncio.to_thread(self._write, received, own)
+        try:
+            await self._control(
+                "/load_lora_adapter",
+                {"lora_name": version.label, "lora_path": str(own)},
+                self._load_timeout,
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+        self._versions.load(version)
+
+    def _write(self, received: Path, own: Path) -> None:
+        try:
+            own.mkdir(parents=True, mode=0o700)
+            (own / CONFIG).write_bytes(adapter_config(self._facts, ""))
+            shutil.copyfile(received / WEIGHTS, own / TENSORS)
+        except OSError as error:
+            raise EngineError(f"no room for an adapter in {self._folder}: {error}") from error
+
+    async def drop_adapter(self, version: PolicyVersion) -> None:
+        """Unload a version once the answers under it have ended."""
+        await self._control("/unload_lora_adapter", {"lora_name": version.label})
+        self._versions.drop(version)
+        self._checksums.pop(version, None)
+
+    @override
+    async def checksums(self) -> Checksums:
+        """Return the checksum of every tensor of the version that was loaded last.
+
+        Raises:
+            EngineError: one loaded before is not what it was then.
+        """
+        found: dict[str, Checksums] = {one.label: {} for one in self._versions.loaded}
+        for name, checksum in (await super().checksums()).items():
+            label, _, tensor = name.partition("/")
+            if label in found:  # or it is being unloaded
+                found[label][tensor] = checksum
+        *before, last = self._versions.loaded
+        for version in before:
+            known = self._checksums.setdefault(version, found[version.label])
+            if found[version.label] != known:
+                raise EngineError(f"{version.label} in the engine is not what was loaded")
+        self._checksums[last] = found[last.label]
+        return found[last.label]
+
+    @override
+    async def label(self, version: PolicyVersion) -> None:
+        """Answer requests from now on under a version that is loaded."""
+        self._versions.adopt(version)
+        self._tidy_soon()
+
+    def _tidy_soon(self) -> None:
+        if self._versions.unneeded() and (self._tidying is None or self._tidying.done()):
+            self._tidying = asyncio.create_task(self._tidy())
+
+    async def _tidy(self) -> None:
+        """Unload versions that are not needed any more; what fails is tried again later."""
+        while unneeded := self._versions.unneeded():
+            try:
+                await self.drop_adapter(unneeded[0])
+            except EngineError as error:
+                _log.warning("%s stays in the engine: %s", unneeded[0].label, error)
+                return
+
+    # ---- of an engine that pauses --------------------------------------------
+
+    @override
+    async def pause(self) -> int:
+        """Do nothing: what is loaded does not change."""
+        return self._num_in_flight
+
+    @override
+    async def resume(self) -> None:
+        """Do nothing: it was not paused."""
+
+    @override
+    async def load_folder(self, folder: Path) -> None:
+        raise EngineError("versions are adapters, and not weights")

@@ -1,0 +1,87 @@
+"""What a version consists of: the whole model's weights, or the adapters of its layers alone."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from slipstream.learner.model.gathering import owned_shards, parameter_of, with_adapter
+from slipstream.learner.model.hf_weights import hf_shapes, hf_specs
+from slipstream.learner.model.peft import adapters_of
+from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.shards import Shard
+from slipstream.wire.files.adapters import adapter_shapes
+from slipstream.wire.files.families.parts import HfTensor, Parameter
+from slipstream.wire.messages.manifest import TensorSpec
+
+
+class Contents(Protocol):
+    """The tensors of a version, and this rank's parts of them."""
+
+    def specs(self) -> list[TensorSpec]:
+        """Return all tensors."""
+        ...
+
+    def owned(self) -> Iterator[tuple[str, Shard]]:
+        """Yield the parts that this rank owns, by names of its own."""
+        ...
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the tensors of the part of this name, of any rank."""
+        ...
+
+    def current(self, name: str, shard: Shard) -> Shard:
+        """Return an owned part as it is to be written now."""
+        ...
+
+
+class WholeModel:
+    """All weights, with the adapters in them."""
+
+    def __init__(self, model: RankModel) -> None:
+        self._model = model
+
+    def specs(self) -> list[TensorSpec]:
+        """Return the Hugging Face tensors."""
+        return hf_specs(self._model)
+
+    def owned(self) -> Iterator[tuple[str, Shard]]:
+        """Yield parameters, by Megatron's names in the whole model."""
+        yield from owned_shards(self._model)
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the Hugging Face tensors of a parameter."""
+        return parameter_of(self._model, name)
+
+    def current(self, name: str, shard: Shard) -> Shard:
+        """Return a part with what its adapter adds."""
+        return with_adapter(self._model, name, shard)
+
+
+class AdaptersAlone:
+    """A and B of every adapter, by PEFT's names."""
+
+    def __init__(self, model: RankModel) -> None:
+        self._model = model
+        self._adapters = adapters_of(model)
+
+    def specs(self) -> list[TensorSpec]:
+        """Return all A and B, of the model's type."""
+        shapes = adapter_shapes(hf_shapes(self._model.hf_config), self._adapters.facts)
+        dtype = str(self._model.config.params_dtype).removeprefix("torch.")
+        return [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
+
+    def owned(self) -> Iterator[tuple[str, Shard]]:
+        """Yield the parts that this rank owns."""
+        yield from self._adapters.owned()
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the tensor of this name."""
+        return one_tensor(name)
+
+    def current(self, name: str, shard: Shard) -> Shard:  # noqa: ARG002
+        """Return the part: it is the parameter itself."""
+        return shard
+
+
+def one_tensor(name: str) -> Parameter:
+    """Return the parameter that is one tensor as it is."""
+    return Parameter("copy", (HfTensor(name, ()),))

@@ -1,0 +1,72 @@
+"""The relay's commands, carried out at an engine whose versions stand beside each other.
+
+Nothing is paused, and no failure tears an engine: a version that is loaded and not adopted is used
+by no request.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from slipstream.weightbus.agent.engine import EngineWeights
+from slipstream.weightbus.agent.updates import EngineUpdates
+from slipstream.wire.errors import EngineError, PublishError
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+class EngineAdapters(EngineWeights, Protocol):
+    """Control over the adapters of a running engine. Methods raise EngineError on failure."""
+
+    @property
+    def num_answering(self) -> int:
+        """Answers in flight."""
+        ...
+
+    async def load_adapter(self, received: Path, version: PolicyVersion) -> None:
+        """Load a version beside the others, from the safetensors file in a folder."""
+        ...
+
+    async def drop_adapter(self, version: PolicyVersion) -> None:
+        """Unload a version that is not adopted."""
+        ...
+
+
+class AdapterUpdates(EngineUpdates):
+    """Versions of one engine, and the publish that it takes part in."""
+
+    def __init__(self, engine: EngineAdapters, **others: Any) -> None:  # noqa: ANN401 its own
+        super().__init__(engine, **others)
+        self._adapters = engine
+
+    @override
+    def _offer(self, manifest: WeightManifest) -> None:
+        super()._offer(manifest)
+        self._is_torn = False
+
+    @override
+    async def _pause(self) -> int:
+        return self._adapters.num_answering
+
+    @override
+    async def _load_received(self) -> None:
+        if self._received is None:
+            raise PublishError("nothing was received")
+        await self._adapters.load_adapter(self._received, self._offered.version)
+        self._is_torn = True  # there is a version to adopt, or to drop
+
+    @override
+    async def abandon(self, why: str) -> None:
+        """Drop what was loaded in a failed publish."""
+        if not self._is_torn:
+            return
+        _log.warning("publish abandoned: %s", why)
+        self._is_torn = False
+        try:
+            await self._adapters.drop_adapter(self._offered.version)
+        except EngineError as error:
+            _log.warning("a version that is not used stays in the engine: %s", error)

@@ -1,0 +1,64 @@
+"""The answer of an engine's weights checker if it holds exactly our adapters.
+
+SGLang has A of q, k and v as one tensor, and so B; of gate and up likewise; without an adapter of
+k, or of up, there are zeros. The tensors that it keeps are on the host and whole on every rank: the
+checksum is that of a CPU (generators/sglang/patches.py).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, zeros_like
+
+from slipstream.weightbus.relay.engine_checksums import Holder, host_checksum
+from slipstream.wire.files.families.registry import checksum_name
+
+_NAME = re.compile(r"(.+\.)(\w+)(\.lora_[AB]\.weight)")
+# The engine's name of a fused layer, its parts in their order, and the part that has the shape of
+# one without an adapter.
+_FUSED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj"), "v_proj"),
+    ("gate_up_proj", ("gate_proj", "up_proj"), "gate_proj"),
+)
+_OF = {part: fused for fused in _FUSED for part in fused[1]}
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """True if these are the tensors of adapters."""
+    return all(_NAME.fullmatch(name) for name in names)
+
+
+def expected_adapter_checksums(
+    tensors: Mapping[str, Tensor], of: Holder | None = None
+) -> dict[str, str]:
+    """Return the checksum of every tensor of an engine, by ``checksum_name``.
+
+    Args:
+        tensors: A and B by PEFT's names. They are read where they lie.
+        of: the engine; None for one of one rank.
+    """
+    of = of or Holder()
+    expected: dict[str, str] = {}
+    for name, parts in _kept(tensors).items():
+        checksum = host_checksum(parts)
+        for rank in range(of.num_ranks):
+            expected[checksum_name(name, rank)] = checksum
+    return expected
+
+
+def _kept(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Return what the engine keeps under each name, in parts."""
+    kept: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        fused = _OF.get(found[2]) if found is not None else None
+        if found is None or fused is None:
+            kept[name] = [tensor]
+            continue
+        engine_name, parts, like = fused
+        of_layer = [tensors.get(f"{found[1]}{part}{found[3]}") for part in parts]
+        shaped = tensors[f"{found[1]}{like}{found[3]}"]
+        kept[f"{found[1]}{engine_name}{found[3]}"] = [
+            zeros_like(shaped) if part is None else part for part in of_layer
+        ]
+    return kept
