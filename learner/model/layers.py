@@ -82,7 +82,13 @@ def _layer_spec(hf: HfConfig, config: TransformerConfig, *, is_sparse: bool) -> 
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
     if is_sparse:
-        layer.mlp.submodules.router = _router_of(hf)
+        # A specification, or since megatron-core 0.19 a function with it.
+        mlp = (
+            layer.mlp.submodules
+            if hasattr(layer.mlp, "submodules")
+            else layer.mlp.keywords["submodules"]
+        )
+        mlp.router = _router_of(hf)
     if "mlp_bda.norm.weight" in hf.family.layer:
         normed = ModuleSpec(module=NormedResidual, params={"config": config})
         layer.self_attn_bda = layer.mlp_bda = normed
