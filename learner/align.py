@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.command_ranks import topology_of
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
 from slipstream.wire.files.alignment import LOGPROBS, TOKENS, point, rows_of
@@ -79,29 +79,18 @@ class Recorder:
 
 def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
     """Compute the tokens on all ranks, and write down this one's part."""
-    from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.starting_policy import load_model
     from slipstream.learner.training.policy import ReferencePolicy
 
-    learner = settings.learner
-    topology = init_topology(
-        rank=rank,
-        world_size=learner.ranks,
-        sizes=learner.sizes,
-        store=FileStore(str(folder / "store"), learner.ranks),
-        seed=settings.run.seed,
-        timeout_s=learner.timeout_s,
-    )
     sequences = msgspec.json.decode((folder / TOKENS).read_bytes(), type=list[list[int]])
-    model = load_model(learner, settings.model)
-    recorder = Recorder(model, topology, sum(map(len, sequences)))
     batch = pack([_trained(one) for one in sequences], device.device())
-    (logprobs,) = ReferencePolicy(model, topology).logprobs([batch])
-    recorder.arrays[LOGPROBS] = logprobs.float().cpu().numpy()[:, None]
-    arrays: dict[str, Any] = dict(recorder.arrays)
-    np.savez(folder / f"learner.{rank}.npz", **arrays)
-    torch.distributed.barrier()
-    destroy_topology()
+    with topology_of(settings, folder, rank) as topology:
+        model = load_model(settings.learner, settings.model)
+        recorder = Recorder(model, topology, sum(map(len, sequences)))
+        (logprobs,) = ReferencePolicy(model, topology).logprobs([batch])
+        arrays: dict[str, Any] = dict(recorder.arrays)
+        arrays[LOGPROBS] = logprobs.float().cpu().numpy()[:, None]
+        np.savez(folder / f"learner.{rank}.npz", **arrays)
 
 
 def _trained(tokens: Sequence[int]) -> TrainSequence:

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import psutil
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.command_ranks import topology_of
 from slipstream.learner.config import LearnerSection, LearnerSettings, learner_settings
 from slipstream.learner.model import device
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
@@ -61,29 +61,17 @@ def microbatch(settings: LearnerSettings, vocab_size: int) -> PackedBatch:
 
 def measure(settings: LearnerSettings, folder: Path, rank: int) -> Measured:
     """Build this rank's model and optimizer and do one update on all ranks."""
-    from slipstream.learner.model.topology import destroy_topology, init_topology
-
     learner = settings.learner
-    topology = init_topology(
-        rank=rank,
-        world_size=learner.ranks,
-        sizes=learner.sizes,
-        store=FileStore(str(folder / "store"), learner.ranks),
-        seed=settings.run.seed,
-        timeout_s=learner.timeout_s,
-    )
-    process = psutil.Process()
-    hf = load_hf_config(settings.model)
-    _updated(_smallest(hf, learner), settings, topology)  # what libraries take once
-    before = _resident(process)
-    policy = _updated(hf, settings, topology)
-    after = _resident(process)
-    measured = Measured(
-        stage=topology.stage, tensors=policy.held_bytes(), rss_before=before, rss_after=after
-    )
-    torch.distributed.barrier()
-    destroy_topology()
-    return measured
+    with topology_of(settings, folder, rank) as topology:
+        process = psutil.Process()
+        hf = load_hf_config(settings.model)
+        _updated(_smallest(hf, learner), settings, topology)  # what libraries take once
+        before = _resident(process)
+        policy = _updated(hf, settings, topology)
+        after = _resident(process)
+        return Measured(
+            stage=topology.stage, tensors=policy.held_bytes(), rss_before=before, rss_after=after
+        )
 
 
 def _resident(process: psutil.Process) -> int:

@@ -1,0 +1,32 @@
+"""Ranks of a learner that a command starts to ask them something (`deploy/launch/ranks.py`)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from slipstream.learner.config import LearnerSettings
+
+if TYPE_CHECKING:
+    from slipstream.learner.model.topology import Topology
+
+
+@contextmanager
+def topology_of(settings: LearnerSettings, folder: Path, rank: int) -> Iterator["Topology"]:
+    """Divide the ranks as the settings say; they meet in a folder, and leave it together."""
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+
+    learner = settings.learner
+    yield init_topology(
+        rank=rank,
+        world_size=learner.ranks,
+        sizes=learner.sizes,
+        store=FileStore(str(folder / "store"), learner.ranks),
+        seed=settings.run.seed,
+        timeout_s=learner.timeout_s,
+    )
+    torch.distributed.barrier()
+    destroy_topology()
