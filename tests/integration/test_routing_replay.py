@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import make_sampler, sampling_by_item
 from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
@@ -25,6 +27,8 @@ from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import until_load
 from tests.support.blank_model import write_blank_model
+from tests.support.families import write_family
+from tests.support.family_models import MODELS
 from tests.support.random_llama import make_qwen3_moe, write_random_weights
 from tests.support.ranks.decisions import write_submissions
 from tests.support.ranks.run import outputs, reports, start_ranks
@@ -42,6 +46,7 @@ GROUP = LeasedGroup(
     prompt=Prompt(prompt="17+24="),
     siblings=tuple(range(4)),
 )
+MIXTURES = [n for n, one in MODELS.items() if FAMILIES[str(one["model_type"])].has_experts]
 TRIES = 20  # to pause in the midst of an answer: a slow machine may do it too late
 T = TypeVar("T")
 
@@ -69,8 +74,7 @@ def moved(model: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def settings(model: Path) -> GeneratorSettings:
+def settings_of(model: Path) -> GeneratorSettings:
     return generator_settings(
         {
             "run": {
@@ -91,13 +95,24 @@ def settings(model: Path) -> GeneratorSettings:
 
 
 @pytest.fixture(scope="module")
-def server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
+def settings(model: Path) -> GeneratorSettings:
+    return settings_of(model)
+
+
+@contextmanager
+def serving(settings: GeneratorSettings) -> Iterator[SglangProcess]:
     process = SglangProcess.start(settings, "generator-0")
     try:
         asyncio.run(process.until_ready(90))
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="module")
+def server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
+    with serving(settings) as process:
+        yield process
 
 
 def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[T]]) -> T:
@@ -114,14 +129,18 @@ def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[T]]) 
     return asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def submissions(server: SglangProcess, settings: GeneratorSettings) -> list[Submission]:
+def answers(server: SglangProcess, settings: GeneratorSettings) -> list[Submission]:
     async def scenario(engine: SglangEngine) -> list[Submission]:
         codec = TextCodec(settings.model, settings.sampling)
         sampler = make_sampler(settings, engine, codec)
         return await run_rollouts(sampler, GROUP, GROUP.siblings, codec.encode(GROUP.prompt))
 
     return on(server, scenario)
+
+
+@pytest.fixture(scope="module")
+def submissions(server: SglangProcess, settings: GeneratorSettings) -> list[Submission]:
+    return answers(server, settings)
 
 
 def learned(
@@ -160,6 +179,20 @@ def test_routers_choose_exactly_what_the_engine_chose(
     assert same["R3"]["other"] == 0
     assert gap(same["R3"]) < 1e-4, "of answers of up to 440 tokens"
     assert gap(found["R3"]) > 1e-3, "weights are the learner's own"
+
+
+@pytest.mark.slow  # of the kind above
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_of_every_family_choose_what_the_engine_chose(
+    name: str, model: Path, tmp_path: Path
+):
+    folder = write_family(tmp_path / "model", name, max_position_embeddings=512)
+    for file in model.glob("token*"):
+        shutil.copyfile(file, folder / file.name)
+    settings = settings_of(folder)
+    with serving(settings) as server:
+        found = learned(tmp_path / "learned", folder, answers(server, settings))
+    assert found["R3"]["other"] == 0 < found["R3"]["all"]
 
 
 async def until_begun(server: SglangProcess, asked: "asyncio.Task[list[Completion]]") -> None:
