@@ -30,8 +30,18 @@ def wider(folder: Path) -> None:
     write_random_weights(folder / "model", scale=0.1, seed=3)
 
 
-def test_every_answer_is_of_one_version_and_no_engine_pauses(start_run: Callable[..., TinyRun]):
+def few(inputs: Path) -> dict[str, object]:
+    """Have the run end with two problems that need its last version."""
+    problems = [{"prompt": f"1{number}+24=", "ground_truth": "1"} for number in range(2)]
+    (inputs / "few.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
+    return {"eval__file": inputs / "few.jsonl", "eval__before_train": "false"}
+
+
+def test_every_answer_is_of_one_version_and_no_engine_pauses(
+    start_run: Callable[..., TinyRun], inputs: Path
+):
     run = start_run(
+        **few(inputs),
         before=wider,
         run__steps=6,
         run__groups_per_step=2,
@@ -84,6 +94,7 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(start_run: Callable
 
 def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun], inputs: Path):
     run = start_run(
+        **few(inputs),
         run__steps=4,
         lora__rank=4,
         lora__publish="merged",
