@@ -6,7 +6,7 @@ Usage: python -m docs.generate.models > docs/models.md
 import sys
 from collections.abc import Iterator, Mapping
 
-from slipstream.learner.model.hf_config import FIXED_KEYS, IGNORED_KEYS, ROPE_RULES
+from slipstream.learner.model.hf_config import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL, ROPE_RULES
 from slipstream.wire.files.families.parts import Family
 from slipstream.wire.files.families.registry import FAMILIES
 from tests.support.family_models import IN_MAKE_TEST, MODELS
@@ -42,12 +42,14 @@ rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are correc
 run.
 
 ## What is taken from config.json
+
+Of every family: {of_all}. Of some:
 """
 _REFUSED = """
 ## What is refused
 
-- A key that is not above, not in the list below, and not null: by its name. Whether it changes what
-  the model computes nobody here can tell. Delete it if it does not.
+- A key that is not above, not in the lists below, and not null: by its name. Whether it changes
+  what the model computes nobody here can tell. Delete it if it does not.
 - Another value than these, in every family: {fixed}; `layer_types` other than `full_attention`.
 - `rope_scaling` or `rope_parameters` of another kind than {rope}, and keys of them that the rule
   does not have. Latent attention takes YaRN alone, with both of `mscale` and `mscale_all_dim` or
@@ -63,7 +65,7 @@ Left out, with a line in the learner's log: layers that predict further tokens
 (`num_nextn_predict_layers`). An export has none, and its config.json says so. A router's bias
 (`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
 
-Keys that change nothing here: {ignored}.
+Keys that change nothing here: {ignored}. Of one family: {ignored_of_families}.
 """
 
 
@@ -75,11 +77,19 @@ def reference() -> str:
         "|---|---|---|---|---|",
     ]
     lines += [_row(family) for family in FAMILIES.values()]
-    lines += [_TESTED, "| family | keys of its own | must be, or absent | taken where absent |"]
+    lines.append(_TESTED.format(of_all=_names(KEYS_OF_ALL)))
+    lines.append("| family | keys of its own | must be, or absent | taken where absent |")
     lines += ["|---|---|---|---|", *(_config_row(family) for family in FAMILIES.values())]
     fixed = _values(FIXED_KEYS)
     rope = ", ".join(f"`{rule}`" for rule in ROPE_RULES)
-    lines.append(_REFUSED.format(fixed=fixed, rope=rope, ignored=_names(IGNORED_KEYS)))
+    of_families = "; ".join(
+        f"{name}: {_names(family.ignored)}" for name, family in FAMILIES.items() if family.ignored
+    )
+    lines.append(
+        _REFUSED.format(
+            fixed=fixed, rope=rope, ignored=_names(IGNORED_KEYS), ignored_of_families=of_families
+        )
+    )
     return "\n".join(lines)
 
 

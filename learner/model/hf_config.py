@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,7 +14,19 @@ from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
 
 DEFAULT_ROPE_THETA = 10_000.0
-ROPE_RULES = ("default", "llama3", "yarn")
+# Keys of a rotary embedding that its rule reads, beside those of all rules.
+_SCALED = frozenset({"factor", "original_max_position_embeddings"})
+ROPE_RULES: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "llama3": _SCALED | {"low_freq_factor", "high_freq_factor"},
+    "yarn": _SCALED
+    | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+    | {"attention_factor", "attn_factor", "extrapolation_factor"},
+}
+_OF_EVERY_RULE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,13 +78,13 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of config.json that the learner needs, under one name for all families."""
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -303,7 +315,7 @@ FIXED_KEYS: Mapping[str, object] = {
     "use_sliding_window": False,
 }
 _WHOLE_ATTENTION = "full_attention"
-_OF_ALL = frozenset(
+KEYS_OF_ALL = frozenset(
     {
         "attention_bias",
         "head_dim",
@@ -375,7 +387,7 @@ def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
     kinds = found.get("layer_types") or [_WHOLE_ATTENTION]
     if others := [kind for kind in kinds if kind != _WHOLE_ATTENTION]:
         return f"layer_types must all be {_WHOLE_ATTENTION!r}, got {others[0]!r}"
-    known = IGNORED_KEYS | _OF_ALL | FIXED_KEYS.keys() | family.config.keys()
+    known = IGNORED_KEYS | KEYS_OF_ALL | FIXED_KEYS.keys() | family.config.keys()
     known |= family.keys | family.renamed.keys() | family.ignored
     for key, value in found.items():
         if key not in known and value is not None:
@@ -400,7 +412,7 @@ def _expert_trouble(config: HfConfig, family: Family) -> str:
     if chosen > count:
         return f"num_experts_per_tok = {chosen} is above {key} = {count}"
     method = config.topk_method
-    if method not in {None, "greedy", "group_limited_greedy", "noaux_tc"}:
+    if "topk_method" in family.keys and method not in {"greedy", "group_limited_greedy"}:
         return f"topk_method must be greedy or group_limited_greedy, got {method!r}"
     groups, taken = config.n_group or 1, config.topk_group or 1
     if count % groups or taken > groups or chosen > taken * (count // groups):
@@ -429,6 +441,16 @@ def _rope_trouble(config: HfConfig, family: Family) -> str:
     rope = config.rope
     if rope.scaling not in ROPE_RULES:
         return f"rope_type must be one of {', '.join(ROPE_RULES)}, got {rope.scaling!r}"
+    if foreign := _foreign_keys(rope):
+        return (
+            f"{foreign[0]} = {getattr(rope, foreign[0])!r} is not read by rope_type "
+            f"{rope.scaling!r}: delete it if it changes nothing that the model computes"
+        )
+    if "partial_rotary_factor" not in family.keys and rope.partial_rotary_factor not in {None, 1.0}:
+        return (
+            f"partial_rotary_factor = {rope.partial_rotary_factor} of rope_parameters is not known "
+            f"of a {family.model_type} model, whose heads turn as a whole"
+        )
     if rope.scaling == "default":
         return ""
     if rope.factor < 1.0:
@@ -461,6 +483,14 @@ def _rope_trouble(config: HfConfig, family: Family) -> str:
             f"the usual one is taken (attention_factor {usual:g}, no other scale)"
         )
     return ""
+
+
+def _foreign_keys(rope: RopeParameters) -> list[str]:
+    """Return the keys of a rotary embedding that are set, and that its rule does not read."""
+    usual = RopeParameters()
+    known = ROPE_RULES[rope.scaling] | _OF_EVERY_RULE
+    names = (name for name in rope.__struct_fields__ if name not in known)
+    return [name for name in names if getattr(rope, name) != getattr(usual, name)]
 
 
 def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool) -> None:

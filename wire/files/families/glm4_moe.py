@@ -9,6 +9,7 @@ from slipstream.wire.files.families.parts import (
     QKV_BIAS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    UNTIED,
     Family,
     Option,
     Router,
@@ -17,6 +18,7 @@ from slipstream.wire.files.families.parts import (
 GLM4_MOE = Family(
     model_type="glm4_moe",
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    config=UNTIED,
     layer=GROUPED_ATTENTION,
     options=(Option("attention_bias", True, QKV_BIAS), Option("use_qk_norm", True, QK_NORM)),
     mlp=MLP,

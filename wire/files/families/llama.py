@@ -5,9 +5,9 @@ from slipstream.wire.files.families.parts import ENDS, GROUPED_ATTENTION, MLP, F
 LLAMA = Family(
     model_type="llama",
     models="Llama 2, 3.x, SmolLM2, TinyLlama",
-    config={"attention_bias": False},
+    config={"attention_bias": False, "rope_interleaved": False},
     layer=GROUPED_ATTENTION,
     mlp=MLP,
     ends=ENDS,
-    ignored=frozenset({"is_llama_config", "rope_interleaved"}),
+    ignored=frozenset({"is_llama_config"}),
 )

@@ -1,11 +1,18 @@
 """Mixtral: Mistral's attention without a window, eight experts of which a token has two."""
 
-from slipstream.wire.files.families.parts import ENDS, GROUPED_ATTENTION, MLP, Family, experts
+from slipstream.wire.files.families.parts import (
+    ENDS,
+    GROUPED_ATTENTION,
+    MLP,
+    UNTIED,
+    Family,
+    experts,
+)
 
 MIXTRAL = Family(
     model_type="mixtral",
     models="Mixtral-8x7B, Mixtral-8x22B",
-    config={"sliding_window": None},
+    config={"sliding_window": None, **UNTIED},
     layer=GROUPED_ATTENTION,
     mlp=MLP,
     sparse=experts("block_sparse_moe", "w1", "w3", "w2"),

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+# Of families whose output layer SGLang makes whatever config.json says: it would stay unset there.
+UNTIED: Mapping[str, object] = {"tie_word_embeddings": False}
 FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
 Size = Literal[
     "queries",

@@ -7,6 +7,7 @@ WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})  # unused witho
 QWEN2 = Family(
     model_type="qwen2",
     models="Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
+    config={"use_mrope": False},
     layer={**GROUPED_ATTENTION, **QKV_BIAS},
     mlp=MLP,
     ends=ENDS,

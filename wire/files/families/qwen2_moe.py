@@ -6,6 +6,7 @@ from slipstream.wire.files.families.parts import (
     GROUPED_ATTENTION,
     MLP,
     QKV_BIAS,
+    UNTIED,
     Family,
     copy,
     mlp,
@@ -21,7 +22,7 @@ QWEN_MOE_KEYS = frozenset(
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
-    config={"qkv_bias": True, **EVERY_LAYER},
+    config={"qkv_bias": True, **EVERY_LAYER, **UNTIED},
     layer={**GROUPED_ATTENTION, **QKV_BIAS},
     mlp=MLP,
     sparse={

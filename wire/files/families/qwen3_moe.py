@@ -6,6 +6,7 @@ from slipstream.wire.files.families.parts import (
     GROUPED_ATTENTION,
     MLP,
     QK_NORM,
+    UNTIED,
     Family,
 )
 from slipstream.wire.files.families.qwen2 import WINDOW_KEYS
@@ -14,7 +15,15 @@ from slipstream.wire.files.families.qwen2_moe import EVERY_LAYER, QWEN_MOE_KEYS
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     models="Qwen3-30B-A3B, Qwen3-235B-A22B",
-    config={"attention_bias": False, **EVERY_LAYER},
+    config={
+        "attention_bias": False,
+        **EVERY_LAYER,
+        **UNTIED,
+        # As Qwen3-Coder's name what all of the family have.
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": 0,
+        "use_qk_norm": True,
+    },
     layer={**GROUPED_ATTENTION, **QK_NORM},
     mlp=MLP,
     sparse=EXPERTS,

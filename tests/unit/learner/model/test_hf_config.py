@@ -101,6 +101,16 @@ def test_unsupported_family_is_refused_with_the_supported_ones_named(tmp_path: P
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.* only fp8"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 14 and 3"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "beta_fast": 32}},
+            "beta_fast = 32.0 is not read by rope_type 'llama3'",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5 of rope_parameters is not known of a qwen2 model",
+        ),
+        ({"use_mrope": True}, "use_mrope must be False, got True"),
+        ({"hidden_size": 0}, r"Expected `int` >= 1 - at `\$.hidden_size`"),
         ({"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
         ({"vocab_size": "absent"}, "missing required field `vocab_size`"),
     ],
@@ -110,6 +120,44 @@ def test_what_would_compute_something_else_is_refused(
 ):
     with pytest.raises(ConfigError, match=message):
         load_hf_config(write(tmp_path, **changes))
+
+
+QWEN3_MOE = {
+    **QWEN2,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_mrope": False, "sliding_window": 32768, "max_window_layers": 24},  # Qwen2.5
+        {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False},  # SmolLM2
+        {  # Qwen3-Coder
+            **QWEN3_MOE,
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 0,
+            "use_qk_norm": True,
+        },
+    ],
+)
+def test_keys_of_published_files_that_change_nothing_are_taken(
+    tmp_path: Path, keys: dict[str, object]
+):
+    assert load_hf_config(write(tmp_path, **keys)).shared_inner == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"])
+def test_tied_embeddings_are_refused_where_the_engine_does_not_tie_them(
+    tmp_path: Path, family: str
+):
+    write(tmp_path, model_type=family)
+    with pytest.raises(ConfigError, match="tie_word_embeddings must be False, got True"):
+        load_hf_config(tmp_path)
 
 
 V3 = {
@@ -173,6 +221,10 @@ def test_latent_attention_and_experts_are_read_under_one_name(tmp_path: Path):
         ),
         ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "only 'yarn'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        (
+            {"model_type": "deepseek_v2", "scoring_func": "softmax"},
+            "topk_method must be greedy or group_limited_greedy, got 'noaux_tc'",
+        ),
     ],
 )
 def test_a_mixture_that_would_compute_something_else_is_refused(
