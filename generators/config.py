@@ -33,6 +33,7 @@ Device = Literal["cpu", "cuda"]
 _OURS = (
     *("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests"),
     *("sampling_mask_max_tokens", "enable_return_routed_experts"),
+    "disable_shared_experts_fusion",
     *("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
     *("max_loras_per_batch", "max_loaded_loras", "enable_lora_overlap_loading"),
 )
@@ -41,16 +42,17 @@ _ONE = {
     "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
     "would take each other's place",
     "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
-    "ep_size": "no model family of the learner has experts to divide",
     "nnodes": "the ranks of an engine are on one host",
     **dict.fromkeys(
-        ("attn_cp_size", "dwdp_size", "moe_dense_tp_size"),
+        ("ep_size", "attn_cp_size", "dwdp_size", "moe_dense_tp_size"),
         "the check of an engine's weights knows no such split of its tensors",
     ),
 }
 # Settings refused for any engine, with reasons.
 _REFUSED = {
     "quantization": "an engine must hold the learner's weights bit by bit",
+    "enforce_shared_experts_fusion": "the check of an engine's weights and routing replay know "
+    "shared experts by themselves alone",
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off

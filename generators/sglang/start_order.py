@@ -61,6 +61,9 @@ def server_flags(
         "skip_server_warmup": True,
         "disable_overlap_schedule": True,  # exact to the token, whatever happens to answers
         "enable_fp32_lm_head": True,  # logits as the learner's, which are not rounded to bfloat16
+        # On a GPU SGLang would make those of GLM-4.5 and DeepSeek-V3 one more routed expert, which
+        # neither the check of its weights nor routing replay knows.
+        "disable_shared_experts_fusion": True,
         "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
         "log_level": "warning",
     }

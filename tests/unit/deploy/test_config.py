@@ -76,7 +76,7 @@ def test_a_run_without_further_settings_is_complete(table: Table):
         ("run", {"name": "a" * 300}, r"run\.name must have at most 200 bytes"),
         ("generators", {"sglang": {"nnodes": 2}}, r"nnodes must be 1: .* one host, got 2"),
         ("generators", {"sglang": {"pp_size": 2}}, r"pp_size must be 1: .* counts ranks .* got 2"),
-        ("generators", {"sglang": {"ep_size": 2}}, r"ep_size must be 1: .* has experts .* got 2"),
+        ("generators", {"sglang": {"ep_size": 2}}, r"ep_size must be 1: .* such split .* got 2"),
         (
             "generators",
             {"sglang": {"tp_size": 2, "attn_dp_size": 2}},

@@ -52,6 +52,13 @@ def test_logits_are_in_float32_unless_that_is_switched_off(tmp_path: Path):
     assert flags(tmp_path, "retract", enable_fp32_lm_head=False)["enable_fp32_lm_head"] is False
 
 
+def test_shared_experts_stay_by_themselves(tmp_path: Path):
+    assert flags(tmp_path, "retract")["disable_shared_experts_fusion"] is True
+    for name, message in (("disable", "follows from other"), ("enforce", "must not be set")):
+        with pytest.raises(ConfigError, match=f"{name}_shared_experts_fusion {message}"):
+            flags(tmp_path, "retract", **{f"{name}_shared_experts_fusion": True})
+
+
 def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
