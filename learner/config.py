@@ -12,7 +12,7 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import refuse_other_adapter
+from slipstream.wire.files.adapters import AdapterFacts, refuse_other_adapter
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.settings.load import Section, Table, section
@@ -192,6 +192,11 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def model(self) -> Path:
         """The folder of the policy to start from, and always of config and tokenizer."""
         return model_folder(self.run, with_weights=True)
+
+    @property
+    def adapters(self) -> AdapterFacts | None:
+        """The adapters that are trained; None if all weights are."""
+        return self.lora.facts() if self.lora.is_on else None
 
     def base_is(self, reference: str) -> bool:
         """True if a reference policy (algo.kl.reference) is the policy without its adapters."""

@@ -69,7 +69,7 @@ class LeaderLink(PayloadLink):
         """
         super().__init__(loop, settings, "learner", replica=0, early=early)
         self._settings = settings
-        self._cost = SequenceCost.of(load_hf_config(settings.model))
+        self._cost = SequenceCost.of(load_hf_config(settings.model), settings.adapters)
         self._clock = clock
         self._should_stop = should_stop
         self._tokens = 0

@@ -141,7 +141,7 @@ class ReplayLink:
         refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
         self._path = path
         self._settings = settings
-        self._cost = SequenceCost.of(load_hf_config(settings.model))
+        self._cost = SequenceCost.of(load_hf_config(settings.model), settings.adapters)
         self._batches = recorded_batches(
             read_groups(path), groups_per_step=settings.run.groups_per_step
         )

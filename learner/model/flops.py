@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.files.adapters import AdapterFacts, adapter_shapes
 
 # A product of [tokens, k] and [k, n] is 2 k n operations for each token; its backward pass is two
 # such products, one for the gradient of each factor.
 _FORWARD_AND_BACKWARD = 3
 _PER_PARAMETER = 2 * _FORWARD_AND_BACKWARD
+_PER_FROZEN_PARAMETER = 2 * 2  # no gradient of its own
 
 
 def num_multiplied_parameters(hf: HfConfig) -> int:
@@ -37,6 +39,16 @@ def num_multiplied_parameters(hf: HfConfig) -> int:
     return layers + sizes["vocabulary"] * sizes["hidden"]
 
 
+def num_adapter_parameters(hf: HfConfig, adapters: AdapterFacts) -> int:
+    """Return how many parameters the adapters of a whole model have; each token meets them all."""
+    weights = {
+        tensor.name: tensor.whole_shape(hf.sizes)
+        for _, parameter in hf.parameters()
+        for tensor in parameter.tensors
+    }
+    return sum(map(math.prod, adapter_shapes(weights, adapters).values()))
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
     """Operations of a sequence by its length l: linear * l + quadratic * l * l.
@@ -48,12 +60,15 @@ class SequenceCost:
     quadratic: float = 0.0
 
     @classmethod
-    def of(cls, hf: HfConfig) -> Self:
+    def of(cls, hf: HfConfig, adapters: AdapterFacts | None = None) -> Self:
         """Return the operations of training: one forward pass and its backward pass.
+
+        With ``adapters`` these alone are trained.
 
         ::
 
-            linear     6 N      N = parameters that a token is multiplied with
+            linear     6 N      N = parameters that a token is multiplied with; 4 N + 6 N_a with
+                                N_a of adapters: frozen weights have no gradient of their own
             quadratic  6 L q    L = layers, q = channels of all query heads (of latent attention
                                 the mean of queries' and values')
 
@@ -70,10 +85,11 @@ class SequenceCost:
         """
         channels = hf.num_hidden_layers * (hf.sizes["queries"] + hf.sizes["outputs"]) / 2
         scores_and_values = 2 * 2 * channels / 2  # two products, over half of the pairs
-        return cls(
-            linear=_PER_PARAMETER * num_multiplied_parameters(hf),
-            quadratic=_FORWARD_AND_BACKWARD * scores_and_values,
-        )
+        linear = _PER_PARAMETER * num_multiplied_parameters(hf)
+        if adapters is not None:
+            linear = _PER_FROZEN_PARAMETER * num_multiplied_parameters(hf)
+            linear += _PER_PARAMETER * num_adapter_parameters(hf, adapters)
+        return cls(linear=linear, quadratic=_FORWARD_AND_BACKWARD * scores_and_values)
 
     def flops(self, num_tokens: int) -> float:
         """Return the operations of one sequence."""

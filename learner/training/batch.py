@@ -60,7 +60,7 @@ class BatchTraining:
         self._link = link
         self._rollouts = rollouts
         self._clock = clock
-        self._cost = SequenceCost.of(policy.model.hf_config)
+        self._cost = SequenceCost.of(policy.model.hf_config, settings.adapters)
 
     def train(self, order: StepPlan) -> TrainedBatch | Rejection:
         """Train a batch. If it is rejected, it is rejected on every rank and no weight has changed.

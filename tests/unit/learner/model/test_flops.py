@@ -1,8 +1,14 @@
 import msgspec
 import pytest
 
-from slipstream.learner.model.flops import SequenceCost, num_multiplied_parameters, peak_tflops_of
+from slipstream.learner.model.flops import (
+    SequenceCost,
+    num_adapter_parameters,
+    num_multiplied_parameters,
+    peak_tflops_of,
+)
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.files.adapters import AdapterFacts
 
 QWEN2_5_HALF_B = HfConfig(
     model_type="qwen2",
@@ -43,6 +49,16 @@ def test_operations_are_those_of_all_products_of_a_sequence_forward_and_backward
     pairs = 14 * (product(tokens, head, tokens) + product(tokens, tokens, head))
     forward = 24 * (projections + pairs / 2) + product(tokens, hidden, hf.vocab_size)
     assert SequenceCost.of(hf).flops(tokens) == pytest.approx(3 * forward, rel=1e-12)
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    hf = QWEN2_5_HALF_B
+    adapters = AdapterFacts(rank=8, alpha=16.0, targets=("down_proj", "q_proj"))
+    ours = 24 * 8 * ((896 + 896) + (4864 + 896))
+    assert num_adapter_parameters(hf, adapters) == ours
+    cost, whole = SequenceCost.of(hf, adapters), SequenceCost.of(hf)
+    assert cost.linear == 4 * num_multiplied_parameters(hf) + 6 * ours
+    assert cost.quadratic == whole.quadratic, "queries, keys and values have gradients"
 
 
 def test_a_cost_without_a_model_counts_tokens():
