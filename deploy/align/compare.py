@@ -30,6 +30,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     one: str
     other: str
     points: tuple[Difference, ...]  # in the order in which a token passes them
+    alone: tuple[str, ...] = ()  # points that one of them has and the other lacks
 
     @property
     def first_apart(self) -> Difference | None:
@@ -56,7 +57,8 @@ def compare(
         Difference(point=name, value=value, is_within=bool(value <= tolerance))
         for name, value in found
     )
-    return Comparison(one=one[0], other=other[0], points=points)
+    alone = tuple(sorted(one[1].keys() ^ other[1].keys(), key=_place))
+    return Comparison(one=one[0], other=other[0], points=points, alone=alone)
 
 
 def difference(name: str, one: _ARRAY, other: _ARRAY) -> float:

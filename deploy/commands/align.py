@@ -109,7 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
             if ENGINE not in arguments.without:
                 status.update("SGLang")
                 found[ENGINE] = _of_engine(table, hf, sequences, folder, dtype)
-    tolerance = arguments.tolerance or _TOLERANCE[dtype]
+    tolerance = _TOLERANCE[dtype] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in (LEARNER, ENGINE, TRANSFORMERS) if name in found]
     pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
     results = [
@@ -151,6 +151,9 @@ def print_comparisons(results: Sequence[Comparison], tolerance: float, console: 
             console.print(f"{pair} agree to {tolerance:g}", style="green")
         else:
             console.print(f"{pair} part at {first.point}: {first.value:.1e}", style="bold red")
+        if result.alone:
+            what = f"{len(result.alone)} points, such as {result.alone[0]}"
+            console.print(f"{pair}: {what}, were recorded of one alone", style="yellow")
 
 
 def _cell(point: Difference | None) -> Text:
