@@ -336,11 +336,16 @@ def _check_dp_attention(flags: Mapping[str, object], config: Mapping[str, object
 
 
 def _model_config(folder: Path) -> dict[str, object]:
+    """Return what config.json says, or its family where it says nothing."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    family = FAMILIES.get(str(found.get("model_type")))
+    given = {name: value for name, value in found.items() if value is not None}
+    return given if family is None else {**family.defaults, **given}
 
 
 def _check_sampling(sampling: SamplingSection) -> None:

@@ -141,6 +141,15 @@ def test_experts_are_recorded_where_they_are_replayed(
     assert flags.get("enable_return_routed_experts", False) is (layers is not None)
 
 
+def test_layers_without_experts_are_the_familys_where_config_json_says_nothing(tmp_path: Path):
+    write_blank_model(tmp_path, hidden=16, layers=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    moved = {"model_type": "glm4_moe", "first_k_dense_replace": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | moved))
+    settings = generator_settings(table(tmp_path, run={"routing_replay": "R3"}))
+    assert settings.expert_layers == ExpertLayers(total=5, dense=1)
+
+
 @pytest.mark.parametrize(("seeded", "backend"), [(True, "pytorch"), (False, None)])
 def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, backend: str | None):
     settings = generator_settings(
