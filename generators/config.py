@@ -336,7 +336,7 @@ def _check_dp_attention(flags: Mapping[str, object], config: Mapping[str, object
 
 
 def _model_config(folder: Path) -> dict[str, object]:
-    """Return what config.json says, or its family where it says nothing."""
+    """Return the keys of config.json, with the family's defaults of those that are absent."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except ValueError as error:

@@ -82,7 +82,7 @@ def difference(name: str, one: _ARRAY, other: _ARRAY) -> float:
 def whole(ranks: Sequence[Mapping[str, _ARRAY]], num_tokens: int) -> dict[str, _ARRAY]:
     """Put together what the ranks of a learner recorded of their tokens.
 
-    A point that lacks a token of one is left out: nobody has it whole.
+    A point of which a token is missing is left out.
     """
     found: dict[str, _ARRAY] = {}
     seen: dict[str, set[int]] = {}

@@ -48,8 +48,8 @@ Of every family: {of_all}. Of some:
 _REFUSED = """
 ## What is refused
 
-- A key that is not above, not in the lists below, and not null: by its name. Whether it changes
-  what the model computes nobody here can tell. Delete it if it does not.
+- A key that is not above, not in the lists below, and not null: by its name, because it may change
+  what the model computes. Delete it if it does not.
 - Another value than these, in every family: {fixed}; `layer_types` other than `full_attention`.
 - `rope_scaling` or `rope_parameters` of another kind than {rope}, and keys of them that the rule
   does not have. Latent attention takes YaRN alone, with both of `mscale` and `mscale_all_dim` or
@@ -62,8 +62,8 @@ _REFUSED = """
   windows, which Megatron-Core 0.16.1 computes for packed sequences with Transformer Engine alone.
 
 Left out, with a line in the learner's log: layers that predict further tokens
-(`num_nextn_predict_layers`). An export has none, and its config.json says so. A router's bias
-(`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
+(`num_nextn_predict_layers`). An export has none, and the key is 0 in its config.json. A router's
+bias (`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
 
 Keys that change nothing here: {ignored}. Of one family: {ignored_of_families}.
 """
@@ -105,22 +105,22 @@ def _row(family: Family) -> str:
 
 def _attention(family: Family) -> str:
     options = {option.key for option in family.options}
-    told: Iterator[str] = (
+    traits: Iterator[str] = (
         text
         for text, holds in (
             ("latent (MLA)", family.is_latent),
             ("grouped queries", not family.is_latent),
             ("bias", "self_attention.linear_qkv.bias" in family.layer),
-            ("bias as attention_bias says", "attention_bias" in options),
+            ("bias by attention_bias", "attention_bias" in options),
             ("queries and keys normalized", "self_attention.k_layernorm.weight" in family.layer),
-            ("the same as use_qk_norm says", "use_qk_norm" in options),
+            ("queries and keys normalized by use_qk_norm", "use_qk_norm" in options),
             ("neighbors turn", family.turns_pairs),
             ("half of a head turns", family.defaults.get("partial_rotary_factor") == 0.5),
             ("norms after attention and MLP", "mlp_bda.norm.weight" in family.layer),
         )
         if holds
     )
-    return ", ".join(told)
+    return ", ".join(traits)
 
 
 def _experts(family: Family) -> str:
@@ -128,13 +128,13 @@ def _experts(family: Family) -> str:
         return "-"
     router, sparse = family.router, family.sparse
     shared = any("shared_experts" in name for name in sparse)
-    told: list[str] = [router.score]
-    told += ["bias for the choice"] if router.has_bias else []
-    told += ["groups"] if "n_group" in family.keys else []
-    told += ["shared"] if shared else []
-    told += ["gate of the shared"] if any("gate_weight" in name for name in sparse) else []
-    told += ["dense layers first"] if "first_k_dense_replace" in family.keys else []
-    return ", ".join(told)
+    traits: list[str] = [router.score]
+    traits += ["bias for the choice"] if router.has_bias else []
+    traits += ["groups"] if "n_group" in family.keys else []
+    traits += ["shared"] if shared else []
+    traits += ["gate of the shared"] if any("gate_weight" in name for name in sparse) else []
+    traits += ["dense layers first"] if "first_k_dense_replace" in family.keys else []
+    return ", ".join(traits)
 
 
 def _config_row(family: Family) -> str:

@@ -137,7 +137,7 @@ class AdapterEngine(SglangEngine):
             label, _, tensor = name.partition("/")
             if label in found:  # or it is being unloaded
                 found[label][tensor] = checksum
-        *before, last = self._versions.loaded
+        *before, last = self._versions.staying
         for version in before:
             known = self._checksums.setdefault(version, found[version.label])
             if found[version.label] != known:

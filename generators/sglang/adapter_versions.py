@@ -29,6 +29,12 @@ class AdapterVersions:
         """All versions that the engine has, in the order in which they were loaded."""
         return tuple(self._uses)
 
+    @property
+    def staying(self) -> tuple[PolicyVersion, ...]:
+        """Loaded versions that may not go; of the others some may be half unloaded."""
+        going = self.unneeded()
+        return tuple(one for one in self._uses if one not in going)
+
     def load(self, version: PolicyVersion) -> None:
         """The engine has a version, which no request uses yet."""
         self._uses[version] = 0

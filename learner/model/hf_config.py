@@ -344,7 +344,7 @@ def load_hf_config(
     """Return the architecture of the model in ``folder``, which a setting names.
 
     Raises:
-        ConfigError: there is no readable config.json, it has a key that nobody here reads, or the
+        ConfigError: there is no readable config.json, it has a key that is not read here, or the
             learner cannot train such a model.
     """
     path = folder / "config.json"
@@ -471,7 +471,7 @@ def _rope_trouble(config: HfConfig, family: Family) -> str:
             return f"rope_type {rope.scaling!r} is not known of latent attention, only 'yarn'"
     others = {
         "attention_factor": rope.attention_factor is None
-        or math.isclose(rope.attention_factor, usual, rel_tol=1e-6),
+        or (not family.is_latent and math.isclose(rope.attention_factor, usual, rel_tol=1e-6)),
         "attn_factor": rope.attn_factor == 1.0,
         "extrapolation_factor": rope.extrapolation_factor == 1.0,
         "mscale": rope.mscale is None or family.is_latent,

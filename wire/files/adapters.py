@@ -18,7 +18,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _WEIGHT = ".weight"
 _PREFIX = "base_model.model."  # of the model inside of PEFT's
-# What a folder may hold instead of plain adapters, with the value that says that it does not.
+# What a folder may hold instead of plain adapters, with the value that means none.
 _PLAIN: Mapping[str, object] = {
     "use_rslora": False,
     "use_dora": False,

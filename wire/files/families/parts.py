@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-# Of families whose output layer SGLang makes whatever config.json says: it would stay unset there.
+# Of families whose output layer SGLang never ties: without a tensor of its own it would stay unset.
 UNTIED: Mapping[str, object] = {"tie_word_embeddings": False}
 FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
 Size = Literal[

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: queries, keys and values have a bias, whatever attention_bias says."""
+"""Qwen2 and Qwen2.5: queries, keys and values have a bias, whatever attention_bias is."""
 
 from slipstream.wire.files.families.parts import ENDS, GROUPED_ATTENTION, MLP, QKV_BIAS, Family
 

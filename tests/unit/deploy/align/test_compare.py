@@ -37,7 +37,7 @@ def test_the_first_point_apart_is_named_in_the_order_of_the_layers():
     other = one | dict.fromkeys((names[0], names[1], LOGPROBS), 2 * OUTPUT[:, :1])
     result = compare(("a", one), ("b", other | {"layer 0 mlp": OUTPUT}), tolerance=1e-4)
     assert [found.point for found in result.points] == [names[2], names[1], names[0], LOGPROBS]
-    assert result.alone == ("layer 0 mlp",), "what is not compared is said"
+    assert result.alone == ("layer 0 mlp",), "what is not compared is named"
     assert result.first_apart is not None
     assert result.first_apart.point == "layer 2 mlp"
     same = compare(("a", one), ("b", one), tolerance=0.0)

@@ -35,6 +35,9 @@ def test_the_newest_ones_stay_and_older_ones_go():
     versions.drop(V[0])
     assert versions.unneeded() == [V[1]]
     assert versions.loaded == (V[1], V[2], V[3], V[4])
+    assert versions.staying == (V[2], V[3], V[4])
+    versions.load(V[5])
+    assert versions.staying == (V[2], V[3], V[4], V[5]), "it was not adopted yet"
 
 
 def test_a_version_stays_while_an_answer_uses_it():

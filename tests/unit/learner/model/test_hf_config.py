@@ -220,6 +220,10 @@ def test_latent_attention_and_experts_are_read_under_one_name(tmp_path: Path):
             "mscale and mscale_all_dim must both be set or neither",
         ),
         ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "only 'yarn'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 40.0, "attention_factor": 1.3688879}},
+            "attention_factor is read in one way by the engine",
+        ),
         ({"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
         (
             {"model_type": "deepseek_v2", "scoring_func": "softmax"},
