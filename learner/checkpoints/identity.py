@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from slipstream.learner.model.hf_config import HfConfig
-from slipstream.learner.model.hf_weights import hf_shapes
+from slipstream.learner.model.hf_tensors import hf_shapes
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.learner.model.hf_weights import hf_shapes
+from slipstream.learner.model.hf_tensors import hf_shapes
 from slipstream.learner.model.lora import LoraAdapters
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.wire.errors import ConfigError

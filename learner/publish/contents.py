@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from slipstream.learner.model.gathering import owned_shards, parameter_of, with_adapter
-from slipstream.learner.model.hf_weights import hf_shapes, hf_specs
+from slipstream.learner.model.hf_tensors import hf_shapes
+from slipstream.learner.model.hf_weights import hf_specs
 from slipstream.learner.model.peft import adapters_of
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import Shard

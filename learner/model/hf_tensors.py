@@ -1,0 +1,170 @@
+"""The tensors of a Hugging Face folder, read on demand and compared with what a model has."""
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.families.parts import OUTPUT_LAYER
+from slipstream.wire.files.families.registry import SCALE_SUFFIX, layer_of
+from slipstream.wire.files.model_files import weight_files
+
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
+_log = logging.getLogger(__name__)
+
+
+def hf_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every Hugging Face tensor of a model."""
+    sizes = hf.sizes
+    return {
+        tensor.name: tensor.whole_shape(sizes)
+        for _, mapping in hf.parameters()
+        for tensor in mapping.tensors
+    }
+
+
+class HfTensors:
+    """The tensors in a folder of safetensors files, read on demand.
+
+    Those of a type of 8 bits come with scales of their blocks, and are read as float32.
+    """
+
+    def __init__(self, folder: Path, setting: str = "run.model") -> None:
+        self._folder, self._setting = folder, setting
+        self._open_files = ExitStack()
+        self._file_of: dict[str, safe_open] = {}
+        self._block: tuple[int, int] | None = None  # of quantized tensors
+
+    def __enter__(self) -> "HfTensors":
+        with ExitStack() as stack:
+            try:
+                for path in weight_files(self._folder, self._setting):
+                    file = stack.enter_context(safe_open(path, framework="pt"))
+                    self._file_of.update(dict.fromkeys(file.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"cannot read the weights in {self._folder}: {error} ({self._setting})"
+                ) from error
+            self._open_files = stack.pop_all()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._open_files.close()
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._file_of)
+
+    def refuse_others(self, hf: HfConfig) -> None:
+        """Compare names and shapes with those of a model.
+
+        Raises:
+            ConfigError: a tensor is missing, has another shape, or has no place in the model.
+        """
+        shapes = hf_shapes(hf)
+        if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
+            self._block = hf.quantization_config.weight_block_size
+        for name, shape in shapes.items():
+            if name not in self._file_of:
+                raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
+            got = tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
+            if got != shape:
+                raise ConfigError(
+                    f"{self._folder}: tensor {name} must have shape {list(shape)} for its "
+                    f"config.json, got {list(got)} ({self._setting})"
+                )
+        for name in sorted(shapes.keys() & self.names):
+            self._refuse_without_scales(name)
+        used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
+        if self._block is not None:
+            used |= {name + SCALE_SUFFIX for name in shapes}
+        further = {n for n in self.names if layer_of(n) >= hf.num_hidden_layers}
+        further = further if hf.num_nextn_predict_layers else set()
+        if further:
+            _log.info(
+                "%s: %d tensors of layers that predict further tokens are not loaded, trained or "
+                "exported (num_nextn_predict_layers = %d)",
+                self._folder,
+                len(further),
+                hf.num_nextn_predict_layers,
+            )
+        others = self.names - used - further
+        left = sorted(n for n in others if not n.endswith(_IGNORED_SUFFIX))
+        if left:
+            raise ConfigError(
+                f"{self._folder} holds {len(left)} tensors that a {hf.model_type} model does not "
+                f"have, such as {left[0]} ({self._setting})"
+            )
+
+    def _refuse_without_scales(self, name: str) -> None:
+        """Refuse numbers of 8 bits without one scale for each of their blocks."""
+        part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
+        if not part.get_dtype().startswith("F8"):
+            return
+        scales, block = name + SCALE_SUFFIX, self._block
+        if block is None:
+            raise ConfigError(
+                f"{self._folder}: tensor {name} has 8 bits, and config.json has no "
+                f"quantization_config that says what they are ({self._setting})"
+            )
+        if scales not in self._file_of:
+            raise ConfigError(
+                f"{self._folder}: tensor {name} has 8 bits, and there is no {scales} "
+                f"({self._setting})"
+            )
+        wanted = [-(-size // of) for size, of in zip(part.get_shape(), block, strict=True)]
+        got = self._file_of[scales].get_slice(scales).get_shape()  # type: ignore[no-untyped-call]
+        if got != wanted:
+            raise ConfigError(
+                f"{self._folder}: {scales} must have shape {wanted} for blocks of {list(block)}, "
+                f"got {got} ({self._setting})"
+            )
+
+    def read(self, name: str, rows: slice, dim: int) -> Tensor:
+        """Return part of a tensor: some of its rows (0) or columns (1)."""
+        tensor = self._slice(name, rows, dim)
+        scales = name + SCALE_SUFFIX
+        if self._block is None or scales not in self._file_of:
+            return tensor
+        block = self._block[dim]
+        blocks = slice(rows.start // block, -(-rows.stop // block))
+        return dequantized(
+            tensor, self._slice(scales, blocks, dim), self._block, dim, rows.start % block
+        )
+
+    def _slice(self, name: str, rows: slice, dim: int) -> Tensor:
+        part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
+        tensor: Tensor = part[(slice(None),) * dim + (rows,)]
+        return tensor
+
+
+def dequantized(
+    tensor: Tensor, scales: Tensor, block: tuple[int, int], dim: int, offset: int
+) -> Tensor:
+    """Return weights from numbers of 8 bits and the scale of each block: their product.
+
+    As DeepSeek-V3 stores them (arXiv:2412.19437, section 3.3): ``weight_scale_inv`` is what a
+    block's numbers are multiplied with.
+
+    Args:
+        tensor: [R, C], of a type of 8 bits.
+        scales: [ceil((offset + R) / block), ceil(C / block)], rows and columns alike.
+        block: rows and columns of a block; those at the ends may have fewer.
+        dim: in which the tensor is part of a larger one.
+        offset: rows or columns of its first block that come before it, in that dimension.
+
+    Returns:
+        [R, C] float32.
+    """
+    starts = [offset if dim == axis else 0 for axis in (0, 1)]
+    rows, columns = (
+        torch.arange(start, start + size) // of
+        for start, size, of in zip(starts, tensor.shape, block, strict=True)
+    )
+    return tensor.float() * scales.float()[rows][:, columns]
