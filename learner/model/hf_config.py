@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -24,9 +24,6 @@ ROPE_RULES: Mapping[str, frozenset[str]] = {
     | {"attention_factor", "attn_factor", "extrapolation_factor"},
 }
 _OF_EVERY_RULE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
-
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,13 +75,13 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of config.json that the learner needs, under one name for all families."""
 
     model_type: str
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -132,9 +129,14 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The number of a head's channels that turn with the position."""
         if self.family.is_latent:
             return self.qk_rope_head_dim
-        nested = (one.partial_rotary_factor for one in self._ropes)
+        return int(self.kv_channels * self.rotary_share)
+
+    @property
+    def rotary_share(self) -> float:
+        """The share of a head's channels that turn, of other than latent attention."""
+        nested = (one.partial_rotary_factor for one in self.ropes)
         given = [share for share in (self.partial_rotary_factor, *nested) if share is not None]
-        return int(self.kv_channels * given[-1]) if given else self.kv_channels
+        return given[-1] if given else 1.0
 
     @property
     def num_query_groups(self) -> int:
@@ -182,7 +184,8 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.topk_method == "greedy" else self.n_group or 1
 
     @property
-    def _ropes(self) -> list[RopeParameters]:
+    def ropes(self) -> list[RopeParameters]:
+        """The rotary embedding's parameters, nested in either way."""
         return [rope for rope in (self.rope_parameters, self.rope_scaling) if rope is not None]
 
     @property
@@ -194,8 +197,8 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rope(self) -> RopeParameters:
         """The rotary embedding's rule and its numbers."""
-        scaled = [rope for rope in self._ropes if rope.scaling != "default"]
-        return (scaled or self._ropes or [RopeParameters()])[0]
+        scaled = [rope for rope in self.ropes if rope.scaling != "default"]
+        return (scaled or self.ropes or [RopeParameters()])[0]
 
     @property
     def trained_positions(self) -> int:
@@ -314,6 +317,33 @@ FIXED_KEYS: Mapping[str, object] = {
     "mlp_bias": False,
     "use_sliding_window": False,
 }
+_MOST = 2**31 - 1
+_MOST_LAYERS, _MOST_EXPERTS = 1024, 4096
+# Least and most of a number of config.json, where it is given.
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "vocab_size": (1, _MOST),
+    "hidden_size": (1, _MOST),
+    "intermediate_size": (1, _MOST),
+    "num_hidden_layers": (1, _MOST_LAYERS),
+    "num_attention_heads": (1, _MOST),
+    "num_key_value_heads": (1, _MOST),
+    "head_dim": (1, _MOST),
+    "max_position_embeddings": (1, _MOST),
+    "rms_norm_eps": (0.0, 1.0),
+    "num_experts": (1, _MOST_EXPERTS),
+    "num_experts_per_tok": (1, _MOST_EXPERTS),
+    "moe_intermediate_size": (1, _MOST),
+    "n_shared_experts": (1, _MOST_EXPERTS),
+    "shared_expert_intermediate_size": (1, _MOST),
+    "n_group": (1, _MOST_EXPERTS),
+    "topk_group": (1, _MOST_EXPERTS),
+    "num_nextn_predict_layers": (0, _MOST_LAYERS),
+    "q_lora_rank": (1, _MOST),
+    "kv_lora_rank": (1, _MOST),
+    "qk_nope_head_dim": (1, _MOST),
+    "qk_rope_head_dim": (2, _MOST),
+    "v_head_dim": (1, _MOST),
+}
 _WHOLE_ATTENTION = "full_attention"
 KEYS_OF_ALL = frozenset(
     {
@@ -366,16 +396,10 @@ def load_hf_config(
         raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
     except UNREADABLE as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    trouble = _expert_trouble(config, family) or _rope_trouble(config, family)
+    trouble = _size_trouble(config, family) or _head_trouble(config, family)
+    trouble = trouble or _expert_trouble(config, family) or _rope_trouble(config, family)
     if trouble or (trouble := _quantization_trouble(config)):
         raise ConfigError(f"{path}: {trouble} ({setting})")
-    if not family.is_latent and config.num_attention_heads % (
-        config.num_key_value_heads or config.num_attention_heads
-    ):
-        raise ConfigError(
-            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
-            f"{config.num_attention_heads} and {config.num_key_value_heads} ({setting})"
-        )
     return config
 
 
@@ -385,6 +409,8 @@ def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
         if (got := found.get(key)) is not None and got != expected:
             return f"{key} must be {expected!r}, got {got!r}"
     kinds = found.get("layer_types") or [_WHOLE_ATTENTION]
+    if not isinstance(kinds, list):
+        return f"layer_types must be a list, got {kinds!r}"
     if others := [kind for kind in kinds if kind != _WHOLE_ATTENTION]:
         return f"layer_types must all be {_WHOLE_ATTENTION!r}, got {others[0]!r}"
     known = IGNORED_KEYS | KEYS_OF_ALL | FIXED_KEYS.keys() | family.config.keys()
@@ -398,6 +424,44 @@ def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
     return ""
 
 
+def _size_trouble(config: HfConfig, family: Family) -> str:
+    """Return which number is outside of its bounds."""
+    keys = {new: old for old, new in family.renamed.items()}
+    read = (KEYS_OF_ALL | family.keys | keys.keys()) & _BOUNDS.keys()
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(config, name)
+        if name in read and value is not None and not least <= value <= most:
+            return f"{keys.get(name, name)} must be from {least:g} to {most:.10g}, got {value}"
+    return ""
+
+
+def _head_trouble(config: HfConfig, family: Family) -> str:
+    """Return why attention cannot be divided into heads, or their channels cannot turn."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if not family.is_latent and heads % (groups or heads):
+        return (
+            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+            f"{groups}"
+        )
+    if not family.is_latent and config.head_dim is None and config.hidden_size % heads:
+        return (
+            "hidden_size must be a multiple of num_attention_heads where head_dim is not set, got "
+            f"{config.hidden_size} and {heads}"
+        )
+    if family.is_latent:
+        turning = config.qk_rope_head_dim
+        channels = config.qk_nope_head_dim + turning
+    else:
+        channels = config.head_dim or config.hidden_size // heads
+        turning = int(channels * config.rotary_share)
+    if not 2 <= turning <= channels or turning % 2:
+        return (
+            f"an even number of a head's {channels} channels must turn with the position, 2 or "
+            f"more, got {turning} (partial_rotary_factor, head_dim or qk_rope_head_dim)"
+        )
+    return ""
+
+
 def _expert_trouble(config: HfConfig, family: Family) -> str:
     """Return what is wrong with the numbers of experts."""
     if not family.has_experts:
@@ -407,10 +471,20 @@ def _expert_trouble(config: HfConfig, family: Family) -> str:
     numbers = {key: count, "num_experts_per_tok": chosen}
     if "moe_intermediate_size" in family.keys:
         numbers["moe_intermediate_size"] = config.moe_intermediate_size or 0
+    if "shared_expert_intermediate_size" in family.keys:
+        numbers["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size or 0
     if missing := [name for name, number in numbers.items() if number < 1]:
-        return f"{missing[0]} must be at least 1"
+        return f"{missing[0]} must be at least 1, and is not set"
     if chosen > count:
         return f"num_experts_per_tok = {chosen} is above {key} = {count}"
+    if not 0 <= config.first_k_dense_replace < config.num_hidden_layers:
+        return (
+            f"first_k_dense_replace must be from 0 to below num_hidden_layers = "
+            f"{config.num_hidden_layers}, got {config.first_k_dense_replace}: no layer would have "
+            "experts"
+        )
+    if config.routed_scaling_factor <= 0:
+        return f"routed_scaling_factor must be above 0, got {config.routed_scaling_factor:g}"
     method = config.topk_method
     if "topk_method" in family.keys and method not in {"greedy", "group_limited_greedy"}:
         return f"topk_method must be greedy or group_limited_greedy, got {method!r}"
@@ -427,7 +501,10 @@ def _quantization_trouble(config: HfConfig) -> str:
     """Return why quantized weights cannot be read."""
     found = config.quantization_config
     if found is None or (
-        found.quant_method == "fp8" and found.weight_block_size and found.fmt in {None, "e4m3"}
+        found.quant_method == "fp8"
+        and found.weight_block_size
+        and min(found.weight_block_size) >= 1
+        and found.fmt in {None, "e4m3"}
     ):
         return ""
     return (
@@ -439,18 +516,8 @@ def _quantization_trouble(config: HfConfig) -> str:
 def _rope_trouble(config: HfConfig, family: Family) -> str:
     """Return why a rotary embedding would be computed otherwise than by the engine."""
     rope = config.rope
-    if rope.scaling not in ROPE_RULES:
-        return f"rope_type must be one of {', '.join(ROPE_RULES)}, got {rope.scaling!r}"
-    if foreign := _foreign_keys(rope):
-        return (
-            f"{foreign[0]} = {getattr(rope, foreign[0])!r} is not read by rope_type "
-            f"{rope.scaling!r}: delete it if it changes nothing that the model computes"
-        )
-    if "partial_rotary_factor" not in family.keys and rope.partial_rotary_factor not in {None, 1.0}:
-        return (
-            f"partial_rotary_factor = {rope.partial_rotary_factor} of rope_parameters is not known "
-            f"of a {family.model_type} model, whose heads turn as a whole"
-        )
+    if trouble := _rule_trouble(config, family):
+        return trouble
     if rope.scaling == "default":
         return ""
     if rope.factor < 1.0:
@@ -460,6 +527,17 @@ def _rope_trouble(config: HfConfig, family: Family) -> str:
             f"low_freq_factor must be below high_freq_factor, got {rope.low_freq_factor} and "
             f"{rope.high_freq_factor}"
         )
+    positive = {
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "low_freq_factor": rope.low_freq_factor,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+    for name, value in positive.items():
+        if value is not None and value <= 0:
+            return f"{name} of rope_type {rope.scaling!r} must be above 0, got {value:g}"
     usual = rope.yarn_scale()
     if family.is_latent:
         if bool(rope.mscale) is not bool(rope.mscale_all_dim):
@@ -481,6 +559,27 @@ def _rope_trouble(config: HfConfig, family: Family) -> str:
         return (
             f"{unlike[0]} is read in one way by the engine and in another by the learner: only "
             f"the usual one is taken (attention_factor {usual:g}, no other scale)"
+        )
+    return ""
+
+
+def _rule_trouble(config: HfConfig, family: Family) -> str:
+    """Return why the rule of a rotary embedding, scaled or not, cannot be followed."""
+    rope = config.rope
+    bases = (config.rope_theta, *(one.rope_theta for one in config.ropes))
+    if small := [base for base in bases if base is not None and base <= 1.0]:
+        return f"rope_theta must be above 1, got {small[0]:g}"
+    if rope.scaling not in ROPE_RULES:
+        return f"rope_type must be one of {', '.join(ROPE_RULES)}, got {rope.scaling!r}"
+    if foreign := _foreign_keys(rope):
+        return (
+            f"{foreign[0]} = {getattr(rope, foreign[0])!r} is not read by rope_type "
+            f"{rope.scaling!r}: delete it if it changes nothing that the model computes"
+        )
+    if "partial_rotary_factor" not in family.keys and rope.partial_rotary_factor not in {None, 1.0}:
+        return (
+            f"partial_rotary_factor = {rope.partial_rotary_factor} of rope_parameters is not known "
+            f"of a {family.model_type} model, whose heads turn as a whole"
         )
     return ""
 

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.parts import OUTPUT_LAYER
 from slipstream.wire.files.families.registry import SCALE_SUFFIX, layer_of
@@ -73,19 +74,22 @@ class HfTensors:
         for name, shape in shapes.items():
             if name not in self._file_of:
                 raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
-            got = tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
+            got = self._shape(name)
             if got != shape:
                 raise ConfigError(
                     f"{self._folder}: tensor {name} must have shape {list(shape)} for its "
                     f"config.json, got {list(got)} ({self._setting})"
                 )
-        for name in sorted(shapes.keys() & self.names):
-            self._refuse_without_scales(name)
+            dtype = self._file_of[name].get_slice(name).get_dtype()  # type: ignore[no-untyped-call]  # safetensors is untyped
+            scales = name + SCALE_SUFFIX
+            of_scales = self._shape(scales) if scales in self._file_of else None
+            if trouble := number_trouble(name, dtype, shape, self._block, of_scales):
+                raise ConfigError(f"{self._folder}: {trouble} ({self._setting})")
         used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
         if self._block is not None:
             used |= {name + SCALE_SUFFIX for name in shapes}
-        further = {n for n in self.names if layer_of(n) >= hf.num_hidden_layers}
-        further = further if hf.num_nextn_predict_layers else set()
+        ends = hf.num_hidden_layers + hf.num_nextn_predict_layers
+        further = {n for n in self.names if hf.num_hidden_layers <= layer_of(n) < ends}
         if further:
             _log.info(
                 "%s: %d tensors of layers that predict further tokens are not loaded, trained or "
@@ -102,29 +106,8 @@ class HfTensors:
                 f"have, such as {left[0]} ({self._setting})"
             )
 
-    def _refuse_without_scales(self, name: str) -> None:
-        """Refuse numbers of 8 bits without one scale for each of their blocks."""
-        part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
-        if not part.get_dtype().startswith("F8"):
-            return
-        scales, block = name + SCALE_SUFFIX, self._block
-        if block is None:
-            raise ConfigError(
-                f"{self._folder}: tensor {name} has 8 bits, and config.json has no "
-                f"quantization_config that says what they are ({self._setting})"
-            )
-        if scales not in self._file_of:
-            raise ConfigError(
-                f"{self._folder}: tensor {name} has 8 bits, and there is no {scales} "
-                f"({self._setting})"
-            )
-        wanted = [-(-size // of) for size, of in zip(part.get_shape(), block, strict=True)]
-        got = self._file_of[scales].get_slice(scales).get_shape()  # type: ignore[no-untyped-call]
-        if got != wanted:
-            raise ConfigError(
-                f"{self._folder}: {scales} must have shape {wanted} for blocks of {list(block)}, "
-                f"got {got} ({self._setting})"
-            )
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
 
     def read(self, name: str, rows: slice, dim: int) -> Tensor:
         """Return part of a tensor: some of its rows (0) or columns (1)."""

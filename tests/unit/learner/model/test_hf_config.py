@@ -110,7 +110,32 @@ def test_unsupported_family_is_refused_with_the_supported_ones_named(tmp_path: P
             "partial_rotary_factor = 0.5 of rope_parameters is not known of a qwen2 model",
         ),
         ({"use_mrope": True}, "use_mrope must be False, got True"),
-        ({"hidden_size": 0}, r"Expected `int` >= 1 - at `\$.hidden_size`"),
+        ({"hidden_size": 0}, "hidden_size must be from 1 to 2147483647, got 0"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be from 1 to 1024, got 10+"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be from 1 to 2147483647, got 0"),
+        ({"vocab_size": -4}, "vocab_size must be from 1 to 2147483647, got -4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be from 1 to .*, got 0"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be from 0 to 1, got -1e-06"),
+        ({"hidden_size": 900}, "multiple of num_attention_heads .* got 900 and 14"),
+        ({"head_dim": 7}, "an even number of a head's 7 channels must turn .*, got 7"),
+        ({"rope_theta": 0}, "rope_theta must be above 1, got 0"),
+        ({"rope_parameters": {"rope_theta": -2.0}}, "rope_theta must be above 1, got -2"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0.0}},
+            "beta_slow of rope_type 'yarn' must be above 0, got 0",
+        ),
+        ({"layer_types": 3}, "layer_types must be a list, got 3"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+            r"weight_block_size \(0, 128\).* only fp8",
+        ),
+        *(
+            (
+                {"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": share},
+                f"of a head's 16 channels must turn .*, got {turning} .partial_rotary_factor",
+            )
+            for share, turning in ((0, 0), (0.2, 3), (2, 32), (-1.0, -16))
+        ),
         ({"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
         ({"vocab_size": "absent"}, "missing required field `vocab_size`"),
     ],
@@ -229,6 +254,14 @@ def test_latent_attention_and_experts_are_read_under_one_name(tmp_path: Path):
             {"model_type": "deepseek_v2", "scoring_func": "softmax"},
             "topk_method must be greedy or group_limited_greedy, got 'noaux_tc'",
         ),
+        ({"n_group": 0}, "n_group must be from 1 to 4096, got 0"),
+        ({"n_routed_experts": 10**9}, "n_routed_experts must be from 1 to 4096, got 1000000000"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be from 1 to .*, got 0"),
+        ({"kv_lora_rank": None}, "kv_lora_rank must be from 1 to .*, got 0"),
+        ({"qk_rope_head_dim": 5}, "channels must turn with the position, 2 or more, got 5"),
+        ({"first_k_dense_replace": 3}, "below num_hidden_layers = 3, got 3"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok must be at least 1, and is not set"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor must be above 0, got 0"),
     ],
 )
 def test_a_mixture_that_would_compute_something_else_is_refused(

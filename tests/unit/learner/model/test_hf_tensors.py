@@ -64,7 +64,7 @@ def test_blocks_at_the_ends_may_be_smaller():
 @pytest.mark.parametrize(
     ("without", "more", "message"),
     [
-        (f"{DOWN}_scale_inv", {}, f"{DOWN} has 8 bits, and there is no {DOWN}_scale_inv"),
+        (f"{DOWN}_scale_inv", {}, f"{DOWN} is F8_E4M3, and its scales are missing"),
         (
             "",
             {f"{DOWN}_scale_inv": torch.ones(2, 3)},
@@ -86,7 +86,7 @@ def test_what_would_be_loaded_otherwise_is_refused(
 def test_narrow_numbers_without_a_description_are_refused(tmp_path: Path):
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ConfigError, match="has no quantization_config"):
+    with pytest.raises(ConfigError, match=r"F8_E4M3, expected BF16, .* with quantization_config"):
         checked(tmp_path)
 
 
