@@ -8,7 +8,9 @@ All of it runs on this host's CPU. Of a run the settings are taken, with run.mod
 
 import argparse
 import json
+import math
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,7 @@ from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.alignment import TOKENS
 from slipstream.wire.files.run_folder import SETTINGS
-from slipstream.wire.process.command_line import print_json
+from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
 from slipstream.wire.settings.load import Table as Settings
 from slipstream.wire.settings.load import load_table
 
@@ -48,6 +50,7 @@ EXAMPLES = """examples:
 LEARNER, ENGINE, TRANSFORMERS = "learner", "engine", "transformers"
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 _SHORTEST = 3  # tokens of a sequence
+_MOST_TOKENS = 1 << 16  # of all sequences, whose layers' outputs are kept
 _FEWER = 5  # tokens of each sequence than of the one before it
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
@@ -87,6 +90,9 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if set(arguments.without) == {ENGINE, TRANSFORMERS}:
         raise ConfigError("--without engine and transformers leaves nothing to compare with")
+    if arguments.tolerance is not None and not 0 <= arguments.tolerance < math.inf:
+        raise ConfigError(f"--tolerance must be a number from 0, got {arguments.tolerance}")
+    signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
     with tempfile.TemporaryDirectory(prefix="sp-align-") as name:
         folder = Path(name)
         settings_file = _settings_file(arguments.model, folder)
@@ -94,6 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         learner = learner_settings(table)
         hf = load_hf_config(learner.model)
         refuse_layout(hf, learner.learner)
+        _refuse_lengths(arguments, hf)
         dtype = "bfloat16" if learner.learner.dtype == "bfloat16" else "float32"
         sequences = chosen_tokens(
             hf.vocab_size, arguments.sequences, arguments.tokens, arguments.seed
@@ -121,6 +128,20 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print_comparisons(results, tolerance, make_console())
     return int(any(one.first_apart is not None for one in results))
+
+
+def _refuse_lengths(arguments: argparse.Namespace, hf: HfConfig) -> None:
+    """Refuse sequences that the model has no positions for, or too many to be compared here."""
+    if arguments.tokens > hf.max_position_embeddings:
+        raise ConfigError(
+            f"--tokens must be at most max_position_embeddings = {hf.max_position_embeddings} of "
+            f"run.model, got {arguments.tokens}"
+        )
+    if arguments.sequences * arguments.tokens > _MOST_TOKENS:
+        raise ConfigError(
+            f"--sequences times --tokens must be at most {_MOST_TOKENS}, got {arguments.sequences} "
+            f"and {arguments.tokens}"
+        )
 
 
 def chosen_tokens(vocab_size: int, count: int, longest: int, seed: int) -> list[list[int]]:

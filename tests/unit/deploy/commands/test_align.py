@@ -1,10 +1,21 @@
 import argparse
+import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slipstream.deploy.commands import align
 from slipstream.wire.errors import ConfigError
+from tests.support.family_models import SHAPE
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -26,9 +37,34 @@ def test_tokens_are_the_same_for_a_seed_and_of_unlike_lengths():
         (["--tokens", "2"], "--tokens at least 3, got 4 and 2"),
         (["--sequences", "0"], "--sequences must be at least 1"),
         (["--without", "engine", "--without", "transformers"], "leaves nothing to compare with"),
+        (["--tolerance", "nan"], "--tolerance must be a number from 0, got nan"),
+        (["--tolerance", "-1"], "--tolerance must be a number from 0, got -1"),
         ([], "is no run .* and no model"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, words: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         align.main(parsed(str(tmp_path), *words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "300"], "max_position_embeddings = 256 of run.model, got 300"),
+        (["--sequences", "9000"], "at most 65536, got 9000 and 32"),
+    ],
+)
+def test_more_tokens_than_a_model_has_positions_for_are_refused(
+    tmp_path: Path, words: list[str], message: str
+):
+    config = {**SHAPE, "model_type": "llama", "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        align.main(parsed(str(tmp_path), *words))
+
+
+def test_a_signal_to_end_ends_what_align_has_started(tmp_path: Path):
+    with pytest.raises(ConfigError):
+        align.main(parsed(str(tmp_path)))
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
