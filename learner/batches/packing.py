@@ -201,13 +201,21 @@ def _kept(
             f"{name} was sampled from token ids from {ids.min()} to {ids.max()}, the vocabulary "
             f"has {vocab_size}"
         )
+    rows = np.repeat(np.arange(len(of_response)), of_response)
+    in_order = np.sort(rows * vocab_size + ids)
+    if (twice := np.flatnonzero(in_order[1:] == in_order[:-1])).size:
+        at, token_id = divmod(int(in_order[twice[0]]), vocab_size)
+        raise ProtocolError(
+            f"{name}: token id {token_id} is twice among those that response token {at} was "
+            "sampled from"
+        )
     is_chosen = ids == np.repeat(token_ids[mask], of_response)
     found = np.add.reduceat(is_chosen, of_response.cumsum() - of_response, dtype=np.int64)
     if (found != 1).any():
         at = np.flatnonzero(found != 1)[0]
         raise ProtocolError(
-            f"{name}: response token {at} is {found[at]} times among the {of_response[at]} that it "
-            "was sampled from"
+            f"{name}: response token {at} is not among the {of_response[at]} that it was sampled "
+            "from"
         )
     counts = np.zeros(len(token_ids), np.int64)
     counts[mask] = of_response

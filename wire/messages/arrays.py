@@ -7,6 +7,7 @@ import msgspec
 
 DType = Literal["int32", "float32", "bool", "uint8", "uint16"]
 _ITEM_BYTES: dict[DType, int] = {"int32": 4, "float32": 4, "bool": 1, "uint8": 1, "uint16": 2}
+_MAX_SIZE = 2**31 - 1  # of an axis
 COUNTS: tuple[DType, ...] = ("uint8", "uint16", "int32")  # types of numbers from 0, narrowest first
 
 
@@ -18,8 +19,13 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: memoryview
 
     def __post_init__(self) -> None:
+        if any(not 0 <= size <= _MAX_SIZE for size in self.shape):
+            raise ValueError(
+                f"{self.dtype} array has shape {self.shape}, each size must be from 0 to "
+                f"{_MAX_SIZE}"
+            )
         want_bytes = prod(self.shape) * _ITEM_BYTES[self.dtype]
-        if any(size < 0 for size in self.shape) or self.data.nbytes != want_bytes:
+        if self.data.nbytes != want_bytes:
             raise ValueError(
                 f"{self.dtype} array of shape {self.shape} needs {want_bytes} bytes, "
                 f"got {self.data.nbytes}"

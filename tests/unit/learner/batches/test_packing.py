@@ -246,10 +246,15 @@ def test_kept_tokens_are_at_the_token_that_was_sampled_from_them():
     ("counts", "ids", "why"),
     [
         ([2, 1], [12, 5], r"counts 3 kept tokens, 1 of one token at least, and holds 2"),
+        (
+            [3, 1],
+            [12, 5, 5, 13],
+            "token id 5 is twice among those that response token 0 was sampled",
+        ),
         ([2, 0], [12, 5], r"counts 2 kept tokens, 0 of one token at least"),
         ([2, 1], [12, VOCAB, 13], r"sampled from token ids from 12 to 32, the vocabulary has 32"),
-        ([2, 1], [12, 5, 14], r"response token 1 is 0 times among the 1 that it was sampled from"),
-        ([2, 1], [12, 12, 13], r"response token 0 is 2 times among the 2"),
+        ([2, 1], [12, 5, 14], r"response token 1 is not among the 1 that it was sampled from"),
+        ([2, 1], [12, 12, 13], r"token id 12 is twice among those that response token 0"),
     ],
 )
 def test_kept_tokens_that_nothing_was_sampled_from_are_refused(

@@ -18,3 +18,9 @@ def test_the_bytes_fit_the_shape(dtype: DType, num_bytes: int):
     assert PackedArray(dtype, (2, 3), memoryview(bytes(num_bytes))).data.nbytes == num_bytes
     with pytest.raises(ValueError, match=f"needs {num_bytes} bytes, got {num_bytes - 1}"):
         PackedArray(dtype, (2, 3), memoryview(bytes(num_bytes - 1)))
+
+
+@pytest.mark.parametrize("shape", [(5, 2**63, 0), (-1, -4), (0, 2**31)])
+def test_no_axis_is_longer_than_arrays_can_be_where_another_is_empty(shape: tuple[int, ...]):
+    with pytest.raises(ValueError, match="each size must be from 0 to 2147483647"):
+        PackedArray("uint8", shape, memoryview(b""))
