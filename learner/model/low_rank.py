@@ -2,9 +2,14 @@
 
 import hashlib
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from slipstream.wire.errors import ConfigError
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def drawn(rank: int, size: int, *, seed: int, name: str) -> Tensor:
@@ -16,3 +21,21 @@ def drawn(rank: int, size: int, *, seed: int, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1.0 / math.sqrt(size)
     return torch.empty(rank, size).uniform_(-bound, bound, generator=generator)
+
+
+def refuse_no_numbers(name: str, tensor: Tensor, folder: Path) -> None:
+    """Refuse a tensor of a PEFT folder that no adapter can begin with.
+
+    Raises:
+        ConfigError: it is of another type than of floats, or holds one that is not finite.
+    """
+    if tensor.dtype not in _FLOATS:
+        raise ConfigError(
+            f"{folder}: tensor {name} must be of {', '.join(map(str, _FLOATS))}, got "
+            f"{tensor.dtype} (lora.adapter)"
+        )
+    if not bool(tensor.isfinite().all()):
+        raise ConfigError(
+            f"{folder}: tensor {name} must hold finite numbers, and holds infinity or none "
+            "(lora.adapter)"
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.learner.model.hf_tensors import hf_shapes
 from slipstream.learner.model.lora import LoraAdapters
+from slipstream.learner.model.low_rank import refuse_no_numbers
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.adapters import (
@@ -40,7 +41,8 @@ def load_adapter(model: RankModel, folder: Path) -> None:
     """Fill this rank's part of a model's adapters from a folder of PEFT's.
 
     Raises:
-        ConfigError: it cannot be read, or holds other tensors than those of the adapters.
+        ConfigError: it cannot be read, or holds other tensors than those of the adapters,
+            or others than finite numbers.
     """
     adapters = adapters_of(model)
     path = folder / TENSORS
@@ -49,6 +51,8 @@ def load_adapter(model: RankModel, folder: Path) -> None:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no dict
             expected = adapter_shapes(hf_shapes(model.hf_config), adapters.facts)
             refuse_other_tensors(found, expected, folder)
+            for name in found:  # whole, so that every rank refuses it
+                refuse_no_numbers(name, file.get_tensor(name), folder)
             for name, parameter, place, dim in adapters.named_tensors():
                 rows = place.share(found[name][dim], is_split=place.dim == dim)
                 part: Tensor = file.get_slice(name)[(slice(None),) * dim + (rows,)]

@@ -17,18 +17,24 @@ from slipstream.wire.unreadable import UNREADABLE
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _WEIGHT = ".weight"
+_MOST_ALPHA = 1e6
 _PREFIX = "base_model.model."  # of the model inside of PEFT's
 # What a folder may hold instead of plain adapters, with the value that means none.
 _PLAIN: Mapping[str, object] = {
     "use_rslora": False,
     "use_dora": False,
     "fan_in_fan_out": False,
+    "use_qalora": False,
     "lora_bias": False,
     "bias": "none",
     "rank_pattern": {},
     "alpha_pattern": {},
     "modules_to_save": None,
     "layers_to_transform": None,
+    "layer_replication": None,
+    "exclude_modules": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
     "target_parameters": None,
     "trainable_token_indices": None,
 }
@@ -170,14 +176,19 @@ def _facts(path: Path, config: Mapping[str, Any]) -> AdapterFacts:
             f"{path} must have peft_type = LORA and a list of target_modules, got "
             f"{config.get('peft_type')!r} and {targets!r} (lora.adapter)"
         )
-    try:
-        return AdapterFacts(
-            rank=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            targets=tuple(sorted(map(str, targets))),
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    is_whole = isinstance(rank, int) and not isinstance(rank, bool)
+    is_number = isinstance(alpha, int | float) and abs(alpha) <= _MOST_ALPHA
+    if not (is_whole and is_number):
+        raise ConfigError(
+            f"{path} must have a whole r, and a lora_alpha of at most {_MOST_ALPHA:g}, got "
+            f"{rank!r} and {alpha!r} (lora.adapter)"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} has no usable r and lora_alpha: {error!r}") from error
+    return AdapterFacts(
+        rank=config["r"],
+        alpha=float(config["lora_alpha"]),
+        targets=tuple(sorted(map(str, targets))),
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

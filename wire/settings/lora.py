@@ -12,6 +12,8 @@ from slipstream.wire.settings.sections import Positive
 
 LINEAR_LAYERS = (*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj"))
 
+_MOST_RANK, _MOST_ALPHA = 8192, 1e6
+
 
 class LoraSection(Section, frozen=True, kw_only=True):
     """[lora]: train low-rank adapters in place of the weights (Hu et al., arXiv:2106.09685).
@@ -63,13 +65,18 @@ def lora_section(table: Table) -> LoraSection:
     """Return [lora], checked.
 
     Raises:
-        ConfigError: a rank below 1, no target or one twice, or other settings without a rank.
+        ConfigError: a rank below 1, a rank or alpha beyond all use, no target or one twice, or
+            other settings without a rank.
     """
     found = section(table, "lora", LoraSection)
     if found.rank is not None and found.rank < 1:
         raise ConfigError(
             f"lora.rank must be at least 1, got {found.rank}: leave it out to train all weights"
         )
+    if found.rank is not None and found.rank > _MOST_RANK:
+        raise ConfigError(f"lora.rank must be at most {_MOST_RANK}, got {found.rank}")
+    if found.alpha > _MOST_ALPHA:
+        raise ConfigError(f"lora.alpha must be at most {_MOST_ALPHA:g}, got {found.alpha:g}")
     if found.rank is None and (others := _changed(found)):
         raise ConfigError(f"lora.{others[0]} has no meaning without lora.rank, which is not set")
     if not found.targets or len(set(found.targets)) < len(found.targets):

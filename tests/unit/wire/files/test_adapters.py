@@ -77,7 +77,12 @@ def test_a_written_description_is_read(tmp_path: Path):
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
         ({"peft_type": "IA3"}, "must have peft_type = LORA"),
         ({"target_modules": "all-linear"}, "a list of target_modules, got 'LORA' and 'all-linear'"),
-        ({"r": "many"}, "has no usable r and lora_alpha"),
+        ({"r": "4"}, r"must have a whole r, and a lora_alpha of at most 1e\+06, got '4' and 8.0"),
+        ({"r": 4.7}, "got 4.7 and 8.0"),
+        ({"lora_alpha": "nan"}, "got 4 and 'nan'"),
+        ({"lora_alpha": 10**400}, "got 4 and 10+"),
+        ({"alora_invocation_tokens": [1]}, "has alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2]]}, "has layer_replication"),
     ],
 )
 def test_another_adapter_is_refused(tmp_path: Path, changed: dict[str, object], message: str):

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from slipstream.wire.errors import ConfigError
@@ -28,6 +30,8 @@ def test_adapters_are_on_every_linear_layer_and_scaled_by_alpha_over_rank():
     [
         ({"rank": 0}, r"lora\.rank must be at least 1, got 0: leave it out to train all weights"),
         ({"rank": -4}, r"lora\.rank must be at least 1, got -4"),
+        ({"rank": 10**9}, r"lora\.rank must be at most 8192, got 1000000000"),
+        ({"rank": 4, "alpha": math.inf}, r"lora\.alpha must be at most 1e\+06, got inf"),
         ({"alpha": 8.0}, r"lora\.alpha has no meaning without lora\.rank, which is not set"),
         ({"adapter": "a"}, r"lora\.adapter has no meaning without lora\.rank"),
         ({"rank": 4, "alpha": 0.0}, r"\[lora\]"),
