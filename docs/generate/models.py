@@ -56,6 +56,9 @@ _REFUSED = """
   neither.
 - `quantization_config` other than fp8 (e4m3) in blocks. Those weights are dequantized while they
   are loaded; engines get what is published, so they hold the policy unquantized.
+- Numbers that no model has: sizes below 1, above 1024 layers or 4096 experts, groups that do not
+  divide the experts, an odd number of channels that turn.
+- Tensors of another type: those of 8 bits without the scales of their blocks, integers.
 - Sizes that the layout does not divide, such as experts by `learner.expert_parallel`: with both
   numbers and the setting.
 - Families that are not here, with those that are. gpt-oss is one: its attention has sinks and

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,8 @@ _NOTES = "shared-memory.txt"
 _POLL_S = 0.25
 _ANSWER_S = 4.0  # limit for one probe
 _STOP_S = 3.0
+_LINES_OF_A_FAILURE = 200
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b")  # as a traceback ends
 
 
 @dataclass(slots=True)
@@ -94,7 +97,7 @@ class SglangProcess:
             while not await _answers(http, self.url):
                 code = self.process.poll()
                 if code is not None:  # it was given no chance
-                    reason = last_lines(self.log_file, 1).strip()
+                    reason = reason_in(last_lines(self.log_file, _LINES_OF_A_FAILURE))
                     raise ConfigError(
                         f"SGLang ended with code {code} at its start: {reason} "
                         f"(run.model, [generators], {self.log_file})"
@@ -142,6 +145,16 @@ class SglangProcess:
     def clean(self) -> None:
         """Remove the server's leftovers: temporary files and shared memory."""
         remove_leftovers(self.scratch)
+
+
+def reason_in(log: str) -> str:
+    """Return why a server ended: the last error in its log, else its last line.
+
+    Its first process reports that a child sent it a signal, after the child's own error.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def remove_leftovers(scratch: Path) -> None:
