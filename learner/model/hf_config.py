@@ -467,7 +467,9 @@ def _expert_trouble(config: HfConfig, family: Family) -> str:
     if not family.has_experts:
         return ""
     count, chosen = config.num_experts or 0, config.experts_per_token
-    key = next((old for old, new in family.renamed.items() if new == "num_experts"), "num_experts")
+    key = "num_experts"
+    if key not in family.keys:
+        key = next(old for old, new in family.renamed.items() if new == key)
     numbers = {key: count, "num_experts_per_tok": chosen}
     if "moe_intermediate_size" in family.keys:
         numbers["moe_intermediate_size"] = config.moe_intermediate_size or 0

@@ -20,6 +20,7 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,  # SGLang takes it for the norms of what is compressed, too
 }
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _YARN = {

@@ -28,6 +28,7 @@ QWEN3_MOE = Family(
     mlp=MLP,
     sparse=EXPERTS,
     ends=ENDS,
+    renamed={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     keys=QWEN_MOE_KEYS,
     ignored=WINDOW_KEYS,
 )
