@@ -216,9 +216,10 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"generators.count must be at most {_MAX_GENERATORS}, got {settings.generators.count}"
         )
     _check_flags(settings.generators.sglang, settings.weightbus.in_flight)
-    _check_adapters(settings, _model_config(folder))
-    _check_ranks(settings.generators.sglang, _model_config(folder))
-    _check_replay(settings.run, _model_config(folder))
+    config = _model_config(folder)
+    _check_adapters(settings, config)
+    _check_ranks(settings.generators.sglang, config)
+    _check_replay(settings.run, config)
     return settings
 
 

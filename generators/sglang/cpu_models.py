@@ -6,6 +6,8 @@ The functions correct a module right after its import (``patches.install``).
 from types import ModuleType
 from typing import Any
 
+from slipstream.generators.sglang.replacing import replace
+
 LATENT_BACKENDS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROTARY = "sglang.srt.layers.rotary_embedding.factory"
 QWEN2_MOE = "sglang.srt.models.qwen2_moe"
@@ -51,7 +53,7 @@ def turn_without_scaling(module: ModuleType) -> None:
             return any_rule(*usual, partial_rotary_factor)
         return scaled(*usual, partial_rotary_factor, device)
 
-    module.get_rope_cpu = get_rope_cpu  # type: ignore[attr-defined]
+    replace(module, "get_rope_cpu", get_rope_cpu)
 
 
 def gate_shared_experts(module: ModuleType) -> None:
@@ -74,4 +76,4 @@ def gate_shared_experts(module: ModuleType) -> None:
             gate = (hidden_states @ gate_weight).sigmoid().unsqueeze(-1)
             final_hidden_states.add_(gate * shared_output)
 
-    module.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add  # type: ignore[attr-defined]
+    replace(module, "fused_gate_sigmoid_mul_add", fused_gate_sigmoid_mul_add)

@@ -7,7 +7,6 @@ too: they import that module again before anything else.
 import datetime
 import importlib.abc
 import importlib.util
-import inspect
 import os
 import random
 import sys
@@ -20,9 +19,9 @@ from typing import Any
 from typing_extensions import override
 
 from slipstream.generators.sglang import cpu_models
+from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
 from slipstream.wire.errors import ConfigError, PublishError
 
-SGLANG_VERSION = "0.5.23"  # that the corrections were written against
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
 ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in config.json
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
@@ -85,40 +84,6 @@ def check_version(found: str) -> None:
             f"pip install sglang=={SGLANG_VERSION} (its corrections in generators/"
             "sglang/patches.py must be checked against another release)"
         )
-
-
-def replace(owner: ModuleType | type, name: str, value: object) -> None:
-    """Replace an attribute of a module or class of a dependency.
-
-    Raises:
-        ConfigError: it has no such name, so the new value would never be read, or its function
-            takes other arguments than the new one.
-    """
-    if name in vars(owner):
-        skipped = int(isinstance(owner, type))  # the object, by any name
-        before, after = (_parameters(one, skipped) for one in (vars(owner)[name], value))
-        if before is not None and after is not None and before != after and "*" not in after:
-            raise ConfigError(
-                f"{owner.__name__}.{name} takes ({before}), what replaces it in "
-                f"generators/sglang/patches.py takes ({after})"
-            )
-    else:
-        raise ConfigError(
-            f"{owner.__name__} has no {name}, which generators/sglang/patches.py replaces for "
-            f"SGLang {SGLANG_VERSION}: install that release as it was published"
-        )
-    setattr(owner, name, value)
-
-
-def _parameters(value: object, skipped: int) -> str | None:
-    """Return a function's parameters but the first ones, without types and defaults."""
-    function = getattr(value, "__func__", value)
-    if not inspect.isfunction(function):
-        return None
-    parameters = list(inspect.signature(function).parameters.values())[skipped:]
-    return ", ".join(
-        str(one.replace(annotation=one.empty, default=one.empty)) for one in parameters
-    )
 
 
 def _bound_waits_in_groups(module: ModuleType) -> None:

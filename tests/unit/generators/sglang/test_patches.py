@@ -9,9 +9,9 @@ from slipstream.generators.sglang.patches import (
     ExpertsBefore,
     Retractions,
     check_version,
-    replace,
     sample_by_seed,
 )
+from slipstream.generators.sglang.replacing import replace
 from slipstream.wire.errors import ConfigError
 
 

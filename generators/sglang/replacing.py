@@ -1,0 +1,42 @@
+"""Replaces functions of SGLang, and refuses where it has others than were corrected."""
+
+import inspect
+from types import ModuleType
+
+from slipstream.wire.errors import ConfigError
+
+SGLANG_VERSION = "0.5.23"  # that the corrections were written against
+
+
+def replace(owner: ModuleType | type, name: str, value: object) -> None:
+    """Replace an attribute of a module or class of a dependency.
+
+    Raises:
+        ConfigError: it has no such name, so the new value would never be read, or its function
+            takes other arguments than the new one.
+    """
+    if name in vars(owner):
+        skipped = int(isinstance(owner, type))  # the object, by any name
+        before, after = (_parameters(one, skipped) for one in (vars(owner)[name], value))
+        if before is not None and after is not None and before != after and "*" not in after:
+            raise ConfigError(
+                f"{owner.__name__}.{name} takes ({before}), what replaces it in "
+                f"generators/sglang/patches.py takes ({after})"
+            )
+    else:
+        raise ConfigError(
+            f"{owner.__name__} has no {name}, which generators/sglang/patches.py replaces for "
+            f"SGLang {SGLANG_VERSION}: install that release as it was published"
+        )
+    setattr(owner, name, value)
+
+
+def _parameters(value: object, skipped: int) -> str | None:
+    """Return a function's parameters but the first ones, without types and defaults."""
+    function = getattr(value, "__func__", value)
+    if not inspect.isfunction(function):
+        return None
+    parameters = list(inspect.signature(function).parameters.values())[skipped:]
+    return ", ".join(
+        str(one.replace(annotation=one.empty, default=one.empty)) for one in parameters
+    )
