@@ -21,6 +21,7 @@ from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.decisions import write_submissions
 from tests.support.ranks.run import outputs, reports, start_ranks
+from tests.support.tiny_run import serving
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
@@ -69,12 +70,8 @@ def settings_of(model: Path, **sampling: object) -> GeneratorSettings:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[SglangProcess]:
-    process = SglangProcess.start(settings_of(model, top_p=0.9), "generator-0")
-    try:
-        asyncio.run(process.until_ready(90))
+    with serving(settings_of(model, top_p=0.9)) as process:
         yield process
-    finally:
-        process.stop()
 
 
 Found = dict[str, dict[str, list[float]]]  # with decisions and without, by what was computed

@@ -38,6 +38,7 @@ from tests.integration.sglang_load import until_load
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.run import outputs, start
+from tests.support.tiny_run import serving
 from tests.support.waiting import HANG_S, NEVER_S, until
 
 pytestmark = pytest.mark.integration
@@ -75,12 +76,8 @@ def started() -> Iterator[tuple[GeneratorSettings, SglangProcess]]:
         write_blank_model(model, hidden=128, layers=2)
         write_random_weights(model, scale=0.1, seed=3)
         settings = settings_of(Path(name))
-        process = SglangProcess.start(settings, "generator-0")
-        try:
-            asyncio.run(process.until_ready(90))
+        with serving(settings) as process:
             yield settings, process
-        finally:
-            process.stop()
 
 
 class Bus:

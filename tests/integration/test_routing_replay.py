@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ from tests.support.random_llama import make_qwen3_moe, write_random_weights
 from tests.support.ranks.decisions import write_submissions
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_run import serving
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
@@ -97,16 +97,6 @@ def settings_of(model: Path) -> GeneratorSettings:
 @pytest.fixture(scope="module")
 def settings(model: Path) -> GeneratorSettings:
     return settings_of(model)
-
-
-@contextmanager
-def serving(settings: GeneratorSettings) -> Iterator[SglangProcess]:
-    process = SglangProcess.start(settings, "generator-0")
-    try:
-        asyncio.run(process.until_ready(90))
-        yield process
-    finally:
-        process.stop()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from slipstream.generators.config import generator_settings
+from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.sglang.process import SglangProcess
 from tests.support.blank_model import write_blank_model
 from tests.support.listening import Listener, listeners_of
@@ -34,6 +34,17 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @contextmanager
+def serving(settings: GeneratorSettings) -> Iterator[SglangProcess]:
+    """Yield a real server, which answers."""
+    process = SglangProcess.start(settings, "generator-0")
+    try:
+        asyncio.run(process.until_ready(90))
+        yield process
+    finally:
+        process.stop()
+
+
+@contextmanager
 def sglang_server(model: Path | None = None, longest: int = 456) -> Iterator[SglangProcess]:
     """Yield a real server of a model, of the tiny policy if none is given."""
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
@@ -47,12 +58,8 @@ def sglang_server(model: Path | None = None, longest: int = 456) -> Iterator[Sgl
                 "generators": {"device": "cpu", "max_cached_tokens": 4096},
             }
         )
-        process = SglangProcess.start(settings, "generator-0")
-        try:
-            asyncio.run(process.until_ready(90))
+        with serving(settings) as process:
             yield process
-        finally:
-            process.stop()
 
 
 def write_policy(folder: Path) -> None:

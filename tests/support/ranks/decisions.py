@@ -19,7 +19,7 @@ from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.messages.codec import decode_payload
-from slipstream.wire.messages.trajectory import TrajectoryHeader
+from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload
 from slipstream.wire.settings.sections import RunSection, SamplingSection
 from tests.support.ranks.policy import join_ranks
 from tests.support.ranks.run import section_of
@@ -32,6 +32,16 @@ def write_submissions(path: Path, cases: dict[str, list[Submission]]) -> None:
         for name, submissions in cases.items()
     }
     path.write_bytes(msgspec.msgpack.encode(pairs))
+
+
+def read_submissions(path: Path) -> dict[str, list[tuple[TrajectoryHeader, TrajectoryPayload]]]:
+    """Return what was written, by case."""
+    pairs = dict[str, list[tuple[TrajectoryHeader, bytes]]]
+    cases = msgspec.msgpack.decode(path.read_bytes(), type=pairs)
+    return {
+        name: [(header, decode_payload(frame)) for header, frame in case]
+        for name, case in cases.items()
+    }
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file: Path) -> None:
@@ -49,12 +59,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file
     )
     policy = build_policy(settings, algorithm_of(settings), topology)
     vocab_size = policy.model.hf_config.vocab_size
-    cases = msgspec.msgpack.decode(
-        file.read_bytes(), type=dict[str, list[tuple[TrajectoryHeader, bytes]]]
-    )
     report: dict[str, dict[str, object]] = {}
-    for name, pairs in cases.items():
-        whole = [(header, decode_payload(frame)) for header, frame in pairs]
+    for name, whole in read_submissions(file).items():
         less = [(header, msgspec.structs.replace(one, decisions=None)) for header, one in whole]
         report[name] = {}
         for kind, payloads in {"with": whole, "without": less}.items():

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -20,9 +19,8 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.wire.messages.codec import decode_payload
-from slipstream.wire.messages.trajectory import TrajectoryHeader
 from slipstream.wire.settings.sections import RoutingReplay, RunSection
+from tests.support.ranks.decisions import read_submissions
 from tests.support.ranks.policy import join_ranks
 from tests.support.ranks.run import section_of
 
@@ -53,9 +51,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.batch import expert_sizes
 
-    cases = msgspec.msgpack.decode(
-        file.read_bytes(), type=dict[str, list[tuple[TrajectoryHeader, bytes]]]
-    )
+    cases = read_submissions(file)
     report: dict[str, dict[str, object]] = {name: {} for name in cases}
     for replay in REPLAYS:
         settings = LearnerSettings(
@@ -70,13 +66,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file
         for name, pairs in cases.items():
             maps.clear()
             sequences = [
-                unpack(
-                    header,
-                    decode_payload(frame),
-                    vocab_size=hf.vocab_size,
-                    experts=expert_sizes(hf),
-                )
-                for header, frame in pairs
+                unpack(*pair, vocab_size=hf.vocab_size, experts=expert_sizes(hf)) for pair in pairs
             ]
             batch = pack(sequences, device.device())
             (outputs,) = policy.proximal([batch])
