@@ -249,7 +249,7 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     assert "restarting it" in text
     run.assert_only_keys_connect()
     for host in run.hosts:
-        assert not left_on(host)
+        until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_cluster_that_cannot_run_it_is_refused_in_one_line(
     lines = [line for line in output.read_text().splitlines() if expected in line]
     assert (code, len(lines)) == (2, 1), output.read_text()
     assert "Traceback" not in output.read_text()
-    assert not left_on(host)
+    until(lambda: not left_on(host), lambda: str(left_on(host)))
 
 
 @pytest.fixture
