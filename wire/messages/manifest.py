@@ -30,6 +30,7 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
+    part: int = 0  # number of the host, of the learner's, in whose memory it is
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):

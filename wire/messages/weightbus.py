@@ -25,6 +25,13 @@ class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""  # the public key that the relay proves; empty on Unix sockets
 
 
+class BulkDoor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where buckets are fetched: a relay's bulk socket, or that of an agent which has them."""
+
+    endpoint: str
+    key: str = ""  # the public key that is proved there; empty on Unix sockets
+
+
 class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
     """Base of all messages of the weight bus."""
 
@@ -116,7 +123,10 @@ class Receive(BusMessage, frozen=True):
     """Get the offered version into this host's memory, or find it on disk; check every digest."""
 
     command_id: int
-    path: str = ""  # of the version's folder; empty if it is to be fetched from the relay
+    path: str = ""  # of the version's folder; empty if it is to be fetched
+    # By part of the version: where its buckets are, the next one for when the one before fails.
+    # Empty: all are at the relay that sends this.
+    sources: tuple[tuple[BulkDoor, ...], ...] = ()
 
 
 class Pause(BusMessage, frozen=True):
