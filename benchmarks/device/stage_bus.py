@@ -20,8 +20,8 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.relay.engine_checksums import Holder, differing, expected_checksums
 from slipstream.weightbus.relay.transports.collective import EngineGroup
+from slipstream.weightbus.version.engine_checksums import Holder, differing, expected_checksums
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Join
 

@@ -19,7 +19,7 @@ from benchmarks.device.engines import device_name, engine_dtype, engine_of, has_
 from benchmarks.device.report import Report, run_stage
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
-from slipstream.weightbus.relay.engine_checksums import Holder, differing, expected_checksums
+from slipstream.weightbus.version.engine_checksums import Holder, differing, expected_checksums
 from slipstream.wire.messages.versions import PolicyVersion
 
 _END = 2  # barred: no answer ends early

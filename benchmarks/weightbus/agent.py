@@ -23,7 +23,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join

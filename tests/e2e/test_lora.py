@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.deploy.examples.addition import prepare
-from slipstream.weightbus.relay.adapter_checksums import expected_adapter_checksums
-from slipstream.weightbus.relay.engine_checksums import digest_of, expected_checksums
+from slipstream.weightbus.version.adapter_checksums import expected_adapter_checksums
+from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.broker.report.summary import PUBLISHES
-from slipstream.weightbus.relay.engine_checksums import Holder, digest_of, expected_checksums
+from slipstream.weightbus.version.engine_checksums import Holder, digest_of, expected_checksums
 from tests.support.families import write_family
 from tests.support.random_llama import make_qwen3, make_qwen3_moe
 from tests.support.tiny_run import TinyRun

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
-from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.files.families.registry import FAMILIES
 from tests.support.families import write_family
 from tests.support.family_models import IN_MAKE_TEST, MODELS

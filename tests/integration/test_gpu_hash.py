@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.weightbus.relay.gpu_hash import gpu_hash
+from slipstream.weightbus.version.gpu_hash import gpu_hash
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration

@@ -23,10 +23,10 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.relay.engine_checksums import differing, expected_checksums
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.relay.transports import disk
+from slipstream.weightbus.version.engine_checksums import differing, expected_checksums
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS

@@ -295,7 +295,7 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.Pause(command_id=5),
     weightbus.LoadBucket(command_id=6, index=0, group_name="g"),
     weightbus.LoadReceived(command_id=7),
-    weightbus.Verify(command_id=8, wants_checksums=False),
+    weightbus.Verify(command_id=8, wants="checksums"),
     weightbus.Commit(command_id=9, version=VERSION),
 ]
 AGENT_MESSAGES: list[weightbus.AgentMessage] = [

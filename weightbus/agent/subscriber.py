@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import zmq
@@ -17,6 +18,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import EngineUpdates
 from slipstream.weightbus.net.curve import connect
+from slipstream.weightbus.version.engine_checksums import holder_of
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_command, encode
@@ -64,13 +66,17 @@ class Subscriber:
         self._relay = ""  # incarnation of the current relay
         self._last_message_s = now()
         self._fetcher: BucketFetcher | None = None
-        callbacks = {"on_pause": on_pause, "on_adopt": on_adopt}
+        common: dict[str, Any] = {
+            "tensors": tensors,
+            "staging": staging,
+            "on_pause": on_pause,
+            "on_adopt": on_adopt,
+            "holder": holder_of(join),
+        }
         self._updates = (
-            EngineUpdates(
-                engine, tensors=tensors, staging=staging, on_pause=on_pause, on_adopt=on_adopt
-            )
+            EngineUpdates(engine, **common)
             if adapters is None
-            else AdapterUpdates(adapters, tensors=tensors, staging=staging, **callbacks)
+            else AdapterUpdates(adapters, **common)
         )
 
     @property

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,7 +10,10 @@ from slipstream.weightbus.agent.engine import EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
+from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import check_folder
+from slipstream.weightbus.version.engine_checksums import Holder, check_same, digest_of
+from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
@@ -44,14 +47,19 @@ class EngineUpdates:
         staging: Staging,
         on_pause: Callable[[], None],
         on_adopt: Callable[[PolicyVersion], None],
+        holder: Holder | None = None,
     ) -> None:
+        """Control an engine with this layout of tensors; None is one rank on a CPU."""
         self._engine = engine
+        self._holder = holder or Holder()
         self._tensors = tensors
         self._staging = staging
         self._on_pause = on_pause
         self._on_adopt = on_adopt
         self._manifest: WeightManifest | None = None  # that was offered
         self._received: Path | None = None
+        self._expected: Mapping[str, str] | None = None  # checksums of what was received
+        self._checksums: dict[str, str] = {}  # that the engine answered last
         self._group = ""  # of the engine's collective; empty without one
         self._before: PolicyVersion | None = None  # that a paused engine ran
         self._is_torn = False
@@ -69,19 +77,16 @@ class EngineUpdates:
                     self._offer(manifest)
                 case OpenGroup():
                     await self._open_group(command)
-                case Receive(path=path):
-                    self._received = await self._receive(path, fetcher)
+                case Receive():
+                    await self._receive(command, fetcher)
                 case Pause():
                     return Outcome(command_id=number, num_in_flight=await self._pause())
                 case LoadBucket(index=index, group_name=group_name):
                     await self._load_bucket(index, group_name)
                 case LoadReceived():
                     await self._load_received()
-                case Verify(wants_checksums=wanted):
-                    if self._group and self._received is None:
-                        await self._engine.end_update()
-                    checksums = await self._engine.checksums() if wanted else {}
-                    return Outcome(command_id=number, checksums=checksums)
+                case Verify():
+                    return await self._verify(command)
                 case Commit(version=version):
                     await self._commit(version)
                 case Abandon(reason=reason):
@@ -102,6 +107,7 @@ class EngineUpdates:
             raise PublishError(f"refused {manifest.version.label}: this engine ran {runs.label}")
         self._manifest = manifest
         self._received = None
+        self._expected = None
         self._has_failed = False
 
     async def _open_group(self, command: OpenGroup) -> None:
@@ -122,7 +128,16 @@ class EngineUpdates:
             group, self._group = self._group, ""
             await self._engine.close_group(group)
 
-    async def _receive(self, path: str, fetcher: BucketFetcher) -> Path:
+    async def _receive(self, command: Receive, fetcher: BucketFetcher) -> None:
+        """Get a version; compute while the engine generates what its checksums have to be."""
+        received = self._received = await self._fetch(command.path, fetcher)
+        if command.is_checked:
+            manifest, holder = self._offered, self._holder
+            self._expected = await asyncio.to_thread(
+                lambda: expected_of_version(bits_in_folder(received, manifest), holder)
+            )
+
+    async def _fetch(self, path: str, fetcher: BucketFetcher) -> Path:
         manifest = self._offered
         if path:
             await asyncio.to_thread(check_folder, Path(path), manifest)
@@ -135,6 +150,24 @@ class EngineUpdates:
         except PublishError:
             fetcher.reconnect()
             raise
+
+    async def _verify(self, command: Verify) -> Outcome:
+        """Close an update; answer with a digest of the engine, or the checksums of the last one.
+
+        Raises:
+            PublishError: the tensors in the engine are not those that were received.
+        """
+        number = command.command_id
+        if command.wants == "checksums":
+            return Outcome(command_id=number, checksums=self._checksums)
+        if self._group and self._received is None:
+            await self._engine.end_update()
+        if command.wants == "nothing":
+            return Outcome(command_id=number)
+        self._checksums = await self._engine.checksums()
+        if self._expected is not None:
+            check_same(self._expected, self._checksums)
+        return Outcome(command_id=number, digest=digest_of(self._checksums))
 
     async def _pause(self) -> int:
         self._on_pause()

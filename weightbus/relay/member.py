@@ -46,6 +46,7 @@ class Member:
         self.receiving: PolicyVersion | None = None
         self.failure = ""  # of its last publish
         self.num_publishes = 0
+        self.is_checked = True  # in its current publish
         self._socket = socket
         self._timeout_s = timeout_s
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}

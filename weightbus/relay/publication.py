@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.weightbus.relay.adapter_checksums import are_adapters, expected_adapter_checksums
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
-from slipstream.weightbus.relay.engine_checksums import Holder, expected_checksums
+from slipstream.weightbus.version.adapter_checksums import expected_of_version
+from slipstream.weightbus.version.engine_checksums import Holder
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
@@ -54,8 +54,7 @@ class Publication:
         """Start to compute the result of ``expected``."""
         tensors = self.snapshot.tensors
         if of not in self._expected:
-            compute = expected_adapter_checksums if are_adapters(tensors) else expected_checksums
-            self._expected[of] = self.in_thread(lambda: compute(tensors, of))
+            self._expected[of] = self.in_thread(lambda: expected_of_version(tensors, of))
         return self._expected[of]
 
     async def expected(self, of: Holder) -> dict[str, str]:

@@ -73,7 +73,8 @@ class Outcome(BusMessage, frozen=True):
     command_id: int
     error: str = ""  # empty is success
     num_in_flight: int = 0  # generations in flight, with the answer to Pause
-    checksums: dict[str, str] = {}  # by the engine's tensor name, with the answer to Verify
+    digest: str = ""  # of the checksums of all tensors in the engine, with the answer to Verify
+    checksums: dict[str, str] = {}  # those, by the engine's tensor name, where Verify wants them
 
 
 class FetchBucket(BusMessage, frozen=True):
@@ -124,6 +125,7 @@ class Receive(BusMessage, frozen=True):
 
     command_id: int
     path: str = ""  # of the version's folder; empty if it is to be fetched
+    is_checked: bool = True  # compute what the engine's checksums will be compared with
     # By part of the version: where its buckets are, the next one for when the one before fails.
     # Empty: all are at the relay that sends this.
     sources: tuple[tuple[BulkDoor, ...], ...] = ()
@@ -150,10 +152,14 @@ class LoadReceived(BusMessage, frozen=True):
 
 
 class Verify(BusMessage, frozen=True):
-    """Close the update; answer with the engine's checksum of every tensor if requested."""
+    """Close the update; have the engine compute a checksum of every tensor if requested.
+
+    The agent compares them with those of the bytes that it received, if it received them. After a
+    collective the relay compares the digest of all, and asks again where that differs.
+    """
 
     command_id: int
-    wants_checksums: bool = True
+    wants: Literal["nothing", "digest", "checksums"] = "digest"  # checksums: of the last digest
 
 
 class Commit(BusMessage, frozen=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.weightbus.net import groups
-from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion

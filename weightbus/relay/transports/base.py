@@ -49,6 +49,7 @@ class Transport(ABC):
     name: ClassVar[str]  # its key in TRANSPORTS
     needs_digests: ClassVar[bool] = True  # before the first byte; else computed while bytes move
     shares_group: ClassVar[bool] = False  # several engines receive the same bytes at once
+    writes_live: ClassVar[bool] = False  # else agents receive and compare by themselves
     prepare_phase: ClassVar[str] = "receive"  # names in the record, of PUBLISH_PHASES
     load_phase: ClassVar[str] = "load"
 

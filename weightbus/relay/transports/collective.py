@@ -43,6 +43,7 @@ class Collective(Transport):
     name: ClassVar[str] = "collective"
     needs_digests: ClassVar[bool] = False  # engines are checked as a whole
     shares_group: ClassVar[bool] = True
+    writes_live: ClassVar[bool] = True
     prepare_phase: ClassVar[str] = "group"
     load_phase: ClassVar[str] = "transfer"
 

@@ -43,7 +43,9 @@ class Staged(Transport):
         limit = self._timeout_s
         await all_of(
             waiting,
-            lambda m: m.request(lambda n: Receive(command_id=n, path=path), timeout_s=limit),
+            lambda m: m.request(
+                lambda n: Receive(command_id=n, path=path, is_checked=m.is_checked), timeout_s=limit
+            ),
         )
         self._received.update(waiting)
 

@@ -11,6 +11,7 @@ from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import Order
+from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
@@ -111,7 +112,7 @@ def test_a_publish_loads_beside_and_relabels_without_a_pause(agent: Agent):
         outcomes = agent.publish(step)
         assert not any(outcome.error for outcome in outcomes)
         assert outcomes[1].num_in_flight == 3
-        assert outcomes[3].checksums == {"a": "1"}
+        assert outcomes[3].digest == digest_of({"a": "1"})
     assert agent.engine.calls == ["load v1.0", "label v1.0", "load v1.1", "label v1.1"]
     assert agent.adopted == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
     assert not agent.updates.is_paused

@@ -2,8 +2,8 @@ import hashlib
 
 import torch
 
-from slipstream.weightbus.relay.adapter_checksums import are_adapters, expected_adapter_checksums
-from slipstream.weightbus.relay.engine_checksums import Holder
+from slipstream.weightbus.version.adapter_checksums import are_adapters, expected_adapter_checksums
+from slipstream.weightbus.version.engine_checksums import Holder
 
 LAYER = "base_model.model.model.layers.0."
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.weightbus.relay.engine_checksums import (
+from slipstream.weightbus.version.engine_checksums import (
     Holder,
     differing,
     digest_of,
     expected_checksums,
 )
-from slipstream.weightbus.relay.gpu_hash import gpu_hash
+from slipstream.weightbus.version.gpu_hash import gpu_hash
 
 GENERATOR = torch.Generator().manual_seed(1)
 
@@ -165,7 +165,7 @@ def test_the_hash_of_a_gpu_is_that_of_the_engine(
 def test_parts_are_hashed_with_their_place(monkeypatch: pytest.MonkeyPatch):
     data, cpu = weights(50_000), torch.device("cpu")
     whole = gpu_hash(data, cpu)
-    monkeypatch.setattr("slipstream.weightbus.relay.gpu_hash._CHUNK", 8192 * 2)
+    monkeypatch.setattr("slipstream.weightbus.version.gpu_hash._CHUNK", 8192 * 2)
     assert gpu_hash(data, cpu) == whole
     assert gpu_hash(data.flip(0), cpu) != whole
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from torch import Tensor, cat, device, uint8
-from torch.cuda import is_available
-from torch.nn.functional import pad
+import numpy as np
 
-from slipstream.weightbus.relay.gpu_hash import gpu_hash
+from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
+from slipstream.wire.errors import PublishError
 from slipstream.wire.files.families.parts import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.files.families.registry import EngineTensor, checksum_name, engine_tensor
+from slipstream.wire.messages.weightbus import Join
 
 _ROWS_AT_A_TIME = 256
 
@@ -34,21 +34,26 @@ class Holder(NamedTuple):
         return rank % count, count
 
 
-def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) -> dict[str, str]:
+def holder_of(join: Join) -> Holder:
+    """Return the layout of the tensors of a member's engine."""
+    return Holder(join.device, join.num_ranks, join.attention_groups or 1)
+
+
+def expected_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
     Args:
-        tensors: by Hugging Face name. They are read where they lie.
+        tensors: or their bits, by Hugging Face name. They are read where they lie.
         of: the engine; None for one of one rank on a CPU.
     """
     of = of or Holder()
-    fused: dict[str, list[tuple[EngineTensor, Tensor]]] = {}
+    fused: dict[str, list[tuple[EngineTensor, Bits]]] = {}
     for name, tensor in tensors.items():
         place = engine_tensor(name, tensors)
         if of.device != "cpu":  # there no sizes are padded but that of the vocabulary
             vocabulary = place.row_multiple if place.split == "vocabulary" else 1
             place = replace(place, row_multiple=vocabulary, column_multiple=1)
-        fused.setdefault(place.name, []).append((place, tensor))
+        fused.setdefault(place.name, []).append((place, bits_of(tensor)))
     hashed = host_checksum if of.device == "cpu" else _on_gpu
     return {
         checksum_name(name, rank): hashed(
@@ -61,29 +66,31 @@ def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) 
     }
 
 
-def host_checksum(parts: Iterable[Tensor]) -> str:
+def host_checksum(parts: Iterable[Bits]) -> str:
     """Return SGLang's checksum of a tensor on the host that is these parts, end to end."""
     digest = hashlib.sha256()
     for part in parts:
-        flat = part.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(uint8).numpy().data)
+        digest.update(np.ascontiguousarray(part).data)
     return digest.digest()[:8].hex()
 
 
-def _on_gpu(parts: Iterable[Tensor]) -> str:
-    where = device("cuda" if is_available() else "cpu")
-    return gpu_hash(cat([part.flatten() for part in parts]), where)
+def _on_gpu(parts: Iterable[Bits]) -> str:
+    from torch import cuda, device, from_numpy  # the host of a GPU has it
+
+    from slipstream.weightbus.version.gpu_hash import gpu_hash
+
+    whole = np.concatenate([part.reshape(-1) for part in parts]).view(np.uint8)
+    return gpu_hash(from_numpy(whole), device("cuda" if cuda.is_available() else "cpu"))
 
 
-def _share(place: EngineTensor, whole: Tensor, rank: int, num_ranks: int) -> Iterator[Tensor]:
+def _share(place: EngineTensor, whole: Bits, rank: int, num_ranks: int) -> Iterator[Bits]:
     """Yield a rank's share of a tensor, in parts; only padded rows are copied."""
-    for tensor in whole.chunk(place.stacked):
-        yield from _share_of_one(place, tensor, rank, num_ranks)
+    rows = max(1, -(-len(whole) // place.stacked))
+    for start in range(0, len(whole), rows):
+        yield from _share_of_one(place, whole[start : start + rows], rank, num_ranks)
 
 
-def _share_of_one(
-    place: EngineTensor, tensor: Tensor, rank: int, num_ranks: int
-) -> Iterator[Tensor]:
+def _share_of_one(place: EngineTensor, tensor: Bits, rank: int, num_ranks: int) -> Iterator[Bits]:
     in_rows = num_ranks if place.split in {"rows", "vocabulary"} else 1
     in_columns = num_ranks if place.split == "columns" else 1
     of_each = place.row_multiple * (in_rows if place.split == "rows" else 1)
@@ -97,11 +104,12 @@ def _share_of_one(
         left, right = (columns // in_columns * edge for edge in _edges(rank, in_columns))
         for start in range(0, len(mine), _ROWS_AT_A_TIME):
             part = mine[start : start + _ROWS_AT_A_TIME, left:right]
-            yield pad(part, (0, right - left - part.shape[1]))
+            missing = [(0, 0)] * (part.ndim - 1) + [(0, right - left - part.shape[-1])]
+            yield np.pad(part, missing) if missing[-1][1] else part
     else:
         yield mine
     if len(mine) < last - first:
-        yield tensor.new_zeros(last - first - len(mine), *tensor.shape[1:])
+        yield np.zeros((last - first - len(mine), *tensor.shape[1:]), tensor.dtype)
 
 
 def _edges(rank: int, num_shares: int) -> tuple[int, int]:
@@ -112,7 +120,7 @@ def _rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """Return the names of tensors whose checksums differ or that only one side has.
 
     A tied output layer may be listed by the engine under its own name as well.
@@ -121,7 +129,17 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
     return sorted(name for name in names if expected.get(name) != found.get(name))
 
 
-def digest_of(checksums: dict[str, str]) -> str:
+def check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Check that an engine holds the expected tensors.
+
+    Raises:
+        PublishError: with the names of some that differ.
+    """
+    if wrong := differing(expected, found):
+        raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
+
+
+def digest_of(checksums: Mapping[str, str]) -> str:
     """Return one digest for all tensors: equal if and only if every checksum is.
 
     A tied output layer that the engine lists under its own name adds nothing.

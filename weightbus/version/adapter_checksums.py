@@ -8,9 +8,10 @@ checksum is that of a CPU (generators/sglang/patches.py).
 import re
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor, zeros_like
+import numpy as np
 
-from slipstream.weightbus.relay.engine_checksums import Holder, host_checksum
+from slipstream.weightbus.version.engine_checksums import Holder, expected_checksums, host_checksum
+from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.files.families.registry import checksum_name
 
 _NAME = re.compile(r"(.+\.)(\w+)(\.lora_[AB]\.weight)")
@@ -28,27 +29,32 @@ def are_adapters(names: Iterable[str]) -> bool:
     return all(_NAME.fullmatch(name) for name in names)
 
 
-def expected_adapter_checksums(
-    tensors: Mapping[str, Tensor], of: Holder | None = None
-) -> dict[str, str]:
+def expected_of_version(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
+    """Return the checksum of every tensor of an engine that holds a version, whatever it is of."""
+    compute = expected_adapter_checksums if are_adapters(tensors) else expected_checksums
+    return compute(tensors, of)
+
+
+def expected_adapter_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
     Args:
-        tensors: A and B by PEFT's names. They are read where they lie.
+        tensors: A and B, or their bits, by PEFT's names. They are read where they lie.
         of: the engine; None for one of one rank.
     """
     of = of or Holder()
     expected: dict[str, str] = {}
-    for name, parts in _kept(tensors).items():
+    bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
+    for name, parts in _kept(bits).items():
         checksum = host_checksum(parts)
         for rank in range(of.num_ranks):
             expected[checksum_name(name, rank)] = checksum
     return expected
 
 
-def _kept(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def _kept(tensors: Mapping[str, Bits]) -> dict[str, list[Bits]]:
     """Return what the engine keeps under each name, in parts."""
-    kept: dict[str, list[Tensor]] = {}
+    kept: dict[str, list[Bits]] = {}
     for name, tensor in tensors.items():
         found = _NAME.fullmatch(name)
         fused = _OF.get(found[2]) if found is not None else None
@@ -59,6 +65,6 @@ def _kept(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         of_layer = [tensors.get(f"{found[1]}{part}{found[3]}") for part in parts]
         shaped = tensors[f"{found[1]}{like}{found[3]}"]
         kept[f"{found[1]}{engine_name}{found[3]}"] = [
-            zeros_like(shaped) if part is None else part for part in of_layer
+            np.zeros_like(shaped) if part is None else part for part in of_layer
         ]
     return kept
