@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.weightbus.model import QUICK, SMOLLM2, Sizes
 from benchmarks.weightbus.receiver import join_group
+from slipstream.weightbus.agent.engine import Adoption, adopt_in_steps
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
@@ -88,6 +89,10 @@ class HoldingEngine:
 
     async def resume(self) -> None:
         pass
+
+    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
+        """Do it in steps."""
+        return await adopt_in_steps(self, folder, version, digest=digest)
 
 
 def _report(**what: object) -> None:

@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.generators.engine import Completion, EngineLoad, ExpertLayers, SamplingParams
+from slipstream.generators.sglang.adoption import AdoptionAnswer, AdoptionOrder
 from slipstream.generators.version_runs import version_starts
+from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.families.registry import checksum_name
@@ -31,6 +33,7 @@ from slipstream.wire.unreadable import UNREADABLE
 _log = logging.getLogger(__name__)
 _ALL = -1  # of top_k
 _LOADS = "/v1/loads?include=core,queues"
+_FROM_DISK = "/update_weights_from_disk"
 _KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
 
@@ -229,7 +232,7 @@ class SglangEngine:
         """
         await asyncio.to_thread(check_weight_files, folder)
         await self._control(
-            "/update_weights_from_disk",
+            _FROM_DISK,
             {
                 "model_path": str(folder),
                 "load_format": "safetensors",
@@ -265,6 +268,34 @@ class SglangEngine:
             for rank, checksums in ranks.items()
             for name, checksum in checksums.items()
         }
+
+    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
+        """Pause, load a folder, compare, label and resume, in one call to the scheduler.
+
+        See ``load_folder`` for the folder. Without a digest nothing is compared; with another one
+        the server stays paused.
+
+        Raises:
+            EngineError: it failed; the server may hold a mixture, and is paused then.
+        """
+        num_in_flight = self._num_in_flight
+        order = AdoptionOrder(
+            version=version.label, pause=self._in_flight, digest=digest, num_ranks=self._num_ranks
+        )
+        answer = await self._control(
+            _FROM_DISK,
+            {
+                "model_path": str(folder),
+                "load_format": "safetensors",
+                "flush_cache": self._forgets_prefixes,
+                "manifest": msgspec.to_builtins(order),
+            },
+            self._load_timeout,
+        )
+        done = AdoptionAnswer.read(str(answer.get("message", "")))
+        if done.version != version.label:  # of an order that was given up before
+            raise EngineError(f"SGLang {_FROM_DISK}: answered for {done.version}")
+        return Adoption(num_in_flight, done.phase_seconds, done.differing)
 
     async def label(self, version: PolicyVersion) -> None:
         """Report tokens chosen from now on as chosen by ``version``; before ``resume``."""

@@ -5,6 +5,7 @@ too: they import that module again before anything else.
 """
 
 import datetime
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -18,7 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.sglang import cpu_models
+from slipstream.generators.sglang import adoption, cpu_models
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
 from slipstream.wire.errors import ConfigError, PublishError
 
@@ -35,6 +36,7 @@ _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 _BATCH_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -49,6 +51,10 @@ def install() -> None:
     check_version(metadata.version("sglang"))
     retractions, experts = Retractions(), ExpertsBefore()
 
+    def correct_updates_of_rank(module: ModuleType) -> None:
+        answer_for_all_ranks(module)
+        adoption.adopt_in_scheduler(module)
+
     def correct_batches(module: ModuleType) -> None:
         retractions.count(module)
         experts.keep(module)
@@ -60,7 +66,8 @@ def install() -> None:
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
         _WEIGHT_UPDATER: _correct_weight_updates,
-        _UPDATES_OF_RANK: answer_for_all_ranks,
+        _UPDATES_OF_RANK: correct_updates_of_rank,
+        _TOKENIZER: adoption.adopt_in_tokenizer,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
@@ -99,6 +106,18 @@ def _bound_waits_in_groups(module: ModuleType) -> None:
 def _correct_weight_updates(module: ModuleType) -> None:
     _answer_failed_loads(module)
     _answer_when_bytes_are_there(module)
+    _read_without_a_copy(module)
+
+
+def _read_without_a_copy(module: ModuleType) -> None:
+    """Load a version from its file tensor by tensor, where it is mapped.
+
+    SGLang reads files by threads, one for each, that copy a whole file before its first tensor is
+    loaded. A version is one file, in memory or just written.
+    """
+    one_by_one = {"enable_multithread_load": False}
+    config = functools.partial(module.LoadConfig, model_loader_extra_config=one_by_one)
+    replace(module, "LoadConfig", config)
 
 
 def _answer_when_bytes_are_there(module: ModuleType) -> None:

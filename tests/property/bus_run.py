@@ -12,7 +12,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.weightbus.relay.course import Course, Phase
+from slipstream.weightbus.relay.course import LIVE, STAGED, Course, Phase
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.version.slots import Slots
 from slipstream.wire.messages.versions import PolicyVersion
@@ -62,7 +62,7 @@ class Publish:
     course: Course[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.course = Course(list(self.engines))
+        self.course = Course(list(self.engines), STAGED if self.serving.group is None else LIVE)
 
 
 class Bus(RuleBasedStateMachine):
@@ -221,13 +221,13 @@ class Bus(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         before=st.integers(0, 6),
-        takes_effect=st.booleans(),
+        effect=st.sampled_from(["none", "half", "whole"]),
         hears_of_it=st.booleans(),
     )
     def somebody_fails(
-        self, data: st.DataObject, before: int, takes_effect: bool, hears_of_it: bool
+        self, data: st.DataObject, before: int, effect: str, hears_of_it: bool
     ) -> None:
-        """In any phase; its command may have taken effect all the same."""
+        """In any phase; its command may have taken effect all the same, or half."""
         if not self.publishes:
             self.learner_publishes(new_epoch=False)
             self.decide()
@@ -240,9 +240,9 @@ class Bus(RuleBasedStateMachine):
         if publish in self.publishes and publish.course.members:
             self.begun["faults"] += 1
             name = data.draw(st.sampled_from(publish.course.members))
-            self._advance(publish, {name: takes_effect}, {name: hears_of_it})
+            self._advance(publish, {name: effect}, {name: hears_of_it})
 
-    def _advance(self, publish: Publish, fails: dict[str, bool], abandons: dict[str, bool]) -> None:
+    def _advance(self, publish: Publish, fails: dict[str, str], abandons: dict[str, bool]) -> None:
         """All that are left do the next phase; members that are gone or silent fail in it."""
         course, phase = publish.course, publish.course.phase
         assert phase is not None
@@ -250,8 +250,9 @@ class Bus(RuleBasedStateMachine):
         for name in course.members:
             engine = publish.engines[name]
             is_there = engine.is_alive and engine.hears
-            if is_there and fails.get(name, True):
-                is_torn = phase is Phase.LOAD and bool(fails)
+            effect = fails.get(name, "whole")
+            if is_there and effect != "none":
+                is_torn = bool(fails) if phase is Phase.LOAD else effect == "half"
                 self._does(engine, phase, publish, is_torn=is_torn)
             if not is_there or name in fails:
                 failed[name] = "it failed"
@@ -273,6 +274,12 @@ class Bus(RuleBasedStateMachine):
             case Phase.LOAD:
                 assert engine.is_paused, "weights move under an engine that generates"
                 engine.data = MIXTURE if is_torn else self.memory[publish.slot]
+            case Phase.ADOPT:  # pause to resume, by its agent: it fails anywhere in between
+                engine.is_paused = True
+                engine.data = MIXTURE if is_torn else self.memory[publish.slot]
+                if not is_torn:
+                    assert engine.label is None or engine.label <= version, "a label goes back"
+                    engine.label, engine.is_paused = version, False
             case Phase.COMMIT:
                 assert engine.data == version, "it commits what it does not hold"
                 assert engine.label is None or engine.label <= version, "a label goes back"

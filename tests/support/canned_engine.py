@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.weightbus.agent.engine import Adoption
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -42,6 +43,11 @@ class CannedEngine:
 
     async def label(self, version: PolicyVersion) -> None: ...
     async def resume(self) -> None: ...
+
+    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
+        del folder, version, digest
+        return Adoption(0, {})
+
     async def load(self) -> EngineLoad:
         return EngineLoad(
             num_running=0, num_waiting=0, used_tokens=0, capacity_tokens=1, num_retractions=0

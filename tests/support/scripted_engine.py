@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.weightbus.agent.engine import Adoption, adopt_in_steps
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket
@@ -190,3 +191,7 @@ class ScriptedEngine:
     async def resume(self) -> None:
         """Resume every answer."""
         self._runs.set()
+
+    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
+        """Do it in steps."""
+        return await adopt_in_steps(self, folder, version, digest=digest)

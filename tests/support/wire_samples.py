@@ -291,10 +291,10 @@ COMMANDS: list[weightbus.Command] = [
     ),
     weightbus.Abandon(command_id=2, reason="the engine stopped receiving"),
     weightbus.Offer(command_id=3, manifest=MANIFEST, transport="disk"),
-    weightbus.Receive(command_id=4, path="/weights/v2.5"),
+    weightbus.Receive(command_id=4, manifest=MANIFEST, path="/weights/v2.5"),
     weightbus.Pause(command_id=5),
     weightbus.LoadBucket(command_id=6, index=0, group_name="g"),
-    weightbus.LoadReceived(command_id=7),
+    weightbus.Adopt(command_id=7, version=VERSION),
     weightbus.Verify(command_id=8, wants="checksums"),
     weightbus.Commit(command_id=9, version=VERSION),
 ]

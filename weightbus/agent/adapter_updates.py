@@ -5,14 +5,16 @@ by no request.
 """
 
 import logging
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from typing_extensions import override
 
-from slipstream.weightbus.agent.engine import EngineWeights
+from slipstream.weightbus.agent.engine import Adoption, EngineWeights
 from slipstream.weightbus.agent.updates import EngineUpdates
-from slipstream.wire.errors import EngineError, PublishError
+from slipstream.weightbus.version.engine_checksums import digest_of
+from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -49,15 +51,19 @@ class AdapterUpdates(EngineUpdates):
         self._is_torn = False
 
     @override
-    async def _pause(self) -> int:
-        return self._adapters.num_answering
-
-    @override
-    async def _load_received(self) -> None:
-        if self._received is None:
-            raise PublishError("nothing was received")
-        await self._adapters.load_adapter(self._received, self._offered.version)
+    async def _swap(self, received: Path, version: PolicyVersion, digest: str) -> Adoption:
+        """Load a version beside the others and answer under it from now on."""
+        began_s = time.monotonic()
+        await self._adapters.load_adapter(received, version)
         self._is_torn = True  # there is a version to adopt, or to drop
+        loaded_s = time.monotonic()
+        checksums = await self._adapters.checksums() if digest else {}
+        seconds = {"load": loaded_s - began_s, "verify": time.monotonic() - loaded_s}
+        num_answering = self._adapters.num_answering
+        if digest and digest_of(checksums) != digest:
+            return Adoption(num_answering, seconds, checksums)
+        await self._adapters.label(version)
+        return Adoption(num_answering, seconds)
 
     @override
     async def abandon(self, why: str) -> None:

@@ -1,10 +1,22 @@
 """The weight bus's interface to an inference engine."""
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
+
+
+class Adoption(NamedTuple):
+    """The result of ``EngineWeights.adopt_folder``."""
+
+    num_in_flight: int  # generations, at the pause
+    phase_seconds: Mapping[str, float]  # of PUBLISH_PHASES
+    differing: Mapping[str, str] = {}
+    """Checksums of all tensors, if they are not the expected ones: then the engine is paused."""
 
 
 class EngineWeights(Protocol):
@@ -12,7 +24,8 @@ class EngineWeights(Protocol):
 
     Between ``pause`` and ``resume`` nothing is generated; requests in flight wait. Weights change
     in one of two ways: ``begin_update``, a ``load_bucket`` for each bucket, ``end_update``; or
-    ``load_folder``. If either fails midway, the engine holds a mixture.
+    ``load_folder``. If either fails midway, the engine holds a mixture. ``adopt_folder`` does all
+    that a whole version needs, in one call where the engine can.
     """
 
     async def open_group(
@@ -56,3 +69,37 @@ class EngineWeights(Protocol):
     async def resume(self) -> None:
         """Continue generating."""
         ...
+
+    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
+        """Pause, load a folder, compare, label and resume; without a digest nothing is compared.
+
+        An engine whose checksums have another ``digest_of`` stays paused, unlabelled. So does one
+        that fails, unless it had not begun to load or had the label already: then it generates.
+        """
+        ...
+
+
+async def adopt_in_steps(
+    engine: EngineWeights, folder: Path, version: PolicyVersion, *, digest: str
+) -> Adoption:
+    """Do what ``EngineWeights.adopt_folder`` promises, with an engine's other methods."""
+    seconds: dict[str, float] = {}
+    since_s = time.monotonic()
+
+    def lap(phase: str) -> None:
+        nonlocal since_s
+        now_s = time.monotonic()
+        seconds[phase], since_s = now_s - since_s, now_s
+
+    num_in_flight = await engine.pause()
+    lap("pause")
+    await engine.load_folder(folder)
+    lap("load")
+    checksums = await engine.checksums() if digest else {}
+    lap("verify")
+    if digest and digest_of(checksums) != digest:
+        return Adoption(num_in_flight, seconds, checksums)
+    await engine.label(version)
+    await engine.resume()
+    lap("commit")
+    return Adoption(num_in_flight, seconds)

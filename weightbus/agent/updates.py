@@ -1,4 +1,4 @@
-"""The relay's commands, carried out at one engine: offer, receive, load, verify, commit."""
+"""The relay's commands, carried out at one engine: receive, adopt, and those of a collective."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from slipstream.weightbus.agent.engine import EngineWeights
+from slipstream.weightbus.agent.engine import Adoption, EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
@@ -19,9 +19,9 @@ from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     Abandon,
+    Adopt,
     Commit,
     LoadBucket,
-    LoadReceived,
     Offer,
     OpenGroup,
     Outcome,
@@ -32,7 +32,7 @@ from slipstream.wire.messages.weightbus import (
 
 _log = logging.getLogger(__name__)
 Order: TypeAlias = (
-    OpenGroup | Abandon | Offer | Receive | Pause | LoadBucket | LoadReceived | Verify | Commit
+    OpenGroup | Abandon | Offer | Receive | Adopt | Pause | LoadBucket | Verify | Commit
 )
 
 
@@ -79,12 +79,13 @@ class EngineUpdates:
                     await self._open_group(command)
                 case Receive():
                     await self._receive(command, fetcher)
+                case Adopt(version=version):
+                    return await self._adopt(number, version)
                 case Pause():
-                    return Outcome(command_id=number, num_in_flight=await self._pause())
+                    self._pausing()
+                    return Outcome(command_id=number, num_in_flight=await self._engine.pause())
                 case LoadBucket(index=index, group_name=group_name):
                     await self._load_bucket(index, group_name)
-                case LoadReceived():
-                    await self._load_received()
                 case Verify():
                     return await self._verify(command)
                 case Commit(version=version):
@@ -130,15 +131,15 @@ class EngineUpdates:
 
     async def _receive(self, command: Receive, fetcher: BucketFetcher) -> None:
         """Get a version; compute while the engine generates what its checksums have to be."""
-        received = self._received = await self._fetch(command.path, fetcher)
+        manifest, holder = command.manifest, self._holder
+        self._offer(manifest)
+        received = self._received = await self._fetch(command.path, manifest, fetcher)
         if command.is_checked:
-            manifest, holder = self._offered, self._holder
             self._expected = await asyncio.to_thread(
                 lambda: expected_of_version(bits_in_folder(received, manifest), holder)
             )
 
-    async def _fetch(self, path: str, fetcher: BucketFetcher) -> Path:
-        manifest = self._offered
+    async def _fetch(self, path: str, manifest: WeightManifest, fetcher: BucketFetcher) -> Path:
         if path:
             await asyncio.to_thread(check_folder, Path(path), manifest)
             return Path(path)
@@ -151,31 +152,58 @@ class EngineUpdates:
             fetcher.reconnect()
             raise
 
-    async def _verify(self, command: Verify) -> Outcome:
-        """Close an update; answer with a digest of the engine, or the checksums of the last one.
+    async def _adopt(self, number: int, version: PolicyVersion) -> Outcome:
+        """Have the engine run the received version, or know that it may hold a mixture.
 
         Raises:
-            PublishError: the tensors in the engine are not those that were received.
+            PublishError: it was not received, or the engine holds something else.
         """
+        received, expected = self._received, self._expected
+        if received is None or self._manifest is None or version != self._manifest.version:
+            raise PublishError(f"{version.label} was not received")
+        digest = digest_of(expected) if expected is not None else ""
+        adoption = await self._swap(received, version, digest)
+        if adoption.differing:
+            check_same(expected or {}, adoption.differing)
+        self._generates(version)
+        return Outcome(
+            command_id=number,
+            num_in_flight=adoption.num_in_flight,
+            digest=digest,
+            phase_seconds=dict(adoption.phase_seconds),
+        )
+
+    async def _swap(self, received: Path, version: PolicyVersion, digest: str) -> Adoption:
+        await self._leave_group()  # an update that it left open would interfere with the load
+        self._pausing()
+        self._is_torn = True  # until the engine says that it is not
+        return await self._engine.adopt_folder(received, version, digest=digest)
+
+    def _generates(self, version: PolicyVersion) -> None:
+        """Record that the engine generates with a whole version."""
+        self._is_torn = self.is_paused = False
+        self.adopted = self._before = version
+        self.failures.clear()
+        self._on_adopt(version)
+
+    async def _verify(self, command: Verify) -> Outcome:
+        """Close an update; answer with a digest of the engine, or the checksums of the last."""
         number = command.command_id
         if command.wants == "checksums":
             return Outcome(command_id=number, checksums=self._checksums)
-        if self._group and self._received is None:
+        if self._group:
             await self._engine.end_update()
         if command.wants == "nothing":
             return Outcome(command_id=number)
         self._checksums = await self._engine.checksums()
-        if self._expected is not None:
-            check_same(self._expected, self._checksums)
         return Outcome(command_id=number, digest=digest_of(self._checksums))
 
-    async def _pause(self) -> int:
+    def _pausing(self) -> None:
         self._on_pause()
         if not self.is_paused:
             self._before = self.adopted
         self.is_paused = True
         self.adopted = None
-        return await self._engine.pause()
 
     async def _load_bucket(self, index: int, group_name: str) -> None:
         buckets = self._offered.buckets
@@ -187,29 +215,15 @@ class EngineUpdates:
         last = index == len(buckets) - 1
         await self._engine.load_bucket(buckets[index], group_name=group_name, last=last)
 
-    async def _load_received(self) -> None:
-        if not self.is_paused or self._received is None:
-            raise PublishError("nothing was received, or the engine is not paused")
-        await self._leave_group()  # an update that it left open would interfere with the load
-        self._is_torn = True
-        await self._engine.load_folder(self._received)
-
     async def _commit(self, version: PolicyVersion) -> None:
         if version != self._offered.version or not self._is_torn:
             raise PublishError(f"{version.label} was not loaded")
         await self._engine.label(version)
         self._is_torn = False
         self._before = version  # also if the next line fails
-        if self._received is None:
-            self._staging.free()  # the next version arrives over the collective
-        await self._resume(version)
-        self.failures.clear()
-
-    async def _resume(self, version: PolicyVersion) -> None:
+        self._staging.free()  # the next version arrives over the collective
         await self._engine.resume()
-        self.is_paused = False
-        self.adopted = version
-        self._on_adopt(version)
+        self._generates(version)
 
     async def abandon(self, why: str) -> None:
         """Leave a failed publish; the engine generates again if no byte has moved."""
@@ -220,9 +234,13 @@ class EngineUpdates:
         await self._leave_group()
         if can_resume and self._before is not None:
             try:
-                await self._resume(self._before)
+                await self._engine.resume()
             except EngineError as error:
                 _log.warning("the engine stays paused: %s", error)
+            else:
+                self.is_paused = False
+                self.adopted = self._before
+                self._on_adopt(self._before)
 
     @property
     def _offered(self) -> WeightManifest:

@@ -12,6 +12,7 @@ class Phase(Enum):
 
     OFFER = auto()
     PREPARE = auto()  # while the engines generate
+    ADOPT = auto()  # the agent alone: an engine runs the new version, the one before, or nothing
     PAUSE = auto()
     PREPARE_AGAIN = auto()  # for the remaining members: a group is opened again
     LOAD = auto()  # a member that fails from here on may hold a mixture
@@ -19,7 +20,11 @@ class Phase(Enum):
     COMMIT = auto()
 
 
-_PHASES = tuple(Phase)
+STAGED = (Phase.PREPARE, Phase.ADOPT)  # agents have the bytes before an engine is paused
+LIVE = (  # bytes go into paused engines
+    *(Phase.OFFER, Phase.PREPARE, Phase.PAUSE, Phase.PREPARE_AGAIN),
+    *(Phase.LOAD, Phase.VERIFY, Phase.COMMIT),
+)
 _REPEATED = {Phase.PREPARE, Phase.PREPARE_AGAIN}  # as often as a member is lost in it
 OTHER_FAILED = "another engine of its group failed"
 
@@ -31,15 +36,16 @@ class Course(Generic[M]):
     no member is taken to be whole.
     """
 
-    def __init__(self, members: Sequence[M]) -> None:
+    def __init__(self, members: Sequence[M], phases: Sequence[Phase]) -> None:
         self.members = list(members)  # that remain
+        self._phases = phases
         self.failed: dict[M, str] = {}
         self._number = 0
 
     @property
     def phase(self) -> Phase | None:
         """The phase that ``members`` do next; None once they have adopted the version."""
-        return _PHASES[self._number] if self._number < len(_PHASES) else None
+        return self._phases[self._number] if self._number < len(self._phases) else None
 
     def done(self, failed: Mapping[M, str]) -> None:
         """Move on after a phase, which some members could not do, and why."""

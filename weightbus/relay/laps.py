@@ -1,6 +1,6 @@
 """Durations of the phases of a publish."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class Laps:
@@ -11,8 +11,11 @@ class Laps:
         self._since = now()
         self.seconds: dict[str, float] = {}
 
-    def lap(self, phase: str) -> None:
-        """End the current phase under this name."""
+    def lap(self, phase: str, within: Mapping[str, float] | None = None) -> None:
+        """End the current phase under this name, less the known phases ``within`` it."""
         now = self._now()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        parts = within or {}
+        rest = max(0.0, now - self._since - sum(parts.values()))
+        for name, seconds in (*parts.items(), (phase, rest)):
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._since = now

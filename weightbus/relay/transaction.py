@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import assert_never
 
-from slipstream.weightbus.relay.course import Course, Phase, is_check_due
+from slipstream.weightbus.relay.course import LIVE, STAGED, Course, Phase, is_check_due
 from slipstream.weightbus.relay.laps import Laps
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
@@ -17,6 +17,7 @@ from slipstream.weightbus.version.engine_checksums import check_same, digest_of,
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import (
     Abandon,
+    Adopt,
     Commit,
     Offer,
     Outcome,
@@ -43,10 +44,11 @@ class Transaction:
         self._check_every = engine_check_every
         self._now = now
         self._all = list(members)
-        self._course = Course(members)
+        self._course = Course(members, LIVE if transport.writes_live else STAGED)
         self._num_in_flight: dict[str, int] = {}
         self._digest = ""
         self._digests: dict[str, str] = {}
+        self._within_adopt: dict[str, float] = {}  # by phase, the slowest member
 
     async def run(self) -> PublishRecord:
         """Run all phases. Failures of engines and agents do not raise: they are in the record."""
@@ -97,6 +99,7 @@ class Transaction:
         names = {
             Phase.OFFER: "offer",
             Phase.PREPARE: self._transport.prepare_phase,
+            Phase.ADOPT: "commit",  # and what agents report of the phases before
             Phase.PREPARE_AGAIN: "pause",
             Phase.LOAD: self._transport.load_phase,
             Phase.VERIFY: "verify",
@@ -106,7 +109,7 @@ class Transaction:
         while (phase := course.phase) is not None:
             course.done(await self._do(phase, manifest))
             if course.phase is not phase and phase in names:
-                laps.lap(names[phase])
+                laps.lap(names[phase], self._within_adopt if phase is Phase.ADOPT else None)
 
     async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
         """Run a phase with all remaining members; return the failed ones, and why."""
@@ -122,6 +125,8 @@ class Transaction:
                 case Phase.PREPARE | Phase.PREPARE_AGAIN:
                     if members:
                         await self._transport.prepare(self._publication, members)
+                case Phase.ADOPT:
+                    return await self._each(self._adopt)
                 case Phase.PAUSE:
                     return await self._each(self._pause)
                 case Phase.LOAD:
@@ -143,6 +148,17 @@ class Transaction:
     async def _each(self, work: Callable[[Member], Awaitable[T]]) -> dict[Member, str]:
         return (await each(self._course.members, work))[1]
 
+    async def _adopt(self, member: Member) -> None:
+        outcome = await member.request(
+            lambda n: Adopt(command_id=n, version=self._publication.version),
+            timeout_s=self._transport.load_timeout_s,
+        )
+        self._num_in_flight[member.name] = outcome.num_in_flight
+        if outcome.digest:
+            self._digests[member.name] = outcome.digest
+        for phase, seconds in outcome.phase_seconds.items():
+            self._within_adopt[phase] = max(seconds, self._within_adopt.get(phase, 0.0))
+
     async def _pause(self, member: Member) -> None:
         outcome = await member.request(lambda n: Pause(command_id=n))
         self._num_in_flight[member.name] = outcome.num_in_flight
@@ -153,8 +169,6 @@ class Transaction:
             return await member.request(lambda n: Verify(command_id=n, wants="nothing"))
         outcome = await member.request(lambda n: Verify(command_id=n, wants="digest"))
         self._digests[member.name] = outcome.digest
-        if not self._transport.writes_live:
-            return outcome  # its agent compared them
         expected = await self._publication.expected(holder_of(member.join))
         if digest_of(expected) != outcome.digest:
             asked = await member.request(lambda n: Verify(command_id=n, wants="checksums"))

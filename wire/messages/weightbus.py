@@ -2,7 +2,7 @@
 
 A publish is a transaction: offer -> transfer -> verify -> commit -> adopt. The relay drives it with
 one command at a time per member; every command is answered by one Outcome that carries the
-command's number.
+command's number. A version that agents receive needs two, Receive and Adopt.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -72,9 +72,11 @@ class Outcome(BusMessage, frozen=True):
 
     command_id: int
     error: str = ""  # empty is success
-    num_in_flight: int = 0  # generations in flight, with the answer to Pause
-    digest: str = ""  # of the checksums of all tensors in the engine, with the answer to Verify
+    num_in_flight: int = 0  # generations in flight, with the answer to Pause or Adopt
+    # Of the checksums of all tensors in the engine, with the answer to Verify or Adopt.
+    digest: str = ""
     checksums: dict[str, str] = {}  # those, by the engine's tensor name, where Verify wants them
+    phase_seconds: dict[str, float] = {}  # of PUBLISH_PHASES, with the answer to Adopt
 
 
 class FetchBucket(BusMessage, frozen=True):
@@ -113,7 +115,7 @@ class Abandon(BusMessage, frozen=True):
 
 
 class Offer(BusMessage, frozen=True):
-    """The version to come. The agent refuses a tensor set that is not its model's."""
+    """The version to come into live weights. The agent refuses tensors that are not its model's."""
 
     command_id: int
     manifest: WeightManifest
@@ -121,9 +123,13 @@ class Offer(BusMessage, frozen=True):
 
 
 class Receive(BusMessage, frozen=True):
-    """Get the offered version into this host's memory, or find it on disk; check every digest."""
+    """Get a version into this host's memory, or find it on disk; check every digest.
+
+    The agent refuses tensors that are not its model's.
+    """
 
     command_id: int
+    manifest: WeightManifest
     path: str = ""  # of the version's folder; empty if it is to be fetched
     is_checked: bool = True  # compute what the engine's checksums will be compared with
     # By part of the version: where its buckets are, the next one for when the one before fails.
@@ -145,17 +151,21 @@ class LoadBucket(BusMessage, frozen=True):
     group_name: str
 
 
-class LoadReceived(BusMessage, frozen=True):
-    """Have the engine load the received bytes."""
+class Adopt(BusMessage, frozen=True):
+    """Have the engine run the received version: pause, load, compare, label, generate again.
+
+    The agent does all of it by itself. If it fails, the engine runs the version before, or stays
+    paused.
+    """
 
     command_id: int
+    version: PolicyVersion
 
 
 class Verify(BusMessage, frozen=True):
     """Close the update; have the engine compute a checksum of every tensor if requested.
 
-    The agent compares them with those of the bytes that it received, if it received them. After a
-    collective the relay compares the digest of all, and asks again where that differs.
+    The relay compares the digest of all, and asks again where that differs.
     """
 
     command_id: int
@@ -178,16 +188,7 @@ class BucketAnswer(BusMessage, frozen=True):
 
 
 Command: TypeAlias = (
-    OpenGroup
-    | Abandon
-    | Offer
-    | Receive
-    | Pause
-    | LoadBucket
-    | LoadReceived
-    | Verify
-    | Commit
-    | Heard
+    OpenGroup | Abandon | Offer | Receive | Pause | LoadBucket | Adopt | Verify | Commit | Heard
 )
 AgentMessage: TypeAlias = Join | Leave | Outcome
 

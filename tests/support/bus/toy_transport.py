@@ -1,6 +1,5 @@
 """A transport for tests only: each engine gets a folder of its own."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,26 +7,17 @@ from typing_extensions import override
 
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import Transport, all_of
+from slipstream.weightbus.relay.transports.staged import Staged
 from slipstream.weightbus.version.disk import write_version
-from slipstream.wire.messages.weightbus import LoadReceived, Receive
 
 
-class OwnFolder(Transport):
+class OwnFolder(Staged):
     """Writes the version once per engine, into weightbus.folder."""
 
     name: ClassVar[str] = "own-folder"
 
     @override
-    async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
+    async def path(self, publication: Publication, member: Member) -> str:
         manifest = await publication.manifest()
         data = publication.snapshot.memory.numpy().data
-        parent = Path(self._settings.folder)
-        paths = {one: write_version(parent / one.name, manifest, data) for one in members}
-        await all_of(
-            members, lambda m: m.request(lambda n: Receive(command_id=n, path=str(paths[m])))
-        )
-
-    @override
-    async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        await all_of(members, lambda m: m.request(lambda n: LoadReceived(command_id=n)))
+        return str(write_version(Path(self._settings.folder) / member.name, manifest, data))

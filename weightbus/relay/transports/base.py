@@ -49,13 +49,14 @@ class Transport(ABC):
     name: ClassVar[str]  # its key in TRANSPORTS
     needs_digests: ClassVar[bool] = True  # before the first byte; else computed while bytes move
     shares_group: ClassVar[bool] = False  # several engines receive the same bytes at once
-    writes_live: ClassVar[bool] = False  # else agents receive and compare by themselves
+    writes_live: ClassVar[bool] = False  # into paused engines; else agents receive, then adopt
     prepare_phase: ClassVar[str] = "receive"  # names in the record, of PUBLISH_PHASES
     load_phase: ClassVar[str] = "load"
 
     def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
         """Serve with the ``state`` that ``relay_state`` returned to this relay."""
         self._settings = settings
+        self.load_timeout_s = settings.receive_timeout_s
         del state  # of subclasses that have one
 
     @classmethod
@@ -76,13 +77,13 @@ class Transport(ABC):
             MembersFailedError: it failed for some of them.
         """
 
-    @abstractmethod
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Bring the version into the paused engines.
+        """Bring the version into the paused engines, of a transport that ``writes_live``.
 
         Raises:
             MembersFailedError: it failed for some; then none of ``members`` may be taken as whole.
         """
+        raise NotImplementedError
 
     async def close(self) -> None:  # noqa: B027 most have nothing open
         """Release open resources, which also frees engines that wait for the relay."""

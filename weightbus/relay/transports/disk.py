@@ -122,5 +122,5 @@ class OverDisk(Staged):
             raise
 
     @override
-    async def _path(self, publication: Publication) -> str:
+    async def path(self, publication: Publication, member: Member) -> str:
         return str(await self._disk.path(publication))

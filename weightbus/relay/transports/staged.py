@@ -5,57 +5,38 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import (
-    MembersFailedError,
-    RelayState,
-    Transport,
-    all_of,
-)
-from slipstream.wire.errors import PublishError
-from slipstream.wire.messages.weightbus import LoadReceived, Receive
+from slipstream.weightbus.relay.transports.base import Transport, all_of
+from slipstream.wire.messages.weightbus import Receive
 
 
 class Staged(Transport):
-    """Receives, then loads. For one transaction."""
+    """Has agents receive a version, each by itself. For one transaction."""
 
-    def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
-        super().__init__(settings, state)
-        self._timeout_s = settings.receive_timeout_s
-        self._received: set[Member] = set()
+    async def path(self, publication: Publication, member: Member) -> str:
+        """Return where an agent finds it; empty for the relay's bulk socket.
 
-    async def _path(self, publication: Publication) -> str:
-        """Return where the agents find it; empty for the relay's bulk socket."""
+        Raises:
+            PublishError: it cannot be there.
+        """
         raise NotImplementedError
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents receive the version, unless they did."""
-        waiting = [member for member in members if member not in self._received]
-        if not waiting:
-            return
-        try:
-            path = await self._path(publication)
-        except PublishError as error:
-            raise MembersFailedError(dict.fromkeys(members, str(error))) from error
-        limit = self._timeout_s
-        await all_of(
-            waiting,
-            lambda m: m.request(
-                lambda n: Receive(command_id=n, path=path, is_checked=m.is_checked), timeout_s=limit
-            ),
-        )
-        self._received.update(waiting)
+        """Have the agents receive the version."""
+        manifest = await publication.manifest()
 
-    @override
-    async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the engines load the received bytes."""
-        limit = self._timeout_s
-        await all_of(
-            members, lambda m: m.request(lambda n: LoadReceived(command_id=n), timeout_s=limit)
-        )
+        async def receive(member: Member) -> None:
+            path = await self.path(publication, member)
+            await member.request(
+                lambda n: Receive(
+                    command_id=n, manifest=manifest, path=path, is_checked=member.is_checked
+                ),
+                timeout_s=self._settings.receive_timeout_s,
+            )
+
+        await all_of(members, receive)
 
 
 class OverTcp(Staged):
@@ -64,5 +45,5 @@ class OverTcp(Staged):
     name: ClassVar[str] = "tcp"
 
     @override
-    async def _path(self, publication: Publication) -> str:
+    async def path(self, publication: Publication, member: Member) -> str:
         return ""

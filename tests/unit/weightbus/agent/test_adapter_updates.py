@@ -1,30 +1,27 @@
 """Commands of the relay, at an engine whose versions stand beside each other."""
 
 import asyncio
-from collections.abc import Callable
+import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.weightbus.agent.adapter_updates import AdapterUpdates
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import Order
+from slipstream.weightbus.version.adapter_checksums import expected_of_version
+from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of
+from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import (
-    Abandon,
-    Commit,
-    LoadReceived,
-    Offer,
-    Outcome,
-    Pause,
-    Verify,
-)
+from slipstream.wire.messages.weightbus import Abandon, Adopt, Outcome, Receive
 
+_copies = itertools.count(1)
 SPEC = TensorSpec("a.lora_A.weight", "float32", (2, 3))
 
 
@@ -36,6 +33,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails = ""
+        self.holds: dict[str, str] = {}
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -50,7 +48,7 @@ class Engine:
         self._note(f"drop {version.label}")
 
     async def checksums(self) -> dict[str, str]:
-        return {"a": "1"}
+        return self.holds
 
     async def label(self, version: PolicyVersion) -> None:
         self._note(f"label {version.label}")
@@ -82,24 +80,20 @@ class Agent:
         fetcher: BucketFetcher = None  # type: ignore[assignment]  # nothing is fetched
         return asyncio.run(self.updates.execute(command, fetcher))
 
-    def offer(self, step: int) -> Outcome:
-        manifest = WeightManifest(
-            version=PolicyVersion(1, step), buckets=(Bucket((SPEC,), SPEC.num_bytes),)
+    def receive(self, step: int) -> Outcome:
+        tensors = {SPEC.name: torch.full(SPEC.shape, float(step))}
+        sent = WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
+        folder = write_version(
+            self._folder, sent.manifest(), sent.memory.numpy().data, number=next(_copies)
         )
-        outcome = self.do(Offer(command_id=1, manifest=manifest, transport="disk"))
-        self.updates._received = self._folder
-        return outcome
+        self.engine.holds = expected_of_version(tensors)
+        return self.do(Receive(command_id=1, manifest=sent.manifest(), path=str(folder)))
+
+    def adopt(self, step: int) -> Outcome:
+        return self.do(Adopt(command_id=2, version=PolicyVersion(1, step)))
 
     def publish(self, step: int) -> list[Outcome]:
-        version = PolicyVersion(1, step)
-        commands: list[Callable[[], Outcome]] = [
-            lambda: self.offer(step),
-            lambda: self.do(Pause(command_id=2)),
-            lambda: self.do(LoadReceived(command_id=3)),
-            lambda: self.do(Verify(command_id=4)),
-            lambda: self.do(Commit(command_id=5, version=version)),
-        ]
-        return [command() for command in commands]
+        return [self.receive(step), self.adopt(step)]
 
 
 @pytest.fixture
@@ -109,34 +103,35 @@ def agent(tmp_path: Path) -> Agent:
 
 def test_a_publish_loads_beside_and_relabels_without_a_pause(agent: Agent):
     for step in range(2):
-        outcomes = agent.publish(step)
-        assert not any(outcome.error for outcome in outcomes)
-        assert outcomes[1].num_in_flight == 3
-        assert outcomes[3].digest == digest_of({"a": "1"})
+        received, adopted = agent.publish(step)
+        assert not received.error
+        assert not adopted.error
+        assert adopted.num_in_flight == 3
+        assert adopted.digest == digest_of(agent.engine.holds)
     assert agent.engine.calls == ["load v1.0", "label v1.0", "load v1.1", "label v1.1"]
     assert agent.adopted == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
     assert not agent.updates.is_paused
 
 
-def test_a_version_that_is_given_up_is_dropped_and_the_one_before_stays(agent: Agent):
+def test_a_version_that_differs_in_the_engine_is_dropped_and_the_one_before_stays(agent: Agent):
     agent.publish(0)
-    agent.offer(1)
-    agent.do(LoadReceived(command_id=3))
+    agent.receive(1)
+    agent.engine.holds = {SPEC.name: "0"}
+    assert "1 tensors differ in the engine" in agent.adopt(1).error
     assert agent.updates.adopted == PolicyVersion(1, 0)
     agent.do(Abandon(command_id=4, reason="tensors differ"))
     assert agent.engine.calls[-2:] == ["load v1.1", "drop v1.1"]
     assert agent.updates.adopted == PolicyVersion(1, 0)
     assert agent.updates.failures == ["tensors differ"]
-    assert "was not loaded" in agent.do(Commit(command_id=5, version=PolicyVersion(1, 1))).error
     assert not any(outcome.error for outcome in agent.publish(1))
     assert agent.updates.failures == []
 
 
 def test_a_failed_load_leaves_nothing_to_drop(agent: Agent):
     agent.publish(0)
-    agent.offer(1)
+    agent.receive(1)
     agent.engine.fails = "load"
-    assert "load v1.1 failed" in agent.do(LoadReceived(command_id=3)).error
+    assert "load v1.1 failed" in agent.adopt(1).error
     agent.do(Abandon(command_id=4, reason="load failed"))
     assert agent.engine.calls[-1] == "load v1.1"
     assert agent.updates.failures == ["load failed"]
@@ -144,17 +139,24 @@ def test_a_failed_load_leaves_nothing_to_drop(agent: Agent):
 
 def test_a_version_that_cannot_be_dropped_is_used_by_nobody(agent: Agent):
     agent.publish(0)
-    agent.offer(1)
-    agent.do(LoadReceived(command_id=3))
+    agent.receive(1)
+    agent.engine.holds = {SPEC.name: "0"}
+    agent.adopt(1)
     agent.engine.fails = "drop"
     assert not agent.do(Abandon(command_id=4, reason="tensors differ")).error
     assert agent.updates.adopted == PolicyVersion(1, 0)
 
 
+def test_only_what_was_received_is_adopted(agent: Agent):
+    assert "v1.0 was not received" in agent.adopt(0).error
+    agent.receive(0)
+    assert "v1.1 was not received" in agent.adopt(1).error
+
+
 def test_other_tensors_are_refused(agent: Agent):
-    other = TensorSpec("a.lora_A.weight", "float32", (4, 3))
+    other = TensorSpec(SPEC.name, "float32", (4, 3))
     manifest = WeightManifest(
         version=PolicyVersion(1, 0), buckets=(Bucket((other,), other.num_bytes),)
     )
-    outcome = agent.do(Offer(command_id=1, manifest=manifest, transport="disk"))
+    outcome = agent.do(Receive(command_id=1, manifest=manifest, path="/nowhere"))
     assert "has shape (4, 3), the model has (2, 3)" in outcome.error

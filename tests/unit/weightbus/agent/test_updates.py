@@ -1,11 +1,11 @@
 """Commands of the relay, at an engine that pauses for a version."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from slipstream.weightbus.agent.fetcher import BucketFetcher
@@ -15,45 +15,58 @@ from slipstream.weightbus.agent.updates import EngineUpdates, Order
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
 from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import (
-    Commit,
-    LoadReceived,
-    Offer,
-    Outcome,
-    Pause,
-    Receive,
-    Verify,
-)
+from slipstream.wire.messages.weightbus import Abandon, Adopt, Outcome, Receive, Verify
 from tests.support.bus.engine import BusEngine, random_tensors
+
+_copies = itertools.count(1)
 
 
 class Agent:
     """An engine of plain tensors with its updates, and versions on disk."""
 
     def __init__(self, folder: Path) -> None:
-        tensors = random_tensors(seed=0, count=3, size=8)
-        self.engine = BusEngine(tensors, log=folder / "tokens", group_timeout_s=1.0)
+        tensors = version(0)
+        self.failing = ""
+        self.told: list[str] = []
+        self.engine = BusEngine(
+            tensors, log=folder / "tokens", group_timeout_s=1.0, fault=self._fault
+        )
         self.staging = Staging(folder, "a")
         self.updates = EngineUpdates(
             self.engine,
             tensors=TensorSet({name: tuple(t.shape) for name, t in tensors.items()}, "float32"),
             staging=self.staging,
-            on_pause=lambda: None,
-            on_adopt=lambda _version: None,
+            on_pause=lambda: self.told.append("pause"),
+            on_adopt=lambda version: self.told.append(f"adopt {version.label}"),
         )
         self._folder = folder
+
+    def _fault(self, step: str) -> None:
+        if step == self.failing:
+            raise EngineError(f"injected at {step}")
 
     def do(self, command: Order) -> Outcome:
         fetcher: BucketFetcher = None  # type: ignore[assignment]  # nothing is fetched
         return asyncio.run(self.updates.execute(command, fetcher))
 
-    def received(self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = True) -> None:
+    def receive(self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = True) -> Outcome:
         sent = WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
-        folder = write_version(self._folder, sent.manifest(), sent.memory.numpy().data)
-        self.do(Offer(command_id=1, manifest=sent.manifest()))
-        received = Receive(command_id=2, path=str(folder), is_checked=is_checked)
-        assert not self.do(received).error
+        manifest = sent.manifest()
+        folder = write_version(
+            self._folder, manifest, sent.memory.numpy().data, number=next(_copies)
+        )
+        return self.do(
+            Receive(command_id=2, manifest=manifest, path=str(folder), is_checked=is_checked)
+        )
+
+    def adopt(self, step: int) -> Outcome:
+        return self.do(Adopt(command_id=3, version=PolicyVersion(1, step)))
+
+    def adopted(self, step: int, tensors: dict[str, Tensor]) -> None:
+        assert not self.receive(step, tensors).error
+        assert not self.adopt(step).error
 
 
 @pytest.fixture
@@ -64,34 +77,73 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.staging.close()
 
 
+def version(seed: int) -> dict[str, Tensor]:
+    return random_tensors(seed=seed, count=3, size=8)
+
+
 def test_agent_compares_the_engine_with_what_it_received_and_sends_one_digest(agent: Agent):
-    newer = random_tensors(seed=1, count=3, size=8)
-    agent.received(1, newer)
-    agent.do(Pause(command_id=3))
-    agent.do(LoadReceived(command_id=4))
-    checked = agent.do(Verify(command_id=5))
-    assert checked.digest == digest_of(expected_checksums(newer))
-    assert not checked.checksums
-    assert not agent.do(Commit(command_id=6, version=PolicyVersion(1, 1))).error
+    newer = version(1)
+    agent.receive(1, newer)
+    outcome = agent.adopt(1)
+    assert outcome.digest == digest_of(expected_checksums(newer))
+    assert not outcome.checksums
+    assert outcome.phase_seconds.keys() == {"pause", "load", "verify", "commit"}
     assert agent.updates.adopted == PolicyVersion(1, 1)
+    assert not agent.updates.is_paused
+    assert agent.told == ["pause", "adopt v1.1"]
 
 
-def test_a_tensor_that_differs_in_the_engine_is_named(agent: Agent):
-    newer = random_tensors(seed=1, count=3, size=8)
-    agent.received(1, newer)
-    agent.do(Pause(command_id=3))
-    agent.do(LoadReceived(command_id=4))
-    name = "model.layers.1.norm.weight"
-    agent.engine.tensors[name] = torch.zeros(8)
-    assert agent.do(Verify(command_id=5)).error == f"1 tensors differ in the engine: ['{name}']"
+def test_a_tensor_that_differs_in_the_engine_is_named_and_the_engine_stays_paused(agent: Agent):
+    agent.adopted(1, version(1))
+    newer, name = version(2), "model.layers.1.norm.weight"
+    agent.receive(2, newer)
+    agent.engine.loads_wrongly = name
+    assert agent.adopt(2).error == f"1 tensors differ in the engine: ['{name}']"
+    agent.do(Abandon(command_id=4, reason="it differs"))
+    assert agent.updates.is_paused
+    assert agent.updates.adopted is None
+    assert not agent.engine.runs
+    agent.engine.loads_wrongly = ""
+    agent.adopted(2, newer)
+    assert agent.engine.runs
+
+
+@pytest.mark.parametrize("step", ["pause", "before_folder", "in_folder", "checksums", "label"])
+def test_an_engine_that_fails_in_an_adoption_is_not_resumed_until_it_has_a_whole_version(
+    agent: Agent, step: str
+):
+    agent.adopted(1, version(1))
+    agent.receive(2, version(2))
+    agent.failing = step
+    assert f"injected at {step}" in agent.adopt(2).error
+    agent.failing = ""
+    agent.do(Abandon(command_id=4, reason="it failed"))
+    assert agent.updates.adopted is None
+    assert agent.updates.failures == ["it failed"]
+    assert not agent.engine.runs or step == "pause"  # then it runs what it had
+    agent.adopted(2, version(2))
+    assert agent.updates.failures == []
 
 
 def test_without_a_check_nothing_is_computed(agent: Agent):
-    agent.received(1, random_tensors(seed=1, count=3, size=8), is_checked=False)
-    agent.do(Pause(command_id=3))
-    agent.do(LoadReceived(command_id=4))
-    assert agent.updates._expected is None
-    assert agent.do(Verify(command_id=5, wants="nothing")) == Outcome(command_id=5)
+    agent.receive(1, version(1), is_checked=False)
+    agent.engine.loads_wrongly = "model.layers.1.norm.weight"
+    outcome = agent.adopt(1)
+    assert (outcome.error, outcome.digest) == ("", "")
+
+
+def test_only_what_was_received_is_adopted(agent: Agent):
+    assert "v1.1 was not received" in agent.adopt(1).error
+    agent.receive(1, version(1))
+    assert "v1.2 was not received" in agent.adopt(2).error
+    assert not agent.told
+
+
+def test_an_older_version_is_refused(agent: Agent):
+    agent.adopted(2, version(2))
+    assert agent.receive(1, version(1)).error == "refused v1.1: this engine ran v1.2"
+    assert "v1.1 was not received" in agent.adopt(1).error
+    assert agent.updates.adopted == PolicyVersion(1, 2)
 
 
 def test_checksums_are_sent_where_the_relay_asks_for_them(agent: Agent):
