@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from benchmarks.weightbus.model import QUICK, SMOLLM2, Sizes
+from benchmarks.weightbus.model import QUICK, SMOLLM2, TINY, Sizes
 from benchmarks.weightbus.receiver import join_group
 from slipstream.weightbus.agent.engine import Adoption, adopt_in_steps
 from slipstream.weightbus.agent.staging import Staging
@@ -30,7 +30,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.settings.sections import RunSection, relay_address
 
-SIZES = {"smollm2": SMOLLM2, "quick": QUICK}
+SIZES = {"smollm2": SMOLLM2, "quick": QUICK, "tiny": TINY}
 
 
 class HoldingEngine:

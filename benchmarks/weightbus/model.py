@@ -55,6 +55,7 @@ class Sizes:
 
 SMOLLM2 = Sizes(layers=30, hidden=576, inner=1536, heads=9, groups=3, vocabulary=49152)
 ONE_BILLION = Sizes(layers=16, hidden=2048, inner=8192, heads=32, groups=8, vocabulary=32768)
+TINY = Sizes(layers=2, hidden=32, inner=64, heads=2, groups=1, vocabulary=64)
 QUICK = Sizes(layers=8, hidden=576, inner=1536, heads=9, groups=3, vocabulary=8192)
 
 

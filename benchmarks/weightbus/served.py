@@ -43,7 +43,7 @@ from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
-    Command,
+    BusMessage,
     Join,
     Offer,
     Outcome,
@@ -226,11 +226,11 @@ async def _control(server: Server, rounds: int) -> ControlFigures:
         sent: list[None] = []
         send = Member.send
 
-        async def counted(
-            member: Member, command: Callable[[int], Command]
+        def counted(
+            member: Member, command: Callable[[int], BusMessage]
         ) -> "asyncio.Future[Outcome]":
             sent.append(None)
-            return await send(member, command)
+            return send(member, command)
 
         calls_before = bus.engine.num_calls
         Member.send = counted  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ from benchmarks.weightbus.model import BUCKET_BYTES, MIB, Sizes, snapshot_of, wr
 from benchmarks.weightbus.receiver import TIMEOUT_S, join_group, raw_broadcasts, receive
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.rendezvous import open_store
+from slipstream.weightbus.net.router import Router
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import RelayState
@@ -113,7 +114,7 @@ class _Relay:
     """The relay's end of the sockets and groups."""
 
     def __init__(self, socket: zmq.asyncio.Socket, names: Sequence[str]) -> None:
-        self._socket = socket
+        self._router = Router(socket)
         self._answers: dict[str, asyncio.Queue[dict[str, float]]] = {
             name: asyncio.Queue(4) for name in names
         }
@@ -124,7 +125,7 @@ class _Relay:
         return Member(
             name.encode(),
             join,
-            self._socket,
+            self._router,
             name=name,
             transport="collective",
             timeout_s=TIMEOUT_S,
@@ -132,18 +133,21 @@ class _Relay:
 
     async def read(self) -> None:
         by_name = {member.name: member for member in self.members}
-        while True:
-            peer, *frames = await self._socket.recv_multipart()
-            name, frame = peer.decode(), b"".join(frames)
+
+        def take(frames: list[zmq.Frame]) -> None:
+            peer, *body = (frame.bytes for frame in frames)
+            name, frame = peer.decode(), b"".join(body)
             if frame.startswith(b"!"):
-                await self._answers[name].put(json.loads(frame[1:]))
+                self._answers[name].put_nowait(json.loads(frame[1:]))
             else:
                 message = decode_agent_message(frame)
                 if isinstance(message, Outcome):
                     by_name[name].take(message)
 
+        await self._router.run(take)
+
     async def order(self, name: str, **order: object) -> None:
-        await self._socket.send_multipart([name.encode(), b"!" + json.dumps(order).encode()])
+        self._router.send(name.encode(), b"!" + json.dumps(order).encode())
 
     async def answers(self) -> list[dict[str, float]]:
         waiting = (queue.get() for queue in self._answers.values())

@@ -14,7 +14,7 @@ from slipstream.broker.report.bounds import (
     moment,
     texts,
 )
-from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord, merged
 
 MAX_PUBLISHES = 200
 MAX_MEMBERS = 4_096  # of a publish, and at a time
@@ -48,7 +48,7 @@ class PublishHistory:
         """Some members were brought to a version, or left out of it."""
         for index in reversed(range(len(self._records))):
             if self._records[index].version == record.version:
-                self._records[index] = _bounded(merged(self._records[index], record))
+                self._records[index] = _bounded(merged((self._records[index], record)))
                 break
         else:
             self._records.append(_bounded(record))
@@ -77,28 +77,6 @@ def newest(
             break
         kept.appendleft(record)
     return kept
-
-
-def merged(first: PublishRecord, later: PublishRecord) -> PublishRecord:
-    """Join two records of one version; a member that failed first and adopted then adopted."""
-    adopted = first.adopted_by | later.adopted_by
-    failed = {n: why for n, why in (first.failed | later.failed).items() if n not in adopted}
-    phases = {
-        name: max(first.phase_seconds.get(name, 0.0), later.phase_seconds.get(name, 0.0))
-        for name in first.phase_seconds | later.phase_seconds
-    }
-    return PublishRecord(
-        version=first.version,
-        at_s=first.at_s,
-        adopted_by=adopted,
-        failed=failed,
-        num_in_flight=first.num_in_flight | later.num_in_flight,
-        digest=later.digest or first.digest,
-        engine_digests=first.engine_digests | later.engine_digests,
-        phase_seconds=phases,
-        num_bytes=max(first.num_bytes, later.num_bytes),
-        transports=first.transports | later.transports,
-    )
 
 
 def bounded_members(members: Sequence[MemberState]) -> list[MemberState]:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Literal
 
 import zmq
-import zmq.asyncio
 
+from slipstream.weightbus.net.router import Router
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Command, Heard, Join, Outcome
+from slipstream.wire.messages.weightbus import BusMessage, Heard, Join, Outcome
 
 State = Literal["current", "behind", "receiving", "torn"]
 PROBE_S = 0.25  # how often a member that does not answer is probed
@@ -27,7 +27,7 @@ class Member:
         self,
         peer: bytes,
         join: Join,
-        socket: zmq.asyncio.Socket,
+        router: Router,
         *,
         name: str,
         relay: str = "",
@@ -47,14 +47,16 @@ class Member:
         self.failure = ""  # of its last publish
         self.num_publishes = 0
         self.is_checked = True  # in its current publish
-        self._socket = socket
+        self.router = router
         self._timeout_s = timeout_s
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waits_since_s = 0.0  # the first of these
         self._gone = ""
 
-    def is_at(self, peer: bytes, socket: zmq.asyncio.Socket) -> bool:
-        """True if this is its agent's connection."""
-        return self.peer == peer and self._socket is socket
+    @property
+    def place(self) -> tuple[Router, bytes]:
+        """Its agent's connection."""
+        return self.router, self.peer
 
     def state(self, newest: PolicyVersion | None) -> State:
         """Return its state beside the newest version."""
@@ -64,9 +66,8 @@ class Member:
             return "torn" if self.failure else "behind"
         return "current" if self.adopted == newest else "behind"
 
-    def heartbeat(self, peer: bytes, join: Join) -> None:
+    def heartbeat(self, join: Join) -> None:
         """Record a heartbeat."""
-        self.peer = peer
         if self.receiving is None and self.adopted != join.adopted:
             self.holds(join.adopted)  # it returned to its previous version, or lost it
 
@@ -84,37 +85,41 @@ class Member:
     def leave(self, why: str) -> None:
         """Fail all pending commands at once: the agent will not answer."""
         self._gone = why
-        for future in list(self._waiting.values()):
-            if not future.done():
-                future.set_exception(PublishError(f"{self.name} {why}"))
+        self._fail(PublishError(f"{self.name} {why}"))
 
     # ---- commands ------------------------------------------------------------
 
     async def request(
-        self, command: Callable[[int], Command], *, timeout_s: float | None = None
+        self, command: Callable[[int], BusMessage], *, timeout_s: float | None = None
     ) -> Outcome:
         """Send a command and return its outcome.
 
         Raises:
             PublishError: it failed, or was not answered in time.
         """
-        what = type(command(0)).__name__
-        return await self.outcome(await self.send(command), what, timeout_s=timeout_s)
+        what = type(command(0)).__name__.removeprefix("Encoded")
+        return await self.outcome(self.send(command), what, timeout_s=timeout_s)
 
-    async def send(self, command: Callable[[int], Command]) -> asyncio.Future[Outcome]:
-        """Send a command; return a future of its outcome."""
+    def send(self, command: Callable[[int], BusMessage]) -> asyncio.Future[Outcome]:
+        """Send a command; return a future of its outcome.
+
+        Raises:
+            PublishError: the agent's connection does not exist.
+        """
         if self._gone:
             raise PublishError(f"{self.name} {self._gone}")
         number = next(_command_ids)
+        self._transmit(command(number))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._waits_since_s = time.monotonic()
         self._waiting[number] = future
         future.add_done_callback(lambda done: self._forget(number, done))
-        await self._transmit(command(number))
         return future
 
-    async def _transmit(self, command: Command) -> None:
+    def _transmit(self, message: BusMessage) -> None:
         try:
-            await self._socket.send_multipart([self.peer, encode(command)])
+            self.router.send(self.peer, encode(message))
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: not dropped silently
             raise PublishError(f"{self.name} has gone") from error
 
@@ -135,30 +140,27 @@ class Member:
         limit_s = timeout_s or self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._await(future)
+                outcome = await future  # which is cancelled: a later outcome is of no use
         except TimeoutError as error:
-            future.cancel()  # a later outcome is of no use
             raise PublishError(
                 f"{self.name} did not answer {what} in {limit_s:g} s ({setting})"
             ) from error
-        outcome = future.result()
         if outcome.error:
             raise PublishError(f"{what}: {outcome.error}")
         return outcome
 
-    async def probe(self) -> None:
-        """Find out whether the agent's connection exists.
+    def is_overdue(self, now_s: float) -> bool:
+        """True if an outcome has been awaited for ``PROBE_S``, at a monotonic time."""
+        return bool(self._waiting) and now_s - self._waits_since_s >= PROBE_S
 
-        Raises:
-            PublishError: it does not.
-        """
-        await self._transmit(Heard(relay=self._relay))
+    def probe(self) -> None:
+        """Fail all pending commands if the agent's connection does not exist any more."""
+        try:
+            self._transmit(Heard(relay=self._relay))
+        except PublishError as error:
+            self._fail(error)
 
-    async def _await(self, future: asyncio.Future[Outcome]) -> None:
-        """Wait for an outcome, as long as the agent's connection exists."""
-        while not (await asyncio.wait({future}, timeout=PROBE_S))[0]:
-            try:
-                await self.probe()
-            except PublishError:
-                future.cancel()
-                raise
+    def _fail(self, error: PublishError) -> None:
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(error)

@@ -10,6 +10,7 @@ from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.engine_checksums import Holder
 from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.wire.messages.codec import encode_manifest
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -29,6 +30,8 @@ class Publication:
         self.on_gpu = BucketsOnGpu(snapshot)
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
+        self._digest = ""
+        self._encoded: msgspec.Raw | None = None
         self._begun: list[asyncio.Future[Any]] = []
 
     @property
@@ -49,6 +52,18 @@ class Publication:
     async def manifest(self) -> WeightManifest:
         """Return the manifest with a digest per tensor."""
         return await asyncio.shield(self.begin_digests())
+
+    async def digest(self) -> str:
+        """Return the digest of all that is sent."""
+        manifest = await self.manifest()
+        self._digest = self._digest or manifest.digest
+        return self._digest
+
+    async def encoded_manifest(self) -> msgspec.Raw:
+        """Return the manifest as it travels, encoded once for all members."""
+        manifest = await self.manifest()
+        self._encoded = self._encoded or encode_manifest(manifest)
+        return self._encoded
 
     def begin_checksums(self, of: Holder) -> asyncio.Future[dict[str, str]]:
         """Start to compute the result of ``expected``."""

@@ -17,9 +17,10 @@ import zmq.asyncio
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
 from slipstream.weightbus.net.curve import MAX_WAITING, RemoteListener
+from slipstream.weightbus.net.router import Router
 from slipstream.weightbus.relay.bulk import proved, serve_buckets
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
-from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.member import PROBE_S, Member
 from slipstream.weightbus.relay.served import Reading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
 from slipstream.weightbus.relay.transports.base import Transport, transport_class
@@ -41,13 +42,14 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000
+_MAX_PROBES = 200  # at a time: bounds what members cost that take long
 
 
 class Sender(NamedTuple):
     """Origin of a message."""
 
     peer: bytes  # routing id
-    socket: zmq.asyncio.Socket
+    router: Router
     prefix: str  # of the names of engines there
     key: str  # that it proved; empty on this host
 
@@ -78,7 +80,12 @@ class Publisher:
         }
         self._now = now
         self._incarnation = secrets.token_hex(8)
+        self._heard = encode(Heard(relay=self._incarnation))
         self._members: dict[str, Member] = {}
+        self._by_place: dict[tuple[Router, bytes], Member] = {}
+        self._num_events = 0  # after which another serving may be due
+        self._is_starved = False  # a serving was due, and no version could be read
+        self._probed = 0  # members, in their order
         self._fleet = Fleet(
             silence_s=settings.member_silence_s,
             retry_s=_RETRY_S,
@@ -116,6 +123,7 @@ class Publisher:
                 for socket, bulk, checks in pairs:
                     group.create_task(serve_buckets(bulk, self._versions, checks))
                     group.create_task(self._listen(socket, checks))
+                group.create_task(self._probe())
         finally:
             for member in list(self._members.values()):
                 self._forget(member, "is left: the relay ends")
@@ -147,11 +155,13 @@ class Publisher:
     # ---- membership ----------------------------------------------------------
 
     async def _listen(self, socket: zmq.asyncio.Socket, listener: RemoteListener | None) -> None:
-        while True:
-            peer, *frames = await socket.recv_multipart(copy=False)
+        router = Router(socket)
+
+        def take(received: list[zmq.Frame]) -> None:
+            peer, *frames = received
             key = proved(peer) if listener is not None else ""
             if listener is not None and listener.name_of(key) is None:
-                continue  # it was revoked; _watch logs that
+                return  # it was revoked; _watch logs that
             prefix = (
                 f"{listener.name_of(key)}/" if listener is not None else ""
             )  # as in the broker's names
@@ -159,35 +169,38 @@ class Publisher:
                 message = decode_agent_message(b"".join(frame.buffer for frame in frames))
             except ProtocolError as error:
                 _log.warning("malformed message on the weight bus: %s", error)
-                continue
-            sender = Sender(peer.bytes, socket, prefix, key)
-            await self._take(sender, message)
+                return
+            self._take(Sender(peer.bytes, router, prefix, key), message)
 
-    async def _take(self, sender: "Sender", message: AgentMessage) -> None:
-        peer, socket = sender.peer, sender.socket
+        await router.run(take)
+
+    def _take(self, sender: "Sender", message: AgentMessage) -> None:
+        member = self._by_place.get((sender.router, sender.peer))
         match message:
             case Join():
                 self._joined(sender, message)
                 with suppress(zmq.ZMQError):  # it is gone
-                    await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
+                    sender.router.send(sender.peer, self._heard)
             case Leave(name=name):
-                member = self._members.get(sender.prefix + name)
-                if member is not None and member.is_at(peer, socket):
+                if member is not None and member.name == sender.prefix + name:
                     self._forget(member, "left")
             case Outcome():
-                for member in self._members.values():
-                    if member.is_at(peer, socket):
-                        member.take(message)
+                if member is not None:
+                    member.take(message)
 
     def _joined(self, sender: "Sender", join: Join) -> None:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         if known is not None and known.join.incarnation == join.incarnation:
-            known.heartbeat(peer, join)
+            if known.peer != peer:
+                del self._by_place[known.place]
+                known.peer = peer
+                self._by_place[known.place] = known
+            known.heartbeat(join)
             before = self._fleet.seats[name].adopted
             self._fleet.heartbeat(name, join.adopted, self._now())
             if self._fleet.seats[name].adopted != before:
-                self._versions.wake()
+                self._decide()
             return
         if known is not None:
             self._forget(known, "restarted")
@@ -197,7 +210,7 @@ class Publisher:
         member = Member(
             peer,
             join,
-            sender.socket,
+            sender.router,
             name=name,
             relay=self._incarnation,
             key=sender.key,
@@ -205,7 +218,7 @@ class Publisher:
             timeout_s=self._settings.timeout_s,
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
-        self._members[name] = member
+        self._members[name] = self._by_place[member.place] = member
         seat = Seat(
             name,
             member.transport,
@@ -215,7 +228,7 @@ class Publisher:
             shares_group=self._classes[member.transport].shares_group,
         )
         self._fleet.join(seat)
-        self._versions.wake()
+        self._decide()
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
         """Return the transport of a member: the requested one, or the fallback."""
@@ -233,7 +246,7 @@ class Publisher:
 
     def _forget(self, member: Member, why: str) -> None:
         _log.info("%s %s", member.name, why)
-        del self._members[member.name]
+        del self._members[member.name], self._by_place[member.place]
         if (task := self._alone.pop(self._fleet.seats[member.name], None)) is not None:
             task.cancel()
         self._dissolve(self._fleet.forget(member.name))
@@ -251,19 +264,47 @@ class Publisher:
                 if remote is not None and remote.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
 
+    async def _probe(self) -> None:
+        """Notice agents that are gone while their outcome is awaited, in turns.
+
+        A process that ends leaves nothing that NCCL or a command would notice.
+        """
+        while True:
+            await asyncio.sleep(PROBE_S)
+            now_s = time.monotonic()
+            late = [one for one in self._members.values() if one.is_overdue(now_s)]
+            self._probed = self._probed % len(late) if late else 0
+            turn = (late[self._probed :] + late[: self._probed])[:_MAX_PROBES]
+            self._probed += len(turn)
+            for member in turn:
+                member.probe()
+
     # ---- publishes -----------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Have the fleet consulted: something has changed that it decides by."""
+        self._num_events += 1
+        self._versions.wake()
 
     async def _serve_due(self, group: asyncio.TaskGroup) -> None:
         """Start the servings that are due, whenever something has changed."""
         while True:
-            changed, now = self._versions.changed, self._now()
+            changed = self._versions.changed
+            decided = self._num_events, self._versions.newest
+            now = self._now()
+            self._is_starved = False
             for serving in self._fleet.due(self._versions.newest, now):
                 if (reading := self._versions.read()) is None:
+                    self._is_starved = True
                     break  # two others are being read; the end of one wakes this loop
                 self._start(serving, reading, group)
             with suppress(TimeoutError):  # not wait_for, which can swallow a cancellation
                 async with asyncio.timeout(self._fleet.wait_s(now)):
-                    await changed.wait()
+                    while True:
+                        await changed.wait()
+                        if self._is_starved or decided != (self._num_events, self._versions.newest):
+                            break
+                        changed = self._versions.changed  # a reading ended, for which none waits
 
     def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
@@ -287,6 +328,8 @@ class Publisher:
             record = await Transaction(reading.publication, members, transport, check_every).run()
             self._alone.pop(serving.seats[0], None)
             self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
+            if group is not None or record.failed or serving.version != self._versions.newest:
+                self._decide()
         finally:
             await asyncio.shield(reading.end())
         for name, why in record.failed.items():

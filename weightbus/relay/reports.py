@@ -13,13 +13,13 @@ from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.broker import Done, PublishReport, RelayHeard, RelayReport, RoleReport
 from slipstream.wire.messages.status import REPORT_EVERY_S
-from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord, merged
 from slipstream.wire.process.phases import WAIT
 from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 5.0
-_MAX_RECORDS = 1_000  # kept while the broker is gone
+_MAX_RECORDS = 1_000  # versions kept while the broker is gone, and records of one
 
 
 class BrokerReports:
@@ -27,21 +27,31 @@ class BrokerReports:
 
     def __init__(self, run: RunSection) -> None:
         self._run = run
-        self._records: deque[PublishRecord] = deque()  # not yet reported
+        self._records: deque[list[PublishRecord]] = deque()  # not yet reported, by version
         self._is_news = asyncio.Event()
         self._num_lost_records = 0
         self._started_s = time.monotonic()
 
     async def keep(self, record: PublishRecord) -> None:
-        """Keep the record of a publish until the broker has it, or there are too many."""
+        """Keep the record of a publish until the broker has it, or there are too many.
+
+        Members that are served alone have records of their own: those of one version are sent as
+        one.
+        """
+        self._is_news.set()
+        if self._records and self._records[-1][0].version == record.version:
+            newest = self._records[-1]
+            newest.append(record)
+            if len(newest) > _MAX_RECORDS:
+                newest[:] = [merged(newest)]
+            return
         if len(self._records) == _MAX_RECORDS:
             self._num_lost_records += 1
             _log.error(
                 "%d records of publishes are lost: the broker accepts none", self._num_lost_records
             )
             self._records.popleft()
-        self._records.append(record)
-        self._is_news.set()
+        self._records.append([record])
 
     async def run(
         self, states: Callable[[], list[MemberState]], remote: RemoteListener | None
@@ -75,10 +85,12 @@ class BrokerReports:
                     async with asyncio.timeout(REPORT_EVERY_S):
                         await self._is_news.wait()
                 while self._records:
-                    record = self._records[0]
-                    await client.ask(PublishReport(record=record), Done)
-                    if self._records and self._records[0] is record:
-                        self._records.popleft()
+                    sent = self._records.popleft()
+                    try:
+                        await client.ask(PublishReport(record=merged(sent)), Done)
+                    except BaseException:
+                        self._records.appendleft(sent)
+                        raise
                 self._is_news.clear()
                 report = RelayReport(members=states(), door=remote.address if remote else None)
                 answer, _ = await client.ask(report, RelayHeard)

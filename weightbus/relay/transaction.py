@@ -6,6 +6,7 @@ next transaction brings it a whole version.
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import assert_never
 
 from slipstream.weightbus.relay.course import LIVE, STAGED, Course, Phase, is_check_due
@@ -14,6 +15,7 @@ from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import MembersFailedError, T, Transport, each
 from slipstream.weightbus.version.engine_checksums import check_same, digest_of, holder_of
+from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import (
     Abandon,
@@ -69,7 +71,7 @@ class Transaction:
                 adopted[member.name] = self._now() - started_s
             await self._abandon()
             if adopted:  # only the record needs it
-                self._digest = (await self._publication.manifest()).digest
+                self._digest = await self._publication.digest()
         finally:
             for member in self._all:
                 member.receiving = None
@@ -184,6 +186,6 @@ class Transaction:
         for member, why in failed.items():
             member.failure = why
             member.holds(None)
-        await each(  # without waiting: agents execute the next command after this one
-            list(failed), lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m]))
-        )
+        for member, why in failed.items():  # agents execute the next command after this one
+            with suppress(PublishError):
+                member.send(lambda n, why=why: Abandon(command_id=n, reason=why))  # type: ignore[misc]

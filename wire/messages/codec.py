@@ -7,6 +7,7 @@ import msgspec
 
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.broker import Answer, Message, Request
+from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import RelayAnswer, RelayMessage, RelayRequest
 from slipstream.wire.messages.trajectory import TrajectoryPayload, Transcript
 from slipstream.wire.messages.weightbus import (
@@ -26,6 +27,11 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: Message | BusMessage | RelayMessage | TrajectoryPayload | Transcript) -> bytes:
     """Return the bytes of any message of this project."""
     return _encoder.encode(message)
+
+
+def encode_manifest(manifest: WeightManifest) -> msgspec.Raw:
+    """Return a manifest as part of an ``EncodedReceive``."""
+    return msgspec.Raw(_encoder.encode(manifest))
 
 
 def _decoder(kind: object, what: str) -> Callable[[Frame], Any]:

@@ -5,6 +5,7 @@ one command at a time per member; every command is answered by one Outcome that 
 command's number. A version that agents receive needs two, Receive and Adopt.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -137,6 +138,16 @@ class Receive(BusMessage, frozen=True):
     sources: tuple[tuple[BulkDoor, ...], ...] = ()
 
 
+class EncodedReceive(BusMessage, frozen=True, tag=Receive.__name__.lower()):
+    """The bytes of a ``Receive``, with a manifest that was encoded once for all members."""
+
+    command_id: int
+    manifest: msgspec.Raw
+    path: str = ""
+    is_checked: bool = True
+    sources: tuple[tuple[BulkDoor, ...], ...] = ()
+
+
 class Pause(BusMessage, frozen=True):
     """Stop generating; requests in flight stay."""
 
@@ -212,6 +223,36 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     phase_seconds: dict[str, float] = {}  # by phase, the slowest member
     num_bytes: int = 0
     transports: dict[str, TransportName] = {}  # member -> how it got the version
+
+
+def merged(records: Sequence[PublishRecord]) -> PublishRecord:
+    """Join records of one version; a member that failed first and adopted then adopted."""
+    adopted: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    num_in_flight: dict[str, int] = {}
+    engine_digests: dict[str, str] = {}
+    transports: dict[str, TransportName] = {}
+    phases: dict[str, float] = {}
+    for one in records:
+        adopted |= one.adopted_by
+        failed |= one.failed
+        num_in_flight |= one.num_in_flight
+        engine_digests |= one.engine_digests
+        transports |= one.transports
+        for phase, seconds in one.phase_seconds.items():
+            phases[phase] = max(seconds, phases.get(phase, 0.0))
+    return PublishRecord(
+        version=records[0].version,
+        at_s=records[0].at_s,
+        adopted_by=adopted,
+        failed={name: why for name, why in failed.items() if name not in adopted},
+        num_in_flight=num_in_flight,
+        digest=next((one.digest for one in reversed(records) if one.digest), ""),
+        engine_digests=engine_digests,
+        phase_seconds=phases,
+        num_bytes=max(one.num_bytes for one in records),
+        transports=transports,
+    )
 
 
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):

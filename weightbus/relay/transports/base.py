@@ -105,6 +105,11 @@ async def each(
     members: Sequence[Member], work: Callable[[Member], Awaitable[T]]
 ) -> tuple[dict[Member, T], dict[Member, str]]:
     """Do the same with all members at once; return results and errors by member."""
+    if len(members) == 1:  # without a task
+        try:
+            return {members[0]: await work(members[0])}, {}
+        except PublishError as error:
+            return {}, {members[0]: str(error)}
     answers = await asyncio.gather(*(work(member) for member in members), return_exceptions=True)
     done: dict[Member, T] = {}
     failed: dict[Member, str] = {}

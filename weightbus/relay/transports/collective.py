@@ -18,14 +18,13 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net import groups, threads
 from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
 from slipstream.weightbus.net.rendezvous import open_store
-from slipstream.weightbus.relay.member import PROBE_S, Member
+from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import (
     MembersFailedError,
     RelayState,
     Transport,
     all_of,
-    each,
 )
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.messages.weightbus import Join, LoadBucket, OpenGroup, Outcome
@@ -118,11 +117,10 @@ class Collective(Transport):
         if group is None:
             raise MembersFailedError(dict.fromkeys(members, "it is in no group"))
         sent = _Sent(members, group.name, len(publication.snapshot.layout.buckets))
-        probing = asyncio.create_task(sent.probe())  # NCCL does not notice that a peer is gone
         try:
             moving: dist.Work | None = None
             for index in range(sent.num_buckets):
-                await sent.request(up_to=index + _AHEAD)
+                sent.request(up_to=index + _AHEAD)
                 # It waits for engines behind the one before: no pause between two buckets.
                 following = await group.start(
                     functools.partial(publication.on_gpu.get, index, group.device)
@@ -139,8 +137,6 @@ class Collective(Transport):
             others = error.reasons if isinstance(error, MembersFailedError) else {}
             failed = dict.fromkeys(members, str(error)) | others | sent.failures()
             raise MembersFailedError(failed) from error
-        finally:
-            probing.cancel()
 
     @override
     def close_soon(self) -> None:
@@ -166,9 +162,8 @@ class _Sent:
         self._members = members
         self._group_name = group_name
         self._outcomes: list[dict[Member, asyncio.Future[Outcome]]] = []
-        self._gone: dict[Member, str] = {}
 
-    async def request(self, *, up_to: int) -> None:
+    def request(self, *, up_to: int) -> None:
         """Have engines load further buckets, before ``up_to``."""
         while len(self._outcomes) < min(self.num_buckets, up_to):
             index = len(self._outcomes)
@@ -176,23 +171,19 @@ class _Sent:
             def command(number: int, index: int = index) -> LoadBucket:
                 return LoadBucket(command_id=number, index=index, group_name=self._group_name)
 
-            send = functools.partial(Member.send, command=command)
-            self._outcomes.append(await all_of(self._members, send))
+            outcomes: dict[Member, asyncio.Future[Outcome]] = {}
+            self._outcomes.append(outcomes)
+            for member in self._members:
+                outcomes[member] = member.send(command)
 
     async def loaded(self, index: int) -> None:
         """Wait until all engines have loaded a bucket."""
         outcomes, what = self._outcomes[index], f"LoadBucket {index}"
         await all_of(self._members, lambda m: m.outcome(outcomes[m], what))
 
-    async def probe(self) -> None:
-        """Note members whose connection ends, until cancelled."""
-        while True:
-            await asyncio.sleep(PROBE_S)
-            self._gone |= (await each(self._members, Member.probe))[1]
-
     def failures(self) -> dict[Member, str]:
         """Return the members that could not load a bucket, and why."""
-        return self._gone | {
+        return {
             member: str(future.exception() or future.result().error)
             for outcomes in self._outcomes
             for member, future in outcomes.items()
@@ -201,8 +192,6 @@ class _Sent:
 
     def has_failures(self) -> bool:
         """True if a member could not load a bucket."""
-        if self._gone:
-            return True
         recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
         return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import Transport, all_of
-from slipstream.wire.messages.weightbus import Receive
+from slipstream.wire.messages.weightbus import EncodedReceive
 
 
 class Staged(Transport):
@@ -25,12 +25,12 @@ class Staged(Transport):
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
         """Have the agents receive the version."""
-        manifest = await publication.manifest()
+        manifest = await publication.encoded_manifest()
 
         async def receive(member: Member) -> None:
             path = await self.path(publication, member)
             await member.request(
-                lambda n: Receive(
+                lambda n: EncodedReceive(
                     command_id=n, manifest=manifest, path=path, is_checked=member.is_checked
                 ),
                 timeout_s=self._settings.receive_timeout_s,
