@@ -93,6 +93,7 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
             engine_patience_s=settings.weightbus.timeout_s,
         )
         subscriber = _subscriber(settings, name, engine, tensors, staging, worker)
+        worker.more_counters = subscriber.traffic.as_counters
         jobs = (
             worker.run(heartbeat_s=welcome.heartbeat_s),
             take_weights(subscriber, settings.run, client),
@@ -176,4 +177,6 @@ def _subscriber(
         on_adopt=worker.adopted,
         key=read_client_key(Path(settings.run.key_file)) if is_far else None,
         adapters=engine if isinstance(engine, AdapterEngine) else None,
+        forward=bus.forward if is_far else "",  # a learner's host has its relay
+        connections=bus.connections,
     )

@@ -8,6 +8,7 @@ for weights; while the engine is paused for an adopt, answers in flight wait ins
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -92,6 +93,7 @@ class GeneratorWorker:
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
         self._counters = dict.fromkeys(_COUNTED, 0.0)
+        self.more_counters: Callable[[], Mapping[str, float]] = dict  # to report, too
 
     # ---- callbacks of the weight bus -----------------------------------------
 
@@ -312,7 +314,7 @@ class GeneratorWorker:
             gauges["kv_use"] = self._load.kv_use
         report = RoleReport(
             phase_seconds=self._clock.seconds(),
-            counters=dict(self._counters),
+            counters={**self._counters, **self.more_counters()},
             adopted=self._adopted,
             gauges=gauges,
         )

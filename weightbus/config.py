@@ -51,6 +51,15 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     listen: str = ""
     """Where the relay listens for generators on other hosts, tcp://ADDRESS:PORT; buckets take the
     port after it. They need keys. Empty disables it."""
+    connections: AtLeast0 = 0
+    """Connections over which an agent fetches buckets from each place that has some; 0 is 1 on the
+    learner's host and 4 from others, as one core encrypts a connection."""
+    forward: str = ""
+    """Where a generator on another host serves buckets that it received to the next one, as
+    `weightbus.fanout` has it: tcp://ADDRESS:PORT, 0 for any port. Empty: nobody fetches from it."""
+    fanout: AtLeast0 = 0
+    """Generators with `weightbus.forward` that fetch from the relay itself; the others stand behind
+    them in chains, each fetching from the one before. 0: all fetch from the relay."""
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
     empty is DIR/NAME/weights."""
@@ -63,7 +72,7 @@ def weightbus_section(table: Table) -> WeightBusSection:
 
     Raises:
         ConfigError: there is no such transport, it carries no adapters, or others could not
-            connect to `weightbus.listen`.
+            connect to `weightbus.listen` or `weightbus.forward`.
     """
     found = section(table, "weightbus", WeightBusSection)
     if found.transport != AUTO:
@@ -76,8 +85,9 @@ def weightbus_section(table: Table) -> WeightBusSection:
             f"engine, and with lora.rank versions are adapters beside them: set {others}, or "
             'lora.publish = "merged"'
         )
-    if found.listen and (why := _why_no_address(found.listen)):
-        raise ConfigError(f"weightbus.listen is {found.listen!r}: {why}")
+    for name, address in (("listen", found.listen), ("forward", found.forward)):
+        if address and (why := _why_no_address(address)):
+            raise ConfigError(f"weightbus.{name} is {address!r}: {why}")
     return found
 
 

@@ -1,74 +1,90 @@
-"""Fetches the buckets of a version from the relay's bulk socket."""
+"""Fetches the buckets of a version from bulk sockets: the relay's, and those that it names."""
 
 import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.weightbus.net.curve import connect
-from slipstream.wire.errors import ProtocolError, PublishError
+from slipstream.weightbus.net.curve import FETCH_AHEAD, connect, num_connections
+from slipstream.weightbus.net.traffic import Traffic
+from slipstream.wire.errors import ConfigError, ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import Frame, decode_bucket_answer, encode
+from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import FetchBucket, RelayAddress
+from slipstream.wire.messages.weightbus import BulkDoor, FetchBucket, RelayAddress
+
+_log = logging.getLogger(__name__)
+_UNIX = "ipc://"
+_GONE = {
+    zmq.EVENT_DISCONNECTED: "its connection broke",
+    zmq.EVENT_CONNECT_RETRIED: "it cannot be reached",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "its handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "its handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key",
+}
 
 
-class BucketFetcher:
-    """One connection to a relay. Use it inside one event loop."""
+class DoorFailedError(PublishError):
+    """A bucket cannot be had there; it may be had elsewhere."""
 
-    def __init__(self, context: zmq.asyncio.Context, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+
+class _Connection:
+    """One socket, and the requests that wait for their answers there."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        door: BulkDoor,
+        key: ClientKey | None,
+        on_break: Callable[[str], None] | None,
+    ) -> None:
+        self.waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._address: RelayAddress | None = None
-        self._key: ClientKey | None = None
-        self._waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
-        self._reader = asyncio.create_task(self._read())
-
-    def connect(self, address: RelayAddress, key: ClientKey | None) -> None:
-        """Connect to another address, or reconnect to the same."""
-        if self._address is not None:
-            self._socket.disconnect(self._address.bulk_endpoint)
-        self._address, self._key = address, key
-        endpoint = address.bulk_endpoint
-        connect(self._socket, endpoint, server_key=address.key, key=key, has_buckets=True)
-
-    def reconnect(self) -> None:
-        """Connect again to a relay that requires a key: it may have refused ours before."""
-        if self._address is not None and self._address.key:
-            self.connect(self._address, self._key)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._monitor: zmq.asyncio.Socket | None = None
+        try:
+            if on_break is not None:
+                self._monitor = self._socket.get_monitor_socket(sum(_GONE))
+                self._tasks.append(asyncio.create_task(_watch(self._monitor, on_break)))
+            connect(self._socket, door.endpoint, server_key=door.key, key=key, has_buckets=True)
+        except ConfigError:
+            self.close()
+            raise
+        self._tasks.append(asyncio.create_task(self._read()))
 
     def close(self) -> None:
-        """Close the connection; pending requests get no answer."""
-        self._reader.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close()
 
-    async def fetch(self, version: PolicyVersion, index: int) -> Frame:
-        """Return the bytes of a bucket.
+    def fail(self, error: PublishError) -> None:
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(error)
 
-        Raises:
-            PublishError: the relay no longer serves it, or did not answer in time.
-        """
-        key = (version, index)
+    async def fetch(self, version: PolicyVersion, index: int, timeout_s: float) -> Frame:
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = future
+        self.waiting[version, index] = future
         try:
-            await self._socket.send(encode(FetchBucket(version=version, index=index)))
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
+                await self._socket.send(encode(FetchBucket(version=version, index=index)))
                 return await future
         except TimeoutError as error:
-            raise PublishError(
-                f"bucket {index} of {version.label} did not arrive in {self._timeout_s:g} s "
+            raise DoorFailedError(
+                f"bucket {index} of {version.label} did not arrive in {timeout_s:g} s "
                 "(weightbus.timeout_s)"
             ) from error
         finally:
-            self._waiting.pop(key, None)
-
-    def drop(self, why: str) -> None:
-        """Fail all pending requests: no answer will arrive."""
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(PublishError(why))
+            self.waiting.pop((version, index), None)
 
     async def _read(self) -> None:
         while True:
@@ -77,11 +93,262 @@ class BucketFetcher:
                 answer = decode_bucket_answer(head.buffer)
             except ProtocolError:
                 continue  # the request fails at its deadline
-            future = self._waiting.get((answer.version, answer.index))
+            future = self.waiting.get((answer.version, answer.index))
             if future is None or future.done():
                 continue
             if answer.error or len(frames) != 1:
                 what = f"bucket {answer.index} of {answer.version.label}"
-                future.set_exception(PublishError(f"{what}: {answer.error or 'no bytes'}"))
+                future.set_exception(DoorFailedError(f"{what}: {answer.error or 'no bytes'}"))
             else:
                 future.set_result(frames[0].buffer)
+
+
+class _OpenDoor:
+    """The connections to one door. One that ``heals`` is not given up when a connection breaks."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        door: BulkDoor,
+        key: ClientKey | None,
+        *,
+        num_connections: int,
+        heals: bool,
+    ) -> None:
+        self.door = door
+        self.failure = ""
+        self._connections: list[_Connection] = []
+        on_break = None if heals else self._broke
+        try:
+            for _ in range(num_connections):
+                self._connections.append(_Connection(context, door, key, on_break))
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def fail(self, error: PublishError) -> None:
+        for connection in self._connections:
+            connection.fail(error)
+
+    async def fetch(self, version: PolicyVersion, index: int, timeout_s: float) -> Frame:
+        if self.failure:
+            raise DoorFailedError(self.failure)
+        connection = min(self._connections, key=lambda one: len(one.waiting))
+        return await connection.fetch(version, index, timeout_s)
+
+    def _broke(self, why: str) -> None:
+        self.failure = why
+        self.fail(DoorFailedError(why))
+
+
+async def _watch(monitor: zmq.asyncio.Socket, on_break: Callable[[str], None]) -> None:
+    """Report each time that a connection breaks or is refused."""
+    while True:
+        event = await recv_monitor_message(monitor)
+        if why := _GONE.get(zmq.Event(event["event"])):
+            on_break(why)
+
+
+class BucketFetcher:
+    """An agent's connections to the doors where buckets are. Use it inside one event loop."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        *,
+        timeout_s: float,
+        connections: int = 0,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            context: the sockets'.
+            timeout_s: of one bucket at the last of its doors; half of it at those before.
+            connections: to each door; 0 is 1 on this host and 4 to others.
+            traffic: counts what is fetched.
+        """
+        self._context = context
+        self._timeout_s = timeout_s
+        self._num_connections = connections
+        self.traffic = traffic or Traffic()
+        self._address: RelayAddress | None = None
+        self._key: ClientKey | None = None
+        self._relay: _OpenDoor | None = None
+        self._others: dict[BulkDoor, _OpenDoor] = {}
+
+    def connect(self, address: RelayAddress, key: ClientKey | None) -> None:
+        """Connect to another relay, or reconnect to the same.
+
+        Raises:
+            ConfigError: it requires a key, and there is none.
+        """
+        if self._relay is not None:
+            self._relay.fail(PublishError("the relay has moved"))
+            self._relay.close()
+            self._relay = None
+        self._address, self._key = address, key
+        self._relay = self._open(BulkDoor(endpoint=address.bulk_endpoint, key=address.key), True)
+
+    def reconnect(self) -> None:
+        """Connect again to a relay that requires a key: it may have refused ours before."""
+        if self._address is not None and self._address.key:
+            self.connect(self._address, self._key)
+
+    def close(self) -> None:
+        """Close all connections; pending requests get no answer."""
+        self._close_others(set())
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+
+    def drop(self, why: str) -> None:
+        """Fail all pending requests: no answer is of use any more."""
+        for door in (self._relay, *self._others.values()):
+            if door is not None:
+                door.fail(PublishError(why))
+
+    def receiving(
+        self,
+        manifest: WeightManifest,
+        sources: Sequence[Sequence[BulkDoor]] = (),
+        first_part: int = 0,
+    ) -> "Receiving":
+        """Prepare to fetch a version; ``sources`` are those of Receive.
+
+        Raises:
+            PublishError: there is no relay, a part has no door, or a door takes no key.
+        """
+        if self._relay is None:
+            raise PublishError("there is no relay to receive from")
+        num_parts = 1 + max((bucket.part for bucket in manifest.buckets), default=0)
+        wanted = [list(doors) for doors in sources] or [[self._relay.door]] * num_parts
+        if len(wanted) < num_parts or not all(wanted):
+            raise PublishError(f"a part of {manifest.version.label} has no door")
+        self._close_others({door for doors in wanted for door in doors})
+        for door in (door for doors in wanted for door in doors):
+            if door != self._relay.door and door not in self._others:
+                if not door.key and not door.endpoint.startswith(_UNIX):
+                    raise PublishError(f"{door.endpoint} proves no key")
+                try:
+                    self._others[door] = self._open(door, False)
+                except ConfigError as error:
+                    raise PublishError(str(error)) from error
+        open_doors = {**self._others, self._relay.door: self._relay}
+        return Receiving(
+            manifest,
+            [[open_doors[door] for door in doors] for doors in wanted],
+            order=fetch_order([bucket.part for bucket in manifest.buckets], first_part),
+            ahead=max(FETCH_AHEAD, self._connections_to(wanted[0][0])),
+            timeout_s=self._timeout_s,
+            traffic=self.traffic,
+        )
+
+    def _open(self, door: BulkDoor, heals: bool) -> _OpenDoor:
+        number = self._connections_to(door)
+        return _OpenDoor(self._context, door, self._key, num_connections=number, heals=heals)
+
+    def _connections_to(self, door: BulkDoor) -> int:
+        return num_connections(self._num_connections, is_far=bool(door.key))
+
+    def _close_others(self, wanted: set[BulkDoor]) -> None:
+        """Close doors that are not wanted, and those that failed."""
+        for door, opened in list(self._others.items()):
+            if opened.failure or door not in wanted:
+                self._others.pop(door).close()
+
+
+class Receiving:
+    """One version on its way: which door is asked for which bucket.
+
+    A door that fails is left for the next one in order, for all that is still missing.
+    """
+
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        doors: list[list[_OpenDoor]],
+        *,
+        order: list[int],
+        ahead: int,
+        timeout_s: float,
+        traffic: Traffic,
+    ) -> None:
+        self.order = order  # indices of buckets, as they are to be fetched
+        self.ahead = ahead  # buckets to fetch at a time
+        self._manifest = manifest
+        self._doors = doors  # by part; the first is in use
+        self._timeout_s = timeout_s
+        self._traffic = traffic
+        self._served: dict[int, _OpenDoor] = {}
+
+    async def fetch(self, index: int) -> Frame:
+        """Return the bytes of a bucket, from the first door that has them.
+
+        Raises:
+            PublishError: the last door does not.
+        """
+        doors = self._doors[self._manifest.buckets[index].part]
+        while True:
+            door, is_last = doors[0], len(doors) == 1
+            try:
+                timeout_s = self._timeout_s if is_last else self._timeout_s / 2
+                data = await door.fetch(self._manifest.version, index, timeout_s)
+            except DoorFailedError as error:
+                if is_last:
+                    raise
+                self._leave(door, str(error))
+                continue
+            self._served[index] = door
+            num_bytes = memoryview(data).nbytes
+            if is_last:
+                self._traffic.relay_bytes += num_bytes
+            else:
+                self._traffic.forwarded_bytes += num_bytes
+            return data
+
+    def rejected(self, index: int, why: str) -> bool:
+        """Leave the door whose bytes were wrong; False if there is no other."""
+        self._traffic.rejected_buckets += 1
+        door = self._served.pop(index)
+        doors = self._doors[self._manifest.buckets[index].part]
+        if doors[0] is door and len(doors) == 1:
+            return False
+        self._leave(door, f"bucket {index} was wrong: {why}")
+        return True
+
+    def _leave(self, door: _OpenDoor, why: str) -> None:
+        """Leave a door that has successors, wherever it is in use."""
+        is_news = False
+        for doors in self._doors:
+            if doors[0] is door and len(doors) > 1:
+                del doors[0]
+                is_news = True
+        if is_news:
+            self._traffic.left_doors += 1
+            _log.warning(
+                "%s is left, %s comes from the next: %s",
+                door.door.endpoint,
+                self._manifest.version.label,
+                why,
+            )
+
+
+def fetch_order(parts: Sequence[int], first_part: int) -> list[int]:
+    """Return the indices of buckets in the order of fetching: parts take turns.
+
+    Args:
+        parts: of each bucket.
+        first_part: begins; the numbers wrap around.
+    """
+    by_part: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_part.setdefault(part, []).append(index)
+    numbers = sorted(by_part)
+    at = first_part % len(numbers) if numbers else 0
+    turns = zip_longest(*(by_part[part] for part in numbers[at:] + numbers[:at]))
+    return [index for turn in turns for index in turn if index is not None]

@@ -9,9 +9,11 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from slipstream.weightbus.agent.held import HeldBuckets
+from slipstream.weightbus.net.curve import FETCH_AHEAD
 from slipstream.weightbus.version.disk import check_digest
 from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header
 from slipstream.wire.errors import PublishError
@@ -20,7 +22,6 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import WeightManifest
 
 _STEP_BYTES = 64 << 20  # allocated at a time: bounds how long receiving waits
-FETCH_AHEAD = 2  # buckets requested at a time
 
 
 class Staging:
@@ -32,6 +33,7 @@ class Staging:
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
         self._lock = threading.Lock()
         self._descriptor = -1
+        self.held = HeldBuckets()  # what other agents may fetch from here
         self._open()
 
     def _open(self) -> None:
@@ -60,6 +62,7 @@ class Staging:
 
         It is replaced, not truncated: an engine that still maps it must not crash.
         """
+        self.held.end()
         with self._lock:
             if self._descriptor >= 0 and self._size:
                 os.close(self._descriptor)
@@ -75,10 +78,31 @@ class Staging:
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
+    def read_into(self, data: memoryview, start: int) -> None:
+        """Copy bytes that were received, as they are in this moment. Blocks; any thread."""
+        with self._lock:
+            while data and self._descriptor >= 0:
+                if not (count := os.preadv(self._descriptor, [data], start)):
+                    return  # it was freed: ``held`` says so
+                data, start = data[count:], start + count
+
     async def receive(
-        self, manifest: WeightManifest, fetch: Callable[[int], Awaitable[Frame]]
+        self,
+        manifest: WeightManifest,
+        fetch: Callable[[int], Awaitable[Frame]],
+        *,
+        order: Sequence[int] | None = None,
+        ahead: int = FETCH_AHEAD,
+        rejected: Callable[[int, str], bool] = lambda _index, _why: False,
     ) -> Path:
         """Fetch every bucket by its index and check every digest; return the folder to load.
+
+        Args:
+            manifest: what to fetch.
+            fetch: returns the bytes of a bucket.
+            order: of the indices; theirs if None.
+            ahead: buckets fetched at a time.
+            rejected: is told of wrong bytes; True if others may be fetched in their place.
 
         Raises:
             PublishError: bytes are missing, too many, or not those of the manifest.
@@ -90,23 +114,33 @@ class Staging:
                 os.ftruncate(self._descriptor, total)
                 self._size = total
         os.pwrite(self._descriptor, header, 0)
-        gate = asyncio.Semaphore(FETCH_AHEAD)
+        gate = asyncio.Semaphore(ahead)
         starts = [len(header) + at for at in bucket_offsets(manifest)]
 
+        self.held.begin(manifest, starts)
         keeping: list[asyncio.Future[None]] = []
 
         async def get(index: int) -> None:
             async with gate:
-                data = memoryview(await fetch(index))
-                keep = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
-                keeping.append(asyncio.ensure_future(keep))
-                await asyncio.shield(keeping[-1])
+                while True:
+                    data = memoryview(await fetch(index))
+                    keep = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
+                    keeping.append(asyncio.ensure_future(keep))
+                    try:
+                        await asyncio.shield(keeping[-1])
+                    except PublishError as error:
+                        if rejected(index, str(error)):
+                            continue
+                        raise
+                    self.held.add(index)
+                    return
 
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(len(manifest.buckets)):
+                for index in order if order is not None else range(len(manifest.buckets)):
                     group.create_task(get(index))
         except* PublishError as errors:
+            self.held.end()
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:  # no write may be left when the next version arrives
             await asyncio.gather(*keeping, return_exceptions=True)

@@ -14,16 +14,18 @@ import zmq.asyncio
 from slipstream.weightbus.agent.adapter_updates import AdapterUpdates, EngineAdapters
 from slipstream.weightbus.agent.engine import EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
+from slipstream.weightbus.agent.forward import Forwarder
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
-from slipstream.weightbus.agent.updates import EngineUpdates
-from slipstream.weightbus.net.curve import connect
+from slipstream.weightbus.agent.updates import EngineUpdates, Order
+from slipstream.weightbus.net.curve import connect, num_connections
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.engine_checksums import holder_of
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_command, encode
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Command, Heard, Join, Leave, RelayAddress
+from slipstream.wire.messages.weightbus import Admit, Heard, Join, Leave, Outcome, RelayAddress
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
@@ -47,6 +49,8 @@ class Subscriber:
         on_adopt: Callable[[PolicyVersion], None],
         key: ClientKey | None = None,
         adapters: EngineAdapters | None = None,
+        forward: str = "",
+        connections: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the agent of an engine; ``run`` joins, with ``adopted`` filled in.
@@ -54,7 +58,9 @@ class Subscriber:
         A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
         ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
         generates with from now on. The caller closes ``staging``. ``key`` is proved to a relay on
-        another host. ``adapters`` is the engine if its versions are adapters.
+        another host. ``adapters`` is the engine if its versions are adapters. At ``forward``
+        (tcp://ADDRESS:PORT) other engines may get the buckets that this one has; ``connections`` go
+        to each place where buckets are, 0 chooses.
         """
         self._join = join
         self._silence_s = silence_s
@@ -66,6 +72,19 @@ class Subscriber:
         self._relay = ""  # incarnation of the current relay
         self._last_message_s = now()
         self._fetcher: BucketFetcher | None = None
+        self._connections = connections
+        self.traffic = Traffic()
+        self._forwarder = (
+            Forwarder(
+                forward,
+                staging,
+                patience_s=fetch_timeout_s / 2,
+                traffic=self.traffic,
+                is_relay_heard=lambda: self.silent_s < silence_s,
+            )
+            if forward
+            else None
+        )
         common: dict[str, Any] = {
             "tensors": tensors,
             "staging": staging,
@@ -91,18 +110,31 @@ class Subscriber:
             PublishError: too many publishes in a row failed at this engine.
             ConfigError: the relay requires a key, and there is none.
         """
-        context = zmq.asyncio.Context()
+        context = zmq.asyncio.Context(
+            io_threads=num_connections(self._connections, is_far=bool(address.key))
+        )
         self._socket = socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, _MAX_COMMANDS)
-        self._fetcher = fetcher = BucketFetcher(context, timeout_s=self._fetch_timeout_s)
-        commands: asyncio.Queue[Command] = asyncio.Queue(_MAX_COMMANDS)
+        self._fetcher = fetcher = BucketFetcher(
+            context,
+            timeout_s=self._fetch_timeout_s,
+            connections=self._connections,
+            traffic=self.traffic,
+        )
+        commands: asyncio.Queue[Order | Heard] = asyncio.Queue(_MAX_COMMANDS)
+        forwarder = self._forwarder
         try:
+            if forwarder is not None:
+                door = forwarder.open(context)
+                self._join = msgspec.structs.replace(self._join, forward=door)
             self.move(address)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._heartbeat(socket))
                 group.create_task(self._read(socket, fetcher, commands))
                 group.create_task(self._execute_all(socket, fetcher, commands))
+                if forwarder is not None:
+                    group.create_task(forwarder.run())
         except* PublishError as errors:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:
@@ -110,6 +142,8 @@ class Subscriber:
                 await socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
             socket.close()
             fetcher.close()
+            if forwarder is not None:
+                forwarder.close()
             self._socket = self._fetcher = self._address = None
             context.term()
 
@@ -142,7 +176,10 @@ class Subscriber:
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _read(
-        self, socket: zmq.asyncio.Socket, fetcher: BucketFetcher, commands: asyncio.Queue[Command]
+        self,
+        socket: zmq.asyncio.Socket,
+        fetcher: BucketFetcher,
+        commands: asyncio.Queue[Order | Heard],
     ) -> None:
         """Record the relay's messages, also while the engine is busy, and queue its commands."""
         while True:
@@ -153,7 +190,9 @@ class Subscriber:
                 _log.error("the relay sent a malformed command: %s", error)
                 continue  # the relay leaves this engine out at its deadline
             self._last_message_s = self._now()
-            if not isinstance(command, Heard):
+            if isinstance(command, Admit):
+                await socket.send(encode(self._admit(command)))
+            elif not isinstance(command, Heard):
                 await commands.put(command)
             elif command.relay != self._relay:
                 if self._relay:
@@ -162,8 +201,18 @@ class Subscriber:
                 self._relay = command.relay
                 await commands.put(command)
 
+    def _admit(self, command: Admit) -> Outcome:
+        self.traffic.commands += 1
+        if self._forwarder is None:
+            return Outcome(command_id=command.command_id, error="it forwards nothing")
+        self._forwarder.admit(command.version, command.keys)
+        return Outcome(command_id=command.command_id)
+
     async def _execute_all(
-        self, socket: zmq.asyncio.Socket, fetcher: BucketFetcher, commands: asyncio.Queue[Command]
+        self,
+        socket: zmq.asyncio.Socket,
+        fetcher: BucketFetcher,
+        commands: asyncio.Queue[Order | Heard],
     ) -> None:
         updates = self._updates
         while True:
@@ -178,6 +227,7 @@ class Subscriber:
                 if updates.is_paused:
                     await updates.abandon("the relay that paused it has been replaced")
                 continue
+            self.traffic.commands += 1
             await socket.send(encode(await updates.execute(command, fetcher)))
             if len(updates.failures) >= _MAX_FAILURES:
                 raise PublishError(

@@ -133,24 +133,31 @@ class EngineUpdates:
         """Get a version; compute while the engine generates what its checksums have to be."""
         manifest, holder = command.manifest, self._holder
         self._offer(manifest)
-        received = self._received = await self._fetch(command.path, manifest, fetcher)
+        received = self._received = await self._fetch(command, fetcher)
         if command.is_checked:
             self._expected = await asyncio.to_thread(
                 lambda: expected_of_version(bits_in_folder(received, manifest), holder)
             )
 
-    async def _fetch(self, path: str, manifest: WeightManifest, fetcher: BucketFetcher) -> Path:
-        if path:
-            await asyncio.to_thread(check_folder, Path(path), manifest)
-            return Path(path)
-        version = manifest.version
+    async def _fetch(self, command: Receive, fetcher: BucketFetcher) -> Path:
+        manifest = command.manifest
+        if command.path:
+            await asyncio.to_thread(check_folder, Path(command.path), manifest)
+            return Path(command.path)
         try:
-            return await self._staging.receive(
-                manifest, lambda index: fetcher.fetch(version, index)
+            receiving = fetcher.receiving(manifest, command.sources, command.first_part)
+            folder = await self._staging.receive(
+                manifest,
+                receiving.fetch,
+                order=receiving.order,
+                ahead=receiving.ahead,
+                rejected=receiving.rejected,
             )
         except PublishError:
             fetcher.reconnect()
             raise
+        fetcher.traffic.copied_bytes += manifest.num_bytes
+        return folder
 
     async def _adopt(self, number: int, version: PolicyVersion) -> Outcome:
         """Have the engine run the received version, or know that it may hold a mixture.

@@ -1,16 +1,17 @@
-"""The relay's listener for other hosts, and connections to it; both sides prove a CURVE key."""
+"""Listeners for other hosts, and connections to them; both sides prove a CURVE key."""
 
 import logging
 from collections.abc import Mapping
 
 import zmq
 import zmq.asyncio
+from typing_extensions import override
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from slipstream.broker.curve import ping, prove_key, require_keys
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey
-from slipstream.wire.messages.weightbus import RelayAddress
+from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
 
 _log = logging.getLogger(__name__)
 _DOMAIN = "slipstream-weights"
@@ -19,27 +20,23 @@ _HEARTBEAT_MS = 2_000  # of a connection: notices a host that is gone
 _DEAD_AFTER_MS = 10_000
 _KEEPALIVE_S = 10  # of one that carries buckets, which delay heartbeats
 MAX_WAITING = 8  # buckets requested by a peer and not read by it
+_FAR_CONNECTIONS = 4  # to a door on another host: one core encrypts a connection
+FETCH_AHEAD = 2  # buckets that an agent requests at a time on a connection
 _MAX_BYTES = 16 << 20  # of a message from an agent: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
 _TCP = "tcp://"
 
 
-class RemoteListener:
-    """Listens for engines on other hosts; admits keys that the broker knows.
+class KeyedListener:
+    """Listens at sockets of its own key for clients whose keys were admitted."""
 
-    Each instance makes its own key.
-    """
-
-    def __init__(self, listen: str) -> None:
-        """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
-
-        Buckets go over the port after it, or any if it is 0.
-        """
+    def __init__(self, listen: str, *, setting: str) -> None:
+        """Make a key; ``listen`` is tcp://ADDRESS:PORT, the value of ``setting``."""
         self._listen = listen
+        self._setting = setting
         self._public, self._secret = zmq.curve_keypair()
         self._holders: dict[str, str] = {}
         self._authenticator: AsyncioAuthenticator | None = None
-        self.address: RelayAddress | None = None  # once it listens
 
     def admit(self, holders: Mapping[str, str]) -> None:
         """Admit these keys (Z85) only; values are names."""
@@ -51,7 +48,58 @@ class RemoteListener:
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """True if a connection that proved this key is admitted; called by zmq.auth."""
-        return key.decode() in self._holders
+        return self.name_of(key.decode()) is not None
+
+    def _check_keys(self, context: zmq.asyncio.Context) -> None:
+        self._authenticator = AsyncioAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=self)
+
+    def _bind(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        *,
+        has_buckets: bool,
+        max_waiting: int = MAX_WAITING,
+    ) -> zmq.asyncio.Socket:
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        # A send of a command to a peer that is gone fails.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))
+        detect_dead_peers(socket, has_buckets=has_buckets)
+        if has_buckets:
+            socket.setsockopt(zmq.SNDHWM, max_waiting)
+        require_keys(socket, secret=self._secret, domain=_DOMAIN)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(f"cannot listen at {endpoint} ({self._setting}): {error}") from error
+        return socket
+
+    def close(self) -> None:
+        """Stop checking keys; the caller of ``open`` closes the sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+
+
+class RemoteListener(KeyedListener):
+    """Listens for engines on other hosts; admits keys that the broker knows.
+
+    Each instance makes its own key.
+    """
+
+    def __init__(self, listen: str) -> None:
+        """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
+
+        Buckets go over the port after it, or any if it is 0.
+        """
+        super().__init__(listen, setting="weightbus.listen")
+        self.address: RelayAddress | None = None  # once it listens
 
     def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
         """Listen; return the sockets for commands and for buckets.
@@ -59,9 +107,7 @@ class RemoteListener:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._authenticator = AsyncioAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=self)
+        self._check_keys(context)
         host, _, port = self._listen.removeprefix(_TCP).rpartition(":")
         after = int(port) + 1 if int(port) else 0
         socket = self._bind(context, self._listen, has_buckets=False)
@@ -78,30 +124,39 @@ class RemoteListener:
         _log.info("other hosts find this relay at %s", self.address.endpoint)
         return socket, bulk
 
-    def _bind(
-        self, context: zmq.asyncio.Context, endpoint: str, *, has_buckets: bool
-    ) -> zmq.asyncio.Socket:
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        # A send of a command to a peer that is gone fails.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))
-        detect_dead_peers(socket, has_buckets=has_buckets)
-        require_keys(socket, secret=self._secret, domain=_DOMAIN)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise ConfigError(f"cannot listen at {endpoint} (weightbus.listen): {error}") from error
-        return socket
-
+    @override
     def close(self) -> None:
-        """Stop checking keys; the caller of ``open`` closes the sockets."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
+        super().close()
         self.address = None
+
+
+class ForwardListener(KeyedListener):
+    """Listens for other engines that fetch what this one has received."""
+
+    def __init__(self, listen: str) -> None:
+        """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT, or any port if it is 0."""
+        super().__init__(listen, setting="weightbus.forward")
+
+    def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, BulkDoor]:
+        """Listen; return the socket, and where others find it.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._check_keys(context)
+        socket = self._bind(context, self._listen, has_buckets=True, max_waiting=FETCH_AHEAD)
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket, BulkDoor(endpoint=endpoint, key=self._public.decode())
+
+
+def num_connections(wanted: int, *, is_far: bool) -> int:
+    """Return how many connections carry buckets: ``wanted``, or as many as suit if that is 0."""
+    return wanted or (_FAR_CONNECTIONS if is_far else 1)
+
+
+def proved(frame: zmq.Frame) -> str:
+    """Return the public key (Z85) that the sender of a frame proved."""
+    return str(frame.get("User-Id"))
 
 
 def detect_dead_peers(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:

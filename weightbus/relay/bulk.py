@@ -5,7 +5,8 @@ import logging
 import zmq
 import zmq.asyncio
 
-from slipstream.weightbus.net.curve import RemoteListener
+from slipstream.weightbus.net.curve import RemoteListener, proved
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import decode_fetch, encode
@@ -15,11 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 async def serve_buckets(
-    socket: zmq.asyncio.Socket, versions: Versions, listener: RemoteListener | None
+    socket: zmq.asyncio.Socket,
+    versions: Versions,
+    listener: RemoteListener | None,
+    traffic: Traffic,
 ) -> None:
     """Answer requests for buckets at a ROUTER until cancelled.
 
-    ``listener`` checks the keys of other hosts; None on a Unix socket.
+    ``listener`` checks the keys of other hosts; None on a Unix socket. ``traffic`` counts.
     """
     while True:
         peer, *frames = await socket.recv_multipart(copy=False)
@@ -41,10 +45,10 @@ async def serve_buckets(
             index=request.index,
             error="" if data is not None else "it is no longer served",
         )
+        if data is None:
+            traffic.refused_requests += 1
+        else:
+            traffic.bucket_requests += 1
+            traffic.sent_bytes += data.nbytes
         parts = [peer.bytes, encode(answer)] + ([data] if data is not None else [])
         await socket.send_multipart(parts, copy=False)
-
-
-def proved(frame: zmq.Frame) -> str:
-    """Return the public key (Z85) that the sender of a frame proved."""
-    return str(frame.get("User-Id"))

@@ -22,6 +22,7 @@ from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.weightbus.net.threads import are_done
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.lock import only_relay
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.reports import BrokerReports
@@ -83,13 +84,15 @@ class Relay:
         self._settings = settings
         self._stop = stop
         self._versions = Versions(settings.folder)
-        self._reports = BrokerReports(settings.run)
         self._last_message_s = time.monotonic()  # last message of a learner
+        traffic = Traffic()
+        self._reports = BrokerReports(settings.run, traffic)
         self._publisher = Publisher(
             settings.weightbus,
             self._versions,
             on_record=self._reports.keep,
             libraries=installed_libraries(),
+            traffic=traffic,
         )
         listen = settings.weightbus.listen
         self._remote = RemoteListener(listen) if listen else None

@@ -10,10 +10,11 @@ from typing import Literal
 import zmq
 
 from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BusMessage, Heard, Join, Outcome
+from slipstream.wire.messages.weightbus import BulkDoor, BusMessage, Heard, Join, Outcome
 
 State = Literal["current", "behind", "receiving", "torn"]
 PROBE_S = 0.25  # how often a member that does not answer is probed
@@ -34,8 +35,15 @@ class Member:
         key: str = "",
         transport: str,
         timeout_s: float,
+        bulk: BulkDoor | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.name = name
+        self.bulk = bulk  # this relay's door for it
+        self.before: Member | None = None  # in its chain, for the version that it receives
+        self.serves: Member | None = None  # the one behind it, which its door admits
+        self.num_commands = 0
+        self._traffic = traffic or Traffic()
         self._relay = relay  # incarnation of this relay
         self.key = key  # that it proved; empty on this host
         self.peer = peer  # routing id of its agent
@@ -115,6 +123,8 @@ class Member:
             self._waits_since_s = time.monotonic()
         self._waiting[number] = future
         future.add_done_callback(lambda done: self._forget(number, done))
+        self.num_commands += 1
+        self._traffic.commands += 1
         return future
 
     def _transmit(self, message: BusMessage) -> None:

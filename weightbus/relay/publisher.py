@@ -16,19 +16,24 @@ import zmq.asyncio
 
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
-from slipstream.weightbus.net.curve import MAX_WAITING, RemoteListener
+from slipstream.weightbus.net.curve import MAX_WAITING, RemoteListener, num_connections, proved
 from slipstream.weightbus.net.router import Router
-from slipstream.weightbus.relay.bulk import proved, serve_buckets
+from slipstream.weightbus.net.traffic import Traffic
+from slipstream.weightbus.relay.bulk import serve_buckets
+from slipstream.weightbus.relay.chain import Chains, may_be_source
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.relay.member import PROBE_S, Member
 from slipstream.weightbus.relay.served import Reading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
 from slipstream.weightbus.relay.transports.base import Transport, transport_class
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
-from slipstream.wire.errors import ProtocolError
+from slipstream.weightbus.version.adapter_checksums import are_adapters
+from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_agent_message, encode
 from slipstream.wire.messages.weightbus import (
+    Admit,
     AgentMessage,
+    BulkDoor,
     Heard,
     Join,
     Leave,
@@ -65,9 +70,13 @@ class Publisher:
         on_record: Callable[[PublishRecord], Awaitable[None]],
         libraries: Libraries,
         transports: Mapping[str, TransportEntry] = TRANSPORTS,
+        traffic: Traffic | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without members; ``on_record`` is called with the record of every publish."""
+        """Start without members; ``on_record`` is called with the record of every publish.
+
+        ``traffic`` counts what is sent.
+        """
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
@@ -91,6 +100,11 @@ class Publisher:
             retry_s=_RETRY_S,
             engines_per_group=settings.engines_per_group,
         )
+        self.traffic = traffic or Traffic()
+        self._chains = Chains(settings.fanout)
+        self._closing: list[Member] = []  # whose doors are open to a member that left them
+        self._near: BulkDoor | None = None
+        self._remote: RemoteListener | None = None
         self._alone: dict[Seat, asyncio.Task[None]] = {}
         self._shared: dict[CollectiveGroup, Transport] = {}
 
@@ -100,7 +114,12 @@ class Publisher:
         Raises:
             ConfigError: an address cannot be bound.
         """
-        context = zmq.asyncio.Context()
+        is_far = remote is not None
+        context = zmq.asyncio.Context(
+            io_threads=num_connections(self._settings.connections, is_far=is_far)
+        )
+        self._near = BulkDoor(endpoint=address.bulk_endpoint)
+        self._remote = remote
         sockets: list[zmq.asyncio.Socket] = []
         try:
             pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
@@ -121,7 +140,7 @@ class Publisher:
                 for state in self._states.values():
                     group.create_task(state.run())
                 for socket, bulk, checks in pairs:
-                    group.create_task(serve_buckets(bulk, self._versions, checks))
+                    group.create_task(serve_buckets(bulk, self._versions, checks, self.traffic))
                     group.create_task(self._listen(socket, checks))
                 group.create_task(self._probe())
         finally:
@@ -216,6 +235,8 @@ class Publisher:
             key=sender.key,
             transport=self._transport_for(join, name, is_far=bool(sender.key)),
             timeout_s=self._settings.timeout_s,
+            bulk=self._bulk_door(is_far=bool(sender.key)),
+            traffic=self.traffic,
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
         self._members[name] = self._by_place[member.place] = member
@@ -229,6 +250,13 @@ class Publisher:
         )
         self._fleet.join(seat)
         self._decide()
+
+    def _bulk_door(self, *, is_far: bool) -> BulkDoor | None:
+        """Return the door at which a member fetches buckets from this relay."""
+        if not is_far:
+            return self._near
+        address = self._remote.address if self._remote is not None else None
+        return BulkDoor(endpoint=address.bulk_endpoint, key=address.key) if address else None
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
         """Return the transport of a member: the requested one, or the fallback."""
@@ -250,6 +278,8 @@ class Publisher:
         if (task := self._alone.pop(self._fleet.seats[member.name], None)) is not None:
             task.cancel()
         self._dissolve(self._fleet.forget(member.name))
+        self._chains.leave(member.name)
+        self._leave_chain(member)
         member.leave(why)
 
     async def _watch(self, remote: RemoteListener | None) -> None:
@@ -263,6 +293,7 @@ class Publisher:
             for member in [m for m in self._members.values() if m.key]:
                 if remote is not None and remote.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
+            await self._close_doors()
 
     async def _probe(self) -> None:
         """Notice agents that are gone while their outcome is awaited, in turns.
@@ -309,10 +340,41 @@ class Publisher:
     def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
+        for member in members:
+            self._leave_chain(member)
+            member.before = self._before(member, serving, reading)
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
         if serving.group is None:
             self._alone[serving.seats[0]] = task
+
+    def _before(self, member: Member, serving: Serving, reading: Reading) -> Member | None:
+        """Return the member from which another fetches a version; None for the relay.
+
+        Members of a chain are on other hosts, and offer a door.
+        """
+        is_repair = bool(member.failure)
+        if serving.group is not None or are_adapters(reading.publication.snapshot.tensors):
+            return None
+        if is_repair or not member.key or not may_be_source(member.join.forward):
+            return None
+        name = self._chains.place(serving.version, member.name)
+        return self._members.get(name) if name is not None else None
+
+    def _leave_chain(self, member: Member) -> None:
+        """Have the member before one in its chain serve it no more."""
+        before, member.before = member.before, None
+        if before is not None and before.serves is member:
+            before.serves = None
+            self._closing.append(before)
+
+    async def _close_doors(self) -> None:
+        """Tell members whose successors have left that they serve nobody."""
+        closing, self._closing = self._closing, []
+        for member in closing:
+            if member.serves is None and (newest := self._versions.newest) is not None:
+                with suppress(PublishError):  # it is gone
+                    await member.send(lambda n: Admit(command_id=n, version=newest, keys=()))
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
         """Bring members to a version; the record and the fleet get the results."""
@@ -333,6 +395,7 @@ class Publisher:
         finally:
             await asyncio.shield(reading.end())
         for name, why in record.failed.items():
+            self._chains.leave(name)
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
         wanted = self._versions.wanted()

@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from slipstream.broker.client import BrokerClient
 from slipstream.weightbus.net.curve import RemoteListener
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.broker import Done, PublishReport, RelayHeard, RelayReport, RoleReport
 from slipstream.wire.messages.status import REPORT_EVERY_S
@@ -25,8 +26,10 @@ _MAX_RECORDS = 1_000  # versions kept while the broker is gone, and records of o
 class BrokerReports:
     """Reports of a relay. Use it inside one event loop."""
 
-    def __init__(self, run: RunSection) -> None:
+    def __init__(self, run: RunSection, traffic: Traffic) -> None:
+        """Report what ``traffic`` counts, too."""
         self._run = run
+        self._traffic = traffic
         self._records: deque[list[PublishRecord]] = deque()  # not yet reported, by version
         self._is_news = asyncio.Event()
         self._num_lost_records = 0
@@ -99,6 +102,8 @@ class BrokerReports:
                 age_s = time.monotonic() - self._started_s
                 busy_s = min(time.process_time(), age_s)  # CPU time counts as serving
                 phases = {"serve": busy_s, WAIT: age_s - busy_s}
-                await client.ask(RoleReport(phase_seconds=phases, counters={}), Done)
+                await client.ask(
+                    RoleReport(phase_seconds=phases, counters=self._traffic.as_counters()), Done
+                )
         finally:
             client.close()

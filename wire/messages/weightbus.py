@@ -53,6 +53,7 @@ class Join(BusMessage, frozen=True):
     adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
     # Of its ranks, each of which holds the whole attention; unset is one.
     attention_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET
+    forward: BulkDoor | None = None  # where others may fetch the buckets that it has received
 
     def __post_init__(self) -> None:
         if self.attention_groups and self.num_ranks % self.attention_groups:
@@ -136,6 +137,18 @@ class Receive(BusMessage, frozen=True):
     # By part of the version: where its buckets are, the next one for when the one before fails.
     # Empty: all are at the relay that sends this.
     sources: tuple[tuple[BulkDoor, ...], ...] = ()
+    first_part: int = 0  # is fetched from first, the others in turn: not all from one host at once
+
+
+class Admit(BusMessage, frozen=True):
+    """Serve the verified buckets of this version to the holders of these keys, and to no others.
+
+    Carried out at once, also while another command is.
+    """
+
+    command_id: int
+    version: PolicyVersion
+    keys: tuple[str, ...]  # public keys (Z85) of other engines
 
 
 class EncodedReceive(BusMessage, frozen=True, tag=Receive.__name__.lower()):
@@ -146,6 +159,7 @@ class EncodedReceive(BusMessage, frozen=True, tag=Receive.__name__.lower()):
     path: str = ""
     is_checked: bool = True
     sources: tuple[tuple[BulkDoor, ...], ...] = ()
+    first_part: int = 0
 
 
 class Pause(BusMessage, frozen=True):
@@ -199,7 +213,17 @@ class BucketAnswer(BusMessage, frozen=True):
 
 
 Command: TypeAlias = (
-    OpenGroup | Abandon | Offer | Receive | Pause | LoadBucket | Adopt | Verify | Commit | Heard
+    OpenGroup
+    | Abandon
+    | Offer
+    | Receive
+    | Admit
+    | Pause
+    | LoadBucket
+    | Adopt
+    | Verify
+    | Commit
+    | Heard
 )
 AgentMessage: TypeAlias = Join | Leave | Outcome
 

@@ -1,14 +1,21 @@
 """Versions that an agent receives and checks before its engine is touched."""
 
+import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from typing_extensions import override
 
+from slipstream.weightbus.relay.chain import sources_behind
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import Transport, all_of
-from slipstream.wire.messages.weightbus import EncodedReceive
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.weightbus import Admit, BulkDoor, EncodedReceive
+
+_log = logging.getLogger(__name__)
+_ADMIT_S = 2.0  # in which an agent answers, whatever its engine does
+Sources: TypeAlias = tuple[tuple[BulkDoor, ...], ...]
 
 
 class Staged(Transport):
@@ -24,19 +31,32 @@ class Staged(Transport):
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents receive the version."""
+        """Have the agents receive the version, from whoever has it."""
         manifest = await publication.encoded_manifest()
 
         async def receive(member: Member) -> None:
             path = await self.path(publication, member)
+            sources = () if path else await self._sources(publication, member)
             await member.request(
                 lambda n: EncodedReceive(
-                    command_id=n, manifest=manifest, path=path, is_checked=member.is_checked
+                    command_id=n,
+                    manifest=manifest,
+                    path=path,
+                    is_checked=member.is_checked,
+                    sources=sources,
                 ),
                 timeout_s=self._settings.receive_timeout_s,
             )
 
         await all_of(members, receive)
+
+    async def _sources(
+        self,
+        publication: Publication,  # noqa: ARG002 for subclasses
+        member: Member,  # noqa: ARG002
+    ) -> Sources:
+        """Return where an agent fetches; empty for this relay's bulk socket."""
+        return ()
 
 
 class OverTcp(Staged):
@@ -47,3 +67,19 @@ class OverTcp(Staged):
     @override
     async def path(self, publication: Publication, member: Member) -> str:
         return ""
+
+    @override
+    async def _sources(self, publication: Publication, member: Member) -> Sources:
+        """Have the engine before this one in its chain serve it; without that, the relay does."""
+        if member.bulk is None or (before := member.before) is None:
+            return ()
+        version, limit = publication.version, min(_ADMIT_S, self._settings.timeout_s)
+        try:
+            await before.request(
+                lambda n: Admit(command_id=n, version=version, keys=(member.key,)), timeout_s=limit
+            )
+        except PublishError as error:
+            _log.warning("%s gets %s from the relay: %s", member.name, version.label, error)
+            return ()
+        before.serves = member
+        return sources_behind(before.join.forward, member.bulk)

@@ -11,8 +11,8 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
 
 
-def listening(address: str) -> Table:
-    return {"weightbus": {"listen": address}}
+def listening(address: str, setting: str = "listen") -> Table:
+    return {"weightbus": {setting: address}}
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,13 @@ def listening(address: str) -> Table:
         ("tcp://[::1]:5600", "expected an IPv4 address"),
     ],
 )
-def test_an_address_that_others_could_not_connect_to_is_refused(listen: str, why: str):
+@pytest.mark.parametrize("setting", ["listen", "forward"])
+def test_an_address_that_others_could_not_connect_to_is_refused(
+    listen: str, why: str, setting: str
+):
     with pytest.raises(ConfigError, match=why) as refused:
-        weightbus_section(listening(listen))
-    assert "weightbus.listen" in str(refused.value)
+        weightbus_section(listening(listen, setting))
+    assert f"weightbus.{setting}" in str(refused.value)
 
 
 @pytest.mark.parametrize("listen", ["", "tcp://10.0.0.1:5600", "tcp://127.0.0.1:0"])

@@ -1,0 +1,309 @@
+"""Engines on other hosts that fetch a version from each other: a chain behind the relay."""
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from slipstream.weightbus.agent.fetcher import BucketFetcher
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.wire.errors import PublishError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
+from tests.support.bus.remote import (
+    EPOCH,
+    TENSORS,
+    Relay,
+    adopts,
+    agent,
+    client_key,
+    running,
+    running_relay,
+)
+from tests.support.waiting import until_async
+
+pytestmark = pytest.mark.integration
+SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
+BUCKET = 16 * 1024  # one tensor
+NUM_BUCKETS = SIZE // BUCKET
+ANY_PORT = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
+        yield Path(name)
+
+
+class Chain:
+    """A relay, and agents that joined one after the other."""
+
+    def __init__(self, relay: Relay, folder: Path, stack: AsyncExitStack) -> None:
+        self.relay = relay
+        self.agents: list[Subscriber] = []
+        self.keys: list[ClientKey] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self._folder = folder
+        self._stack = stack
+
+    def admit(self, *strangers: ClientKey) -> None:
+        keys = (*self.keys, *strangers)
+        self.relay.listener.admit({key.public: key.name for key in keys})
+
+    async def join(self, staging: Staging | None = None, **settings: object) -> Subscriber:
+        number = len(self.agents)
+        key = client_key(f"host-{number}")
+        self.keys.append(key)
+        self.admit()
+        options: dict[str, object] = {"transport": "tcp", "forward": ANY_PORT, "connections": 2}
+        made = agent(
+            self._folder,
+            key,
+            f"generator-{number}",
+            staging=staging,
+            **(options | settings),  # type: ignore[arg-type]
+        )
+        subscriber = self._stack.enter_context(made)
+        job = running(subscriber.run(await self.relay.place()))
+        self.tasks.append(await self._stack.enter_async_context(job))
+        self.agents.append(subscriber)
+        await until_async(lambda: len(self.relay.publisher.states()) > number)
+        return subscriber
+
+    async def adopts(self, step: int) -> None:
+        for subscriber in self.agents:
+            await adopts(subscriber, step)
+
+    def door_of(self, number: int) -> BulkDoor:
+        name = f"host-{number}/generator-{number}"
+        door = self.relay.publisher._members[name].join.forward
+        assert door is not None
+        return door
+
+
+@asynccontextmanager
+async def chain(folder: Path, *, fanout: int = 1) -> AsyncIterator[Chain]:
+    async with (
+        running_relay(folder, bucket_bytes=BUCKET, fanout=fanout) as relay,
+        AsyncExitStack() as stack,
+    ):
+        yield Chain(relay, folder, stack)
+
+
+@pytest.mark.parametrize(("fanout", "from_relay"), [(0, 4), (1, 1), (2, 2), (9, 4)])
+def test_only_so_many_engines_fetch_from_the_relay(folder: Path, fanout: int, from_relay: int):
+    async def scenario() -> None:
+        async with chain(folder, fanout=fanout) as bus:
+            for _ in range(4):
+                await bus.join()
+            for step in range(3):
+                bus.relay.publish(step)
+                await bus.adopts(step)
+            assert bus.relay.publisher.traffic.sent_bytes == 3 * from_relay * SIZE
+            fetched = [one.traffic.relay_bytes for one in bus.agents]
+            assert sorted(fetched) == sorted([3 * SIZE] * from_relay + [0] * (4 - from_relay))
+            forwarded = [one.traffic.forwarded_bytes for one in bus.agents]
+            assert [a + b for a, b in zip(fetched, forwarded, strict=True)] == [3 * SIZE] * 4
+            assert sum(one.traffic.sent_bytes for one in bus.agents) == sum(forwarded)
+            assert max(one.traffic.sent_bytes for one in bus.agents) <= 3 * SIZE, "one serves two"
+            assert not any(one.traffic.left_doors for one in bus.agents)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_offers_no_door_gets_all_from_the_relay(folder: Path):
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            await bus.join()
+            doorless = await bus.join(forward="")
+            await bus.join()
+            bus.relay.publish(0)
+            await bus.adopts(0)
+            assert doorless.traffic.relay_bytes == SIZE
+            assert bus.agents[2].traffic.forwarded_bytes == SIZE
+
+    asyncio.run(scenario())
+
+
+def test_one_that_joins_late_stands_behind_one_that_has_the_version(folder: Path):
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            await bus.join()
+            bus.relay.publish(0)
+            await bus.adopts(0)
+            late = await bus.join()
+            await bus.adopts(0)
+            assert late.traffic.forwarded_bytes == SIZE
+
+    asyncio.run(scenario())
+
+
+class Tampering(Staging):
+    """Does something to what it is asked for by others."""
+
+    def __init__(self, folder: Path, on_read: Callable[[memoryview, int], None]) -> None:
+        super().__init__(folder, "tampering")
+        self._on_read = on_read
+        self._num_read = 0
+
+    def read_into(self, data: memoryview, start: int) -> None:
+        super().read_into(data, start)
+        self._num_read += 1
+        self._on_read(data, self._num_read)
+
+
+def test_wrong_bytes_are_refused_named_counted_and_fetched_from_the_relay(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    def flip(data: memoryview, number: int) -> None:
+        if number > 3:
+            data[17] ^= 1
+
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            await bus.join(Tampering(folder, flip))
+            victim = await bus.join()
+            last = await bus.join()
+            with caplog.at_level(logging.WARNING):
+                bus.relay.publish(0)
+                await bus.adopts(0)
+            assert victim.traffic.rejected_buckets >= 1
+            assert victim.traffic.left_doors == 1
+            assert victim.traffic.relay_bytes >= SIZE - 5 * BUCKET
+            assert victim.traffic.relay_bytes < SIZE, "what was right is fetched again"
+            assert last.traffic.forwarded_bytes == SIZE
+            assert last.traffic.rejected_buckets == 0, "wrong bytes were passed on"
+            assert bus.door_of(0).endpoint in caplog.text
+            assert "arrived with digest" in caplog.text
+            assert not any(record.failed for record in bus.relay.records)
+
+    asyncio.run(scenario())
+
+
+def test_a_predecessor_that_dies_in_mid_version_is_replaced_by_the_relay(folder: Path):
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            loop = asyncio.get_running_loop()
+
+            def die(_data: memoryview, number: int) -> None:
+                if number == 4:
+                    loop.call_soon_threadsafe(bus.tasks[0].cancel)
+
+            await bus.join(Tampering(folder, die))
+            heir = await bus.join()
+            bus.relay.publish(0)
+            await adopts(heir, 0)
+            assert heir.traffic.forwarded_bytes + heir.traffic.relay_bytes == SIZE
+            assert 0 < heir.traffic.relay_bytes < SIZE
+            assert heir.traffic.left_doors == 1
+            bus.relay.publish(1)
+            await adopts(heir, 1)
+            assert heir.traffic.left_doors == 1, "it still stood behind the dead one"
+
+    asyncio.run(scenario())
+
+
+def test_a_predecessor_that_is_late_is_left(folder: Path):
+    async def scenario() -> None:
+        never = asyncio.Event()
+
+        class Slow(Staging):
+            def read_into(self, data: memoryview, start: int) -> None:
+                loop = slow_loop
+                asyncio.run_coroutine_threadsafe(never.wait(), loop).result()
+                super().read_into(data, start)
+
+        slow_loop = asyncio.get_running_loop()
+        async with chain(folder) as bus:
+            await bus.join(Slow(folder, "slow"))
+            heir = await bus.join(fetch_timeout_s=1.0)
+            bus.relay.publish(0)
+            await adopts(heir, 0)
+            assert heir.traffic.relay_bytes == SIZE
+            assert heir.traffic.left_doors == 1
+            never.set()
+
+    asyncio.run(scenario())
+
+
+async def _fetched(door: BulkDoor, key: ClientKey, manifest: WeightManifest) -> bytes:
+    """Return the first bucket that a door gives to a key."""
+    context = zmq.asyncio.Context()
+    fetcher = BucketFetcher(context, timeout_s=2.0, connections=1)
+    nowhere = RelayAddress(endpoint="ipc:///nowhere", bulk_endpoint="ipc:///tmp/sp-nowhere")
+    fetcher.connect(nowhere, key)
+    try:
+        receiving = fetcher.receiving(manifest, ((door,),))
+        return bytes(memoryview(await receiving.fetch(0)))
+    finally:
+        fetcher.close()
+        context.destroy(linger=0)
+
+
+def test_a_door_serves_the_one_behind_it_and_nobody_else(folder: Path):
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            for _ in range(3):
+                await bus.join()
+            stranger = client_key("stranger")
+            outsider = client_key("outsider")  # a generator of the run, not behind this one
+            bus.admit(outsider)
+            bus.relay.publish(0)
+            await bus.adopts(0)
+            found = bus.relay.versions.find(PolicyVersion(EPOCH, 0))
+            assert found is not None
+            manifest = await found.manifest()
+            door = bus.door_of(0)
+            behind, after = bus.keys[1], bus.keys[2]
+            assert len(await _fetched(door, behind, manifest)) == BUCKET
+            for key in (stranger, outsider, after, bus.keys[0]):
+                with pytest.raises(PublishError, match=r"refused our key|handshake"):
+                    await _fetched(door, key, manifest)
+
+            # Without the key of the second: it is revoked at the relay, which closes the door.
+            bus.relay.listener.admit({key.public: key.name for key in (bus.keys[0], after)})
+            await until_async(lambda: len(bus.relay.publisher.states()) == 2)
+
+            async def is_shut_out() -> bool:
+                with contextlib.suppress(PublishError):
+                    await _fetched(door, behind, manifest)
+                    return False
+                return True
+
+            for _ in range(100):
+                if await is_shut_out():
+                    break
+                await asyncio.sleep(0.1)
+            assert await is_shut_out()
+
+    asyncio.run(scenario())
+
+
+def test_a_door_gives_no_version_but_the_one_that_was_admitted(folder: Path):
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            for _ in range(2):
+                await bus.join()
+            manifests: Mapping[int, WeightManifest] = {}
+            for step in range(2):
+                bus.relay.publish(step)
+                await bus.adopts(step)
+                found = bus.relay.versions.find(PolicyVersion(EPOCH, step))
+                assert found is not None
+                manifests = {**manifests, step: await found.manifest()}
+            door = bus.door_of(0)
+            assert await _fetched(door, bus.keys[1], manifests[1])
+            with pytest.raises(PublishError, match="did not admit"):
+                await _fetched(door, bus.keys[1], manifests[0])
+
+    asyncio.run(scenario())

@@ -1,0 +1,166 @@
+"""A relay and agents of other hosts in one process, which reach each other over loopback."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import zmq
+
+from slipstream.generators.sglang.start_order import free_port
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.net.curve import RemoteListener
+from slipstream.weightbus.relay.publisher import Publisher
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
+from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.waiting import NEVER_S, until_async
+
+TENSORS = random_tensors(seed=1)
+EPOCH = 1
+
+
+def client_key(name: str) -> ClientKey:
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    return ClientKey(name=name, role="generator", public=public, secret=secret, broker="b" * 40)
+
+
+def free_ports() -> str:
+    """Return an address with no listener, nor at the port after it."""
+    while True:
+        port = free_port()
+        with suppress(OSError), socket.socket() as after:
+            after.bind(("127.0.0.1", port + 1))
+            return f"tcp://127.0.0.1:{port}"
+
+
+class WatchedListener(RemoteListener):
+    """Counts the peers that it refuses."""
+
+    def __init__(self, listen: str) -> None:
+        super().__init__(listen)
+        self.num_refused = 0
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        is_known = super().callback(_domain, key)
+        self.num_refused += not is_known
+        return is_known
+
+
+class Relay:
+    """A publisher that listens to others, and a learner's memory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        listen: str = "tcp://127.0.0.1:0",
+        *,
+        bucket_bytes: int = 4096,
+        fanout: int = 0,
+    ) -> None:
+        self.listener = WatchedListener(listen)
+        self.records: list[PublishRecord] = []
+        self.versions = Versions(folder / "weights")
+        specs = [tensor_spec(*item) for item in TENSORS.items()]
+        self._layout = plan_layout(specs, bucket_bytes=bucket_bytes)
+        self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
+        self.versions.open(
+            OpenMemory(
+                epoch=EPOCH, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
+            )
+        )
+        settings = WeightBusSection(
+            timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S, fanout=fanout
+        )
+        self.publisher = Publisher(
+            settings, self.versions, on_record=self._keep, libraries=installed_libraries()
+        )
+        self.near = RelayAddress(
+            endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk"
+        )
+
+    async def _keep(self, record: PublishRecord) -> None:
+        self.records.append(record)
+
+    def publish(self, step: int) -> None:
+        slot = self.versions.reserve(EPOCH)
+        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
+            view.copy_(TENSORS[name] + step)
+        self.versions.written(EPOCH, slot, PolicyVersion(EPOCH, step))
+
+    async def place(self) -> RelayAddress:
+        await until_async(lambda: self.listener.address is not None)
+        assert self.listener.address is not None
+        return self.listener.address
+
+
+@asynccontextmanager
+async def running_relay(
+    folder: Path, listen: str = "tcp://127.0.0.1:0", *, bucket_bytes: int = 4096, fanout: int = 0
+) -> AsyncIterator[Relay]:
+    relay = Relay(folder, listen, bucket_bytes=bucket_bytes, fanout=fanout)
+    async with running(relay.publisher.run(relay.near, relay.listener)):
+        yield relay
+
+
+@asynccontextmanager
+async def running(job: Coroutine[None, None, None]) -> AsyncIterator["asyncio.Task[None]"]:
+    task = asyncio.ensure_future(job)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@contextmanager
+def agent(
+    folder: Path,
+    key: ClientKey | None,
+    name: str = "generator-0",
+    *,
+    transport: str = "collective",
+    fetch_timeout_s: float = 20.0,
+    fault: Callable[[str], None] = lambda _step: None,
+    staging: Staging | None = None,
+    forward: str = "",
+    connections: int = 0,
+) -> Iterator[Subscriber]:
+    engine = BusEngine(TENSORS, fault=fault, log=folder / f"{name}.log", group_timeout_s=NEVER_S)
+    yield Subscriber(
+        engine,
+        join=Join(
+            name=name,
+            incarnation="a",
+            device="cpu",
+            torch_version=installed_libraries().torch_version,
+            transport=transport,
+        ),
+        tensors=TensorSet({n: tuple(t.shape) for n, t in TENSORS.items()}, "float32"),
+        staging=staging or Staging(folder, name),
+        silence_s=NEVER_S,
+        fetch_timeout_s=fetch_timeout_s,
+        on_pause=lambda: None,
+        on_adopt=lambda _version: None,
+        key=key,
+        forward=forward,
+        connections=connections,
+    )
+    engine.close()
+
+
+async def adopts(subscriber: Subscriber, step: int) -> None:
+    await until_async(lambda: subscriber.adopted == PolicyVersion(EPOCH, step))
