@@ -36,6 +36,7 @@ class Host:
     name: str
     folder: Path
     environment: dict[str, str]
+    link: str = ""  # its network device
 
     def start(self, command: str, output: Path) -> "subprocess.Popen[bytes]":
         with output.open("ab") as log:
@@ -108,13 +109,22 @@ def several_hosts(tmp_path: Path, *names: str) -> Iterator[list[Host]]:
             hosts_file = Path("/etc/netns") / space / "hosts"
             hosts_file.write_text("127.0.0.1 localhost\n" + known)
         yield [
-            Host(space, tmp_path / name, environment)
-            for space, name in zip(spaces, names, strict=True)
+            Host(space, tmp_path / name, environment, f"{tag}x{i}")
+            for i, (space, name) in enumerate(zip(spaces, names, strict=True))
         ]
     finally:
         for space in (*spaces, switch):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
+
+
+def shape(host: Host, bits_s: float, *, delay_ms: float = 0.0) -> None:
+    """Have a host send at most so many bits per second, each of them so late."""
+    rate = f"rate {bits_s / 1e6:g}mbit"
+    if delay_ms:
+        host.run(f"tc qdisc add dev {host.link} root netem {rate} delay {delay_ms:g}ms limit 10000")
+    else:
+        host.run(f"tc qdisc add dev {host.link} root tbf {rate} burst 256kb latency 50ms")
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import zmq
+from torch import Tensor
 
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.weightbus.agent.staging import Staging
@@ -69,11 +70,14 @@ class Relay:
         *,
         bucket_bytes: int = 4096,
         fanout: int = 0,
+        tensors: Mapping[str, Tensor] = TENSORS,
+        engine_check_every: int = 1,
     ) -> None:
+        self._tensors = tensors
         self.listener = WatchedListener(listen)
         self.records: list[PublishRecord] = []
         self.versions = Versions(folder / "weights")
-        specs = [tensor_spec(*item) for item in TENSORS.items()]
+        specs = [tensor_spec(*item) for item in tensors.items()]
         self._layout = plan_layout(specs, bucket_bytes=bucket_bytes)
         self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
         self.versions.open(
@@ -82,7 +86,11 @@ class Relay:
             )
         )
         settings = WeightBusSection(
-            timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S, fanout=fanout
+            timeout_s=NEVER_S,
+            receive_timeout_s=NEVER_S,
+            member_silence_s=NEVER_S,
+            fanout=fanout,
+            engine_check_every=engine_check_every,
         )
         self.publisher = Publisher(
             settings, self.versions, on_record=self._keep, libraries=installed_libraries()
@@ -97,7 +105,7 @@ class Relay:
     def publish(self, step: int) -> None:
         slot = self.versions.reserve(EPOCH)
         for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(TENSORS[name] + step)
+            view.copy_(self._tensors[name] + step)
         self.versions.written(EPOCH, slot, PolicyVersion(EPOCH, step))
 
     async def place(self) -> RelayAddress:
@@ -132,6 +140,7 @@ def agent(
     key: ClientKey | None,
     name: str = "generator-0",
     *,
+    tensors: Mapping[str, Tensor] = TENSORS,
     transport: str = "collective",
     fetch_timeout_s: float = 20.0,
     fault: Callable[[str], None] = lambda _step: None,
@@ -139,7 +148,9 @@ def agent(
     forward: str = "",
     connections: int = 0,
 ) -> Iterator[Subscriber]:
-    engine = BusEngine(TENSORS, fault=fault, log=folder / f"{name}.log", group_timeout_s=NEVER_S)
+    engine = BusEngine(
+        dict(tensors), fault=fault, log=folder / f"{name}.log", group_timeout_s=NEVER_S
+    )
     yield Subscriber(
         engine,
         join=Join(
@@ -149,7 +160,7 @@ def agent(
             torch_version=installed_libraries().torch_version,
             transport=transport,
         ),
-        tensors=TensorSet({n: tuple(t.shape) for n, t in TENSORS.items()}, "float32"),
+        tensors=TensorSet({n: tuple(t.shape) for n, t in tensors.items()}, "float32"),
         staging=staging or Staging(folder, name),
         silence_s=NEVER_S,
         fetch_timeout_s=fetch_timeout_s,
