@@ -15,6 +15,7 @@ import zmq.asyncio
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.version.digests import DigestKind
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.manifest import WeightManifest
@@ -92,9 +93,11 @@ class Chain:
 
 
 @asynccontextmanager
-async def chain(folder: Path, *, fanout: int = 1) -> AsyncIterator[Chain]:
+async def chain(
+    folder: Path, *, fanout: int = 1, digests: DigestKind = "xxh3"
+) -> AsyncIterator[Chain]:
     async with (
-        running_relay(folder, bucket_bytes=BUCKET, fanout=fanout) as relay,
+        running_relay(folder, bucket_bytes=BUCKET, fanout=fanout, digests=digests) as relay,
         AsyncExitStack() as stack,
     ):
         yield Chain(relay, folder, stack)
@@ -162,15 +165,16 @@ class Tampering(Staging):
         self._on_read(data, self._num_read)
 
 
+@pytest.mark.parametrize("digests", ["xxh3", "blake2b"])
 def test_wrong_bytes_are_refused_named_counted_and_fetched_from_the_relay(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture, digests: DigestKind
 ):
     def flip(data: memoryview, number: int) -> None:
         if number > 3:
             data[17] ^= 1
 
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, digests=digests) as bus:
             await bus.join(Tampering(folder, flip))
             victim = await bus.join()
             last = await bus.join()

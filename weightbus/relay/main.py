@@ -83,7 +83,7 @@ class Relay:
         """Create a relay; ``run`` serves until ``stop``, which the relay may also set."""
         self._settings = settings
         self._stop = stop
-        self._versions = Versions(settings.folder)
+        self._versions = Versions(settings.folder, digests=settings.weightbus.digests)
         self._last_message_s = time.monotonic()  # last message of a learner
         traffic = Traffic()
         self._reports = BrokerReports(settings.run, traffic)

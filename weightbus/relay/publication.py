@@ -8,6 +8,7 @@ import msgspec
 
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
+from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.engine_checksums import Holder
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.messages.codec import encode_manifest
@@ -23,8 +24,18 @@ class Publication:
     A caller that is cancelled does not cancel a part for the others.
     """
 
-    def __init__(self, snapshot: WeightSnapshot, *, pin: Callable[[], None] = lambda: None) -> None:
-        """Compute nothing yet; ``pin`` pins the memory of the snapshot, once."""
+    def __init__(
+        self,
+        snapshot: WeightSnapshot,
+        *,
+        pin: Callable[[], None] = lambda: None,
+        digests: DigestKind = "xxh3",
+    ) -> None:
+        """Compute nothing yet; ``pin`` pins the memory of the snapshot, once.
+
+        ``digests`` are those of the manifest.
+        """
+        self._digests: DigestKind = digests
         self.pin = pin
         self.snapshot = snapshot
         self.on_gpu = BucketsOnGpu(snapshot)
@@ -46,7 +57,9 @@ class Publication:
 
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
         """Start to compute the result of ``manifest``."""
-        self._manifest = self._manifest or self.in_thread(self.snapshot.manifest)
+        self._manifest = self._manifest or self.in_thread(
+            lambda: self.snapshot.manifest(self._digests)
+        )
         return self._manifest
 
     async def manifest(self) -> WeightManifest:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -44,9 +45,13 @@ class Reading:
 class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start without a version; files of transports go to ``folder``."""
+    def __init__(self, folder: Path, *, digests: DigestKind = "xxh3") -> None:
+        """Start without a version; files of transports go to ``folder``.
+
+        ``digests`` are those of manifests.
+        """
         self.folder = folder
+        self._digests: DigestKind = digests
         self._run_id = ""  # of the first learner
         self._sources: list[_LearnerMemory] = []  # the newest learner's last; an old one till idle
         self._reading: Counter[Publication] = Counter()
@@ -116,7 +121,7 @@ class Versions:
         except ValueError as error:
             raise PublishError(str(error)) from error
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
-        publication = Publication(snapshot, pin=source.memory.pin)
+        publication = Publication(snapshot, pin=source.memory.pin, digests=self._digests)
         source.publications[slot] = publication
         for old in self._sources[:-1]:
             old.memory.close()

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
-
+from slipstream.weightbus.version.digests import digest_of, kind_of
 from slipstream.weightbus.version.layout import safetensors_header, tensor_offsets
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.model_files import WEIGHTS
@@ -122,6 +121,6 @@ def check_digest(name: str, digest: str, data: memoryview) -> None:
     Raises:
         PublishError: they are not.
     """
-    found = xxhash.xxh3_128_hexdigest(data)
+    found = digest_of(data, kind_of(digest))
     if found != digest:
         raise PublishError(f"{name} arrived with digest {found}, expected {digest}")

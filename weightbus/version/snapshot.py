@@ -7,9 +7,9 @@ from functools import cached_property
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
+from slipstream.weightbus.version.digests import DigestKind, digest_of
 from slipstream.weightbus.version.layout import bucket_offsets, plan_layout, tensor_offsets
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
@@ -49,14 +49,14 @@ class WeightSnapshot:
         start = self._bucket_offsets[index]
         return self.memory[start : start + self.layout.buckets[index].num_bytes]
 
-    def manifest(self, *, threads: int = 2) -> WeightManifest:
+    def manifest(self, kind: DigestKind = "xxh3", *, threads: int = 2) -> WeightManifest:
         """Return the manifest with a digest per tensor."""
         flat = self.memory.numpy().data
         offsets = tensor_offsets(self.layout)
 
         def digested(spec: TensorSpec) -> TensorSpec:
             start = offsets[spec.name]
-            digest = xxhash.xxh3_128_hexdigest(flat[start : start + spec.num_bytes])
+            digest = digest_of(flat[start : start + spec.num_bytes], kind)
             return TensorSpec(spec.name, spec.dtype, spec.shape, digest)
 
         with ThreadPoolExecutor(threads) as pool:

@@ -18,6 +18,7 @@ from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
@@ -72,11 +73,12 @@ class Relay:
         fanout: int = 0,
         tensors: Mapping[str, Tensor] = TENSORS,
         engine_check_every: int = 1,
+        digests: DigestKind = "xxh3",
     ) -> None:
         self._tensors = tensors
         self.listener = WatchedListener(listen)
         self.records: list[PublishRecord] = []
-        self.versions = Versions(folder / "weights")
+        self.versions = Versions(folder / "weights", digests=digests)
         specs = [tensor_spec(*item) for item in tensors.items()]
         self._layout = plan_layout(specs, bucket_bytes=bucket_bytes)
         self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
@@ -116,9 +118,14 @@ class Relay:
 
 @asynccontextmanager
 async def running_relay(
-    folder: Path, listen: str = "tcp://127.0.0.1:0", *, bucket_bytes: int = 4096, fanout: int = 0
+    folder: Path,
+    listen: str = "tcp://127.0.0.1:0",
+    *,
+    bucket_bytes: int = 4096,
+    fanout: int = 0,
+    digests: DigestKind = "xxh3",
 ) -> AsyncIterator[Relay]:
-    relay = Relay(folder, listen, bucket_bytes=bucket_bytes, fanout=fanout)
+    relay = Relay(folder, listen, bucket_bytes=bucket_bytes, fanout=fanout, digests=digests)
     async with running(relay.publisher.run(relay.near, relay.listener)):
         yield relay
 
