@@ -61,8 +61,8 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Generators with `weightbus.forward` that fetch from the relay itself; the others stand behind
     them in chains, each fetching from the one before. 0: all fetch from the relay."""
     digests: Literal["xxh3", "blake2b"] = "xxh3"
-    """Of each tensor, computed by the relay and checked where it is received: xxh3 finds accidents at
-    the speed of memory, blake2b also what a hostile generator in a chain made up. That takes a
+    """Of each tensor, computed by the relay and checked where it is received: xxh3 finds accidents
+    at the speed of memory, blake2b also what a hostile generator in a chain made up. That takes a
     core for about 1 GB/s."""
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;

@@ -31,7 +31,7 @@ from tests.support.bus.remote import (
     running,
     running_relay,
 )
-from tests.support.waiting import until_async
+from tests.support.waiting import NEVER_S, until_async
 
 pytestmark = pytest.mark.integration
 SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
@@ -147,6 +147,19 @@ def test_one_that_joins_late_stands_behind_one_that_has_the_version(folder: Path
             late = await bus.join()
             await bus.adopts(0)
             assert late.traffic.forwarded_bytes == SIZE
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_behind_an_engine_that_refused_the_version(folder: Path):
+    async def scenario() -> None:
+        async with chain(folder) as bus:
+            few = {name: TENSORS[name] for name in list(TENSORS)[1:]}
+            await bus.join(tensors=few)  # its model lacks a tensor
+            heir = await bus.join(fetch_timeout_s=NEVER_S)
+            bus.relay.publish(0)
+            await adopts(heir, 0)
+            assert heir.traffic.relay_bytes == SIZE
 
     asyncio.run(scenario())
 

@@ -127,6 +127,7 @@ class _OpenDoor:
             raise
 
     def close(self) -> None:
+        self._broke("it was left")  # whoever still fetches there is told
         for connection in self._connections:
             connection.close()
 

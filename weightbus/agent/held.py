@@ -23,6 +23,7 @@ class HeldBuckets:
         self._manifest: WeightManifest | None = None
         self._starts: Sequence[int] = ()
         self._indices: set[int] = set()
+        self._lost: PolicyVersion | None = None  # will not come, as far as is known
         self._changed = asyncio.Event()
 
     def begin(self, manifest: WeightManifest, starts: Sequence[int]) -> None:
@@ -31,6 +32,7 @@ class HeldBuckets:
         ``starts`` are the offsets of its buckets in the memory.
         """
         self._manifest, self._starts, self._indices = manifest, starts, set()
+        self._lost = None
         self._wake()
 
     def add(self, index: int) -> None:
@@ -41,6 +43,11 @@ class HeldBuckets:
     def end(self) -> None:
         """Record that the memory holds no version: it was freed, or receiving one failed."""
         self._manifest = None
+        self._wake()
+
+    def lose(self, version: PolicyVersion) -> None:
+        """Record that a version will not come, unless the memory holds it."""
+        self._lost = version
         self._wake()
 
     def holds(self, version: PolicyVersion, index: int) -> bool:
@@ -67,6 +74,8 @@ class HeldBuckets:
                     return Place(self._starts[index], found.buckets[index].num_bytes)
             elif found is not None and version < found.version:
                 raise PublishError("a newer version has taken its place")
+            elif version == self._lost:
+                raise PublishError("it does not come here: its publish failed")
             await changed.wait()
 
     def _wake(self) -> None:

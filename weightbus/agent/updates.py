@@ -93,12 +93,20 @@ class EngineUpdates:
                 case Abandon(reason=reason):
                     if self._is_torn or self._has_failed:  # else another engine's failure
                         self.failures.append(reason)
+                    self._lose(command)
                     await self.abandon(reason)
         except (EngineError, PublishError) as error:
             self._has_failed = True
+            self._lose(command)
             _log.warning("%s failed: %s", type(command).__name__, error)
             return Outcome(command_id=number, error=str(error))
         return Outcome(command_id=number)
+
+    def _lose(self, command: Order) -> None:
+        """Have nobody wait here for a version whose publish failed before it was received."""
+        manifest = command.manifest if isinstance(command, Offer) else self._manifest
+        if manifest is not None:
+            self._staging.held.lose(manifest.version)
 
     def _offer(self, manifest: WeightManifest) -> None:
         if difference := mismatch(manifest, self._tensors):

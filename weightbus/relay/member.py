@@ -41,6 +41,7 @@ class Member:
         self.name = name
         self.bulk = bulk  # this relay's door for it
         self.before: Member | None = None  # in its chain, for the version that it receives
+        self.first_part = 0  # of a version, to fetch from; that of the one before it
         self.serves: Member | None = None  # the one behind it, which its door admits
         self.num_commands = 0
         self._traffic = traffic or Traffic()

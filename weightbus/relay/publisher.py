@@ -4,6 +4,7 @@ fleet.py and course.py decide the next phase and its members; this module waits 
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -102,6 +103,7 @@ class Publisher:
         )
         self.traffic = traffic or Traffic()
         self._chains = Chains(settings.fanout)
+        self._turns = itertools.count()
         self._closing: list[Member] = []  # whose doors are open to a member that left them
         self._near: BulkDoor | None = None
         self._remote: RemoteListener | None = None
@@ -343,6 +345,10 @@ class Publisher:
         for member in members:
             self._leave_chain(member)
             member.before = self._before(member, serving, reading)
+            if member.before is not None:
+                member.first_part = member.before.first_part
+            else:
+                member.first_part = next(self._turns)  # not all from one host at once
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
         if serving.group is None:

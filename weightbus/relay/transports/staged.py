@@ -44,6 +44,7 @@ class Staged(Transport):
                     path=path,
                     is_checked=member.is_checked,
                     sources=sources,
+                    first_part=member.first_part,
                 ),
                 timeout_s=self._settings.receive_timeout_s,
             )

@@ -70,3 +70,21 @@ def test_there_is_no_such_bucket(index: int):
     held.begin(MANIFEST, STARTS)
     with pytest.raises(PublishError, match="no such bucket"):
         asyncio.run(held.until(VERSION, index))
+
+
+def test_a_version_whose_publish_failed_is_not_waited_for_unless_it_is_here_or_comes_again():
+    async def scenario() -> None:
+        held = HeldBuckets()
+        early = await waiter(held)
+        held.lose(VERSION)
+        with pytest.raises(PublishError, match="its publish failed"):
+            await early
+        with pytest.raises(PublishError, match="its publish failed"):
+            await held.until(VERSION, 0)
+        held.begin(MANIFEST, STARTS)
+        again = await waiter(held)
+        held.lose(VERSION)  # its engine could not load it, but it is here
+        held.add(1)
+        assert await again == Place(108, 24)
+
+    asyncio.run(scenario())
