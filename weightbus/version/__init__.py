@@ -1,5 +1,5 @@
-"""The bytes of one version: layout, shared memory, manifest, and its copy on disk. No sockets.
+"""The bytes of one version: layout, shared memory, manifest, copy on disk; what a publish costs.
 
-Imported by deploy.check, learner.checkpoints, learner.model, learner.publish, weightbus.agent and
-weightbus.relay.
+No sockets. Imported by deploy.check, deploy.commands, learner.checkpoints, learner.model,
+learner.publish, weightbus.agent and weightbus.relay.
 """
