@@ -9,6 +9,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,12 @@ from torch.distributed import TCPStore
 
 from benchmarks.weightbus.model import QUICK, SMOLLM2, TINY, Sizes
 from benchmarks.weightbus.receiver import join_group
-from slipstream.weightbus.agent.engine import Adoption, adopt_in_steps
+from slipstream.weightbus.agent.engine import (
+    Adoption,
+    adopt_in_steps,
+    finish_in_steps,
+    pause_in_steps,
+)
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
@@ -93,6 +99,14 @@ class HoldingEngine:
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Do it in steps."""
         return await adopt_in_steps(self, folder, version, digest=digest)
+
+    async def pause_for_update(self) -> int:
+        """Do it in steps."""
+        return await pause_in_steps(self)
+
+    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
+        """Do it in steps."""
+        return await finish_in_steps(self, version, digest=digest)
 
 
 def _report(**what: object) -> None:

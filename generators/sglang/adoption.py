@@ -1,16 +1,17 @@
-"""One order to SGLang's scheduler for all that a received version needs (sglang 0.5.23).
+"""One order to SGLang's scheduler for several steps of a publish (sglang 0.5.23).
 
 As five requests, pause, load, checksums, label and continue cost more than a small version's load.
-Here they are one, carried out by the scheduler between two batches: no answer sees a step of it. It
-travels in ``UpdateWeightFromDiskReqInput.manifest``, which SGLang leaves to its user, and is
-answered in ``message``. Remove when SGLang has such a request.
+Here they are one, carried out by the scheduler between two batches: no answer sees a step of it.
+What precedes and follows the buckets of a collective are two. An order travels in
+``UpdateWeightFromDiskReqInput.manifest``, which SGLang leaves to its user, and is answered in
+``message``. Remove when SGLang has such a request.
 """
 
 import json
 import sys
 import time
 from types import ModuleType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -19,21 +20,35 @@ from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.families.registry import checksum_name
 
+Step: TypeAlias = Literal["pause", "begin", "load", "end", "check", "label", "resume"]
+ALL_STEPS: tuple[Step, ...] = ("pause", "load", "check", "label", "resume")
+_PHASES: dict[Step, str] = {
+    "pause": "pause",
+    "begin": "pause",
+    "load": "load",
+    "end": "verify",
+    "check": "verify",
+    "label": "commit",
+    "resume": "commit",
+}
+
 
 class AdoptionOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is to adopt, besides the folder."""
+    """What a scheduler is to do between two batches, besides the folder to load."""
 
+    steps: tuple[Step, ...]  # until one fails
     version: str  # label
     pause: Literal["retract", "in_place"]
-    digest: str  # of the checksums that it must have then; empty compares nothing
+    digest: str  # of the checksums that it must have to be labelled; empty checks nothing
     num_ranks: int  # that its tensors are split over
 
 
 class AdoptionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How that went; the engine generates again unless checksums differ."""
+    """How that went; nothing was labelled or resumed if checksums differ."""
 
+    steps: tuple[Step, ...]
     version: str
-    phase_seconds: dict[str, float]
+    phase_seconds: dict[str, float]  # of PUBLISH_PHASES
     differing: dict[str, str] = {}  # checksums of all tensors, if their digest is another one
 
     @classmethod
@@ -56,43 +71,54 @@ def adopt_in_scheduler(module: ModuleType) -> None:
     messages = sys.modules[module.CheckWeightsReqInput.__module__]
     load = manager.update_weights_from_disk
 
+    def take(step: Step, self: Any, recv_req: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
+        """Return SGLang's answer to a step that may fail."""
+        match step:
+            case "pause":
+                self.scheduler.pause_generation(messages.PauseGenerationReqInput(mode=order.pause))
+            case "begin":
+                return self.begin_weight_update(messages.BeginWeightUpdateReqInput())
+            case "load":
+                return load(self, recv_req)
+            case "end":
+                return self.end_weight_update(messages.EndWeightUpdateReqInput())
+            case "check" if order.digest:
+                return self.check_weights(messages.CheckWeightsReqInput(action="checksum"))
+            case "label":
+                self.scheduler.record_weight_version_change(new_version=order.version)
+            case "resume":
+                resume = messages.ContinueGenerationReqInput(torch_empty_cache=False)
+                self.scheduler.continue_generation(resume)
+            case _:
+                pass
+        return None
+
     def update_weights_from_disk(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
         if recv_req.manifest is None:
             return load(self, recv_req)
         order = msgspec.convert(recv_req.manifest, AdoptionOrder)
         seconds: dict[str, float] = {}
-        since_s = time.monotonic()
-
-        def lap(phase: str) -> None:
-            nonlocal since_s
-            now_s = time.monotonic()
-            seconds[phase], since_s = now_s - since_s, now_s
-
-        self.scheduler.pause_generation(messages.PauseGenerationReqInput(mode=order.pause))
-        lap("pause")
-        output = load(self, recv_req)
-        lap("load")
         differing: dict[str, str] = {}
-        if output.success and order.digest:
-            checked = self.check_weights(messages.CheckWeightsReqInput(action="checksum"))
-            output.success, output.message = checked.success, checked.message
-            found = checksums_of(checked.payload or [])
-            ranks = len(checked.payload or [])
-            if output.success and ranks != order.num_ranks:
-                output.success = False
-                output.message = f"{ranks} ranks answered, {order.num_ranks} were expected"
-            differing = found if digest_of(found) != order.digest else {}
-        lap("verify")
-        if not output.success:
-            return output
-        if not differing:
-            self.scheduler.record_weight_version_change(new_version=order.version)
-            resume = messages.ContinueGenerationReqInput(torch_empty_cache=False)
-            self.scheduler.continue_generation(resume)
-        lap("commit")
-        answer = AdoptionAnswer(version=order.version, phase_seconds=seconds, differing=differing)
-        output.message = msgspec.json.encode(answer).decode()
-        return output
+        for step in order.steps:
+            began_s = time.monotonic()
+            output = take(step, self, recv_req, order)
+            if output is not None and not output.success:
+                return messages.UpdateWeightFromDiskReqOutput(
+                    success=False, message=f"{step}: {output.message}"
+                )
+            phase = _PHASES[step]
+            seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_s
+            if step == "check" and output is not None:
+                found = checksums_of(output.payload or [])
+                if digest_of(found) != order.digest:
+                    differing = found
+                    break
+        answer = AdoptionAnswer(
+            steps=order.steps, version=order.version, phase_seconds=seconds, differing=differing
+        )
+        return messages.UpdateWeightFromDiskReqOutput(
+            success=True, message=msgspec.json.encode(answer).decode()
+        )
 
     replace(manager, "update_weights_from_disk", update_weights_from_disk)
 
@@ -115,10 +141,15 @@ def adopt_in_tokenizer(module: ModuleType) -> None:
         if obj.manifest is None:
             return await update(self, obj, request)
         self.auto_create_handle_loop()
+        order = msgspec.convert(obj.manifest, AdoptionOrder)
+        if "resume" not in order.steps:
+            async with self.is_pause_cond:  # so that updates do not wait for answers in flight
+                self.is_pause = True
         success, message, num_paused = await self._wait_for_model_update_from_disk(obj)
-        if success and not AdoptionAnswer.read(message).differing:
-            self._update_weight_version_if_provided(obj.manifest["version"])
-            async with self.is_pause_cond:  # by a request of its own, before
+        resumed = success and "resume" in order.steps
+        if resumed and not AdoptionAnswer.read(message).differing:
+            self._update_weight_version_if_provided(order.version)
+            async with self.is_pause_cond:
                 self.is_pause = False
                 self.is_pause_cond.notify_all()
         return success, message, num_paused

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.generators.engine import Completion, EngineLoad, ExpertLayers, SamplingParams
-from slipstream.generators.sglang.adoption import AdoptionAnswer, AdoptionOrder
+from slipstream.generators.sglang.adoption import ALL_STEPS, AdoptionAnswer, AdoptionOrder, Step
 from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.weight_files import check_weight_files
@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _ALL = -1  # of top_k
 _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
+_NONE = Path()
 _KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
 
@@ -279,8 +280,33 @@ class SglangEngine:
             EngineError: it failed; the server may hold a mixture, and is paused then.
         """
         num_in_flight = self._num_in_flight
+        answer = await self._ordered(ALL_STEPS, version.label, digest=digest, folder=folder)
+        return Adoption(num_in_flight, answer.phase_seconds, answer.differing)
+
+    async def pause_for_update(self) -> int:
+        """Stop generating and open an update; return how many generations are in flight."""
+        num_in_flight = self._num_in_flight
+        await self._ordered(("pause", "begin"))
+        return num_in_flight
+
+    async def finish_update(self, version: PolicyVersion, *, digest: str) -> dict[str, str]:
+        """Close an update, compare, label and resume, in one call to the scheduler.
+
+        Returns:
+            The checksums of the server, which stays paused, if they have another digest.
+        """
+        steps: tuple[Step, ...] = ("end", "check", "label", "resume")
+        return (await self._ordered(steps, version.label, digest=digest)).differing
+
+    async def _ordered(
+        self, steps: tuple[Step, ...], version: str = "", *, digest: str = "", folder: Path = _NONE
+    ) -> AdoptionAnswer:
         order = AdoptionOrder(
-            version=version.label, pause=self._in_flight, digest=digest, num_ranks=self._num_ranks
+            steps=steps,
+            version=version,
+            pause=self._in_flight,
+            digest=digest,
+            num_ranks=self._num_ranks,
         )
         answer = await self._control(
             _FROM_DISK,
@@ -293,9 +319,9 @@ class SglangEngine:
             self._load_timeout,
         )
         done = AdoptionAnswer.read(str(answer.get("message", "")))
-        if done.version != version.label:  # of an order that was given up before
-            raise EngineError(f"SGLang {_FROM_DISK}: answered for {done.version}")
-        return Adoption(num_in_flight, done.phase_seconds, done.differing)
+        if (done.steps, done.version) != (steps, version):  # of an order that was given up before
+            raise EngineError(f"SGLang {_FROM_DISK}: answered for {done.steps} of {done.version}")
+        return done
 
     async def label(self, version: PolicyVersion) -> None:
         """Report tokens chosen from now on as chosen by ``version``; before ``resume``."""

@@ -48,6 +48,13 @@ class CannedEngine:
         del folder, version, digest
         return Adoption(0, {})
 
+    async def pause_for_update(self) -> int:
+        return 0
+
+    async def finish_update(self, version: PolicyVersion, *, digest: str) -> dict[str, str]:
+        del version, digest
+        return {}
+
     async def load(self) -> EngineLoad:
         return EngineLoad(
             num_running=0, num_waiting=0, used_tokens=0, capacity_tokens=1, num_retractions=0

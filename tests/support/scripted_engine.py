@@ -9,11 +9,16 @@ into the cache is retracted and resumes later.
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
-from slipstream.weightbus.agent.engine import Adoption, adopt_in_steps
+from slipstream.weightbus.agent.engine import (
+    Adoption,
+    adopt_in_steps,
+    finish_in_steps,
+    pause_in_steps,
+)
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket
@@ -195,3 +200,11 @@ class ScriptedEngine:
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Do it in steps."""
         return await adopt_in_steps(self, folder, version, digest=digest)
+
+    async def pause_for_update(self) -> int:
+        """Do it in steps."""
+        return await pause_in_steps(self)
+
+    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
+        """Do it in steps."""
+        return await finish_in_steps(self, version, digest=digest)

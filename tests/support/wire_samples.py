@@ -303,7 +303,7 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.LoadBucket(command_id=6, index=0, group_name="g"),
     weightbus.Adopt(command_id=7, version=VERSION),
     weightbus.Verify(command_id=8, wants="checksums"),
-    weightbus.Commit(command_id=9, version=VERSION),
+    weightbus.Commit(command_id=9, version=VERSION, digest="0f"),
 ]
 AGENT_MESSAGES: list[weightbus.AgentMessage] = [
     weightbus.Join(

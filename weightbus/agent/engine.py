@@ -24,8 +24,8 @@ class EngineWeights(Protocol):
 
     Between ``pause`` and ``resume`` nothing is generated; requests in flight wait. Weights change
     in one of two ways: ``begin_update``, a ``load_bucket`` for each bucket, ``end_update``; or
-    ``load_folder``. If either fails midway, the engine holds a mixture. ``adopt_folder`` does all
-    that a whole version needs, in one call where the engine can.
+    ``load_folder``. If either fails midway, the engine holds a mixture. ``adopt_folder``,
+    ``pause_for_update`` and ``finish_update`` take several steps, in one call where the engine can.
     """
 
     async def open_group(
@@ -70,6 +70,18 @@ class EngineWeights(Protocol):
         """Continue generating."""
         ...
 
+    async def pause_for_update(self) -> int:
+        """Pause and open an update; return how many generations are in flight."""
+        ...
+
+    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
+        """Close an update, compare, label and resume; without a digest nothing is compared.
+
+        An engine whose checksums have another ``digest_of`` stays paused, unlabelled: these are
+        returned.
+        """
+        ...
+
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Pause, load a folder, compare, label and resume; without a digest nothing is compared.
 
@@ -77,6 +89,26 @@ class EngineWeights(Protocol):
         that fails, unless it had not begun to load or had the label already: then it generates.
         """
         ...
+
+
+async def pause_in_steps(engine: EngineWeights) -> int:
+    """Do what ``EngineWeights.pause_for_update`` promises, with an engine's other methods."""
+    num_in_flight = await engine.pause()
+    await engine.begin_update()
+    return num_in_flight
+
+
+async def finish_in_steps(
+    engine: EngineWeights, version: PolicyVersion, *, digest: str
+) -> Mapping[str, str]:
+    """Do what ``EngineWeights.finish_update`` promises, with an engine's other methods."""
+    await engine.end_update()
+    checksums = await engine.checksums() if digest else {}
+    if digest and digest_of(checksums) != digest:
+        return checksums
+    await engine.label(version)
+    await engine.resume()
+    return {}
 
 
 async def adopt_in_steps(

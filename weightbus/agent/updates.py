@@ -63,6 +63,7 @@ class EngineUpdates:
         self._group = ""  # of the engine's collective; empty without one
         self._before: PolicyVersion | None = None  # that a paused engine ran
         self._is_torn = False
+        self._is_open = False  # an update of the engine
         self._has_failed = False  # in the current publish
         self.failures: list[str] = []  # of publishes since the last adopted one
         self.is_paused = False
@@ -83,13 +84,15 @@ class EngineUpdates:
                     return await self._adopt(number, version)
                 case Pause():
                     self._pausing()
-                    return Outcome(command_id=number, num_in_flight=await self._engine.pause())
+                    in_flight = await self._engine.pause_for_update()
+                    self._is_open = True
+                    return Outcome(command_id=number, num_in_flight=in_flight)
                 case LoadBucket(index=index, group_name=group_name):
                     await self._load_bucket(index, group_name)
                 case Verify():
                     return await self._verify(command)
-                case Commit(version=version):
-                    await self._commit(version)
+                case Commit():
+                    return await self._commit(command)
                 case Abandon(reason=reason):
                     if self._is_torn or self._has_failed:  # else another engine's failure
                         self.failures.append(reason)
@@ -133,6 +136,7 @@ class EngineUpdates:
         _log.info("in a collective of %d", command.world_size)
 
     async def _leave_group(self) -> None:
+        self._is_open = False  # closing a group closes the update
         if self._group:
             group, self._group = self._group, ""
             await self._engine.close_group(group)
@@ -206,8 +210,7 @@ class EngineUpdates:
         number = command.command_id
         if command.wants == "checksums":
             return Outcome(command_id=number, checksums=self._checksums)
-        if self._group:
-            await self._engine.end_update()
+        await self._close_update()
         if command.wants == "nothing":
             return Outcome(command_id=number)
         self._checksums = await self._engine.checksums()
@@ -224,21 +227,35 @@ class EngineUpdates:
         buckets = self._offered.buckets
         if not self.is_paused or group_name != self._group:
             raise PublishError(f"bucket {index} comes out of order")
-        if index == 0:
-            self._is_torn = True
+        self._is_torn = True
+        if not self._is_open:  # the group was made anew since the pause
             await self._engine.begin_update()
+            self._is_open = True
         last = index == len(buckets) - 1
         await self._engine.load_bucket(buckets[index], group_name=group_name, last=last)
 
-    async def _commit(self, version: PolicyVersion) -> None:
+    async def _close_update(self) -> None:
+        if self._is_open:
+            await self._engine.end_update()
+            self._is_open = False
+
+    async def _commit(self, command: Commit) -> Outcome:
+        number, version = command.command_id, command.version
         if version != self._offered.version or not self._is_torn:
             raise PublishError(f"{version.label} was not loaded")
-        await self._engine.label(version)
-        self._is_torn = False
-        self._before = version  # also if the next line fails
+        if self._is_open:
+            differing = await self._engine.finish_update(version, digest=command.digest)
+            self._is_open = False
+            if differing:
+                return Outcome(command_id=number, checksums=dict(differing))
+        else:
+            await self._engine.label(version)
+            self._is_torn = False
+            self._before = version  # also if the next line fails
+            await self._engine.resume()
         self._staging.free()  # the next version arrives over the collective
-        await self._engine.resume()
         self._generates(version)
+        return Outcome(command_id=number, digest=command.digest)
 
     async def abandon(self, why: str) -> None:
         """Leave a failed publish; the engine generates again if no byte has moved."""

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
-from slipstream.weightbus.version.engine_checksums import Holder
+from slipstream.weightbus.version.engine_checksums import Holder, digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.messages.codec import encode_manifest
 from slipstream.wire.messages.manifest import WeightManifest
@@ -42,6 +42,7 @@ class Publication:
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
         self._digest = ""
+        self._digests: dict[Holder, str] = {}  # of the expected checksums
         self._encoded: msgspec.Raw | None = None
         self._begun: list[asyncio.Future[Any]] = []
 
@@ -84,6 +85,15 @@ class Publication:
         if of not in self._expected:
             self._expected[of] = self.in_thread(lambda: expected_of_version(tensors, of))
         return self._expected[of]
+
+    def digest_expected(self, of: Holder) -> str:
+        """Return the digest of ``expected`` if that is computed already, else an empty string."""
+        if of not in self._digests:
+            future = self._expected.get(of)
+            if future is None or not future.done():
+                return ""
+            self._digests[of] = digest_of(future.result())
+        return self._digests[of]
 
     async def expected(self, of: Holder) -> dict[str, str]:
         """Return the checksums of an engine that holds this version."""

@@ -14,7 +14,7 @@ from slipstream.weightbus.relay.laps import Laps
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import MembersFailedError, T, Transport, each
-from slipstream.weightbus.version.engine_checksums import check_same, digest_of, holder_of
+from slipstream.weightbus.version.engine_checksums import check_same, holder_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import (
@@ -22,7 +22,6 @@ from slipstream.wire.messages.weightbus import (
     Adopt,
     Commit,
     Offer,
-    Outcome,
     Pause,
     PublishRecord,
     Verify,
@@ -137,10 +136,7 @@ class Transaction:
                 case Phase.VERIFY:
                     return await self._each(self._verify)
                 case Phase.COMMIT:
-                    version = manifest.version
-                    return await self._each(
-                        lambda m: m.request(lambda n: Commit(command_id=n, version=version))
-                    )
+                    return await self._each(self._commit)
                 case _:
                     assert_never(phase)
         except MembersFailedError as error:
@@ -165,17 +161,30 @@ class Transaction:
         outcome = await member.request(lambda n: Pause(command_id=n))
         self._num_in_flight[member.name] = outcome.num_in_flight
 
-    async def _verify(self, member: Member) -> Outcome:
-        """Close the update; compare the engine's checksums if a check is due."""
-        if not member.is_checked:
-            return await member.request(lambda n: Verify(command_id=n, wants="nothing"))
+    async def _verify(self, member: Member) -> None:
+        """Compare the engine's checksums, if a check is due that ``Commit`` cannot do by itself."""
+        holder = holder_of(member.join)
+        if not member.is_checked or self._publication.digest_expected(holder):
+            return
         outcome = await member.request(lambda n: Verify(command_id=n, wants="digest"))
-        self._digests[member.name] = outcome.digest
-        expected = await self._publication.expected(holder_of(member.join))
-        if digest_of(expected) != outcome.digest:
+        expected = await self._publication.expected(holder)  # computed meanwhile
+        if self._publication.digest_expected(holder) != outcome.digest:
             asked = await member.request(lambda n: Verify(command_id=n, wants="checksums"))
             check_same(expected, asked.checksums)
-        return outcome
+        self._digests[member.name] = outcome.digest
+
+    async def _commit(self, member: Member) -> None:
+        """Have the engine run the version, if its checksums are the expected ones."""
+        holder, version = holder_of(member.join), self._publication.version
+        is_verified = not member.is_checked or member.name in self._digests
+        digest = "" if is_verified else self._publication.digest_expected(holder)
+        outcome = await member.request(
+            lambda n: Commit(command_id=n, version=version, digest=digest)
+        )
+        if outcome.checksums:
+            check_same(await self._publication.expected(holder), outcome.checksums)
+        if digest:
+            self._digests[member.name] = digest
 
     async def _abandon(self) -> None:
         """Release members that were left out: the relay's end first. Torn engines stay paused."""

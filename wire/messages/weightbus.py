@@ -77,7 +77,7 @@ class Outcome(BusMessage, frozen=True):
     num_in_flight: int = 0  # generations in flight, with the answer to Pause or Adopt
     # Of the checksums of all tensors in the engine, with the answer to Verify or Adopt.
     digest: str = ""
-    checksums: dict[str, str] = {}  # those, by the engine's tensor name, where Verify wants them
+    checksums: dict[str, str] = {}  # those, by the engine's tensor name, where it is about names
     phase_seconds: dict[str, float] = {}  # of PUBLISH_PHASES, with the answer to Adopt
 
 
@@ -198,10 +198,15 @@ class Verify(BusMessage, frozen=True):
 
 
 class Commit(BusMessage, frozen=True):
-    """Label the engine with the version that it was offered and has loaded; generate again."""
+    """Close the update if ``Verify`` did not, compare, label the engine, and generate again.
+
+    An engine whose checksums have another digest is not labelled and stays paused: the outcome has
+    the checksums.
+    """
 
     command_id: int
-    version: PolicyVersion
+    version: PolicyVersion  # that it was offered and has loaded
+    digest: str = ""  # of the checksums that it must have; empty compares nothing
 
 
 class BucketAnswer(BusMessage, frozen=True):

@@ -7,7 +7,7 @@ ever be beside two digests.
 
 import asyncio
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.weightbus.agent.engine import Adoption, adopt_in_steps
+from slipstream.weightbus.agent.engine import (
+    Adoption,
+    adopt_in_steps,
+    finish_in_steps,
+    pause_in_steps,
+)
 from slipstream.weightbus.net import groups
 from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.errors import EngineError, PublishError
@@ -49,6 +54,7 @@ class BusEngine:
         self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.num_paused = 0
         self.loads_wrongly = ""  # name of a tensor
+        self.arrives: dict[str, Tensor] | None = None  # in place of what a group brings
         self._log = log.open("a")
         self._timeout_s = group_timeout_s
         self._fault = fault
@@ -121,6 +127,9 @@ class BusEngine:
         assert self._is_open
         assert not self._runs, "a mixture would be generated"
         self._fault("before_bucket")
+        if self.arrives is not None:
+            self.tensors |= {spec.name: self.arrives[spec.name] for spec in bucket.tensors}
+            return
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
 
         def receive() -> None:
@@ -169,6 +178,14 @@ class BusEngine:
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Do it in steps."""
         return await adopt_in_steps(self, folder, version, digest=digest)
+
+    async def pause_for_update(self) -> int:
+        """Do it in steps."""
+        return await pause_in_steps(self)
+
+    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
+        """Do it in steps."""
+        return await finish_in_steps(self, version, digest=digest)
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:

@@ -17,7 +17,17 @@ from slipstream.weightbus.version.engine_checksums import digest_of, expected_ch
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Abandon, Adopt, Outcome, Receive, Verify
+from slipstream.wire.messages.weightbus import (
+    Abandon,
+    Adopt,
+    Commit,
+    LoadBucket,
+    Offer,
+    Outcome,
+    Pause,
+    Receive,
+    Verify,
+)
 from tests.support.bus.engine import BusEngine, random_tensors
 
 _copies = itertools.count(1)
@@ -144,6 +154,63 @@ def test_an_older_version_is_refused(agent: Agent):
     assert agent.receive(1, version(1)).error == "refused v1.1: this engine ran v1.2"
     assert "v1.1 was not received" in agent.adopt(1).error
     assert agent.updates.adopted == PolicyVersion(1, 2)
+
+
+def collective(agent: Agent, step: int) -> None:
+    """Bring an engine to where all buckets are in."""
+    sent = WeightSnapshot.of(PolicyVersion(1, step), version(step), bucket_bytes=500)
+    assert not agent.do(Offer(command_id=1, manifest=sent.manifest())).error
+    agent.updates._group = "g"
+    assert not agent.do(Pause(command_id=2)).error
+    agent.engine.arrives = {name: tensor.clone() for name, tensor in sent.tensors.items()}
+    assert not agent.do(LoadBucket(command_id=3, index=0, group_name="g")).error
+
+
+def commit(agent: Agent, step: int, digest: str) -> Outcome:
+    return agent.do(Commit(command_id=4, version=PolicyVersion(1, step), digest=digest))
+
+
+def test_commit_compares_with_the_digest_that_it_brings(agent: Agent):
+    collective(agent, 1)
+    digest = digest_of(expected_checksums(version(1)))
+    assert commit(agent, 1, digest) == Outcome(command_id=4, digest=digest)
+    assert agent.engine.runs
+    assert agent.updates.adopted == PolicyVersion(1, 1)
+
+
+def test_commit_with_another_digest_leaves_the_engine_paused_and_names_its_checksums(agent: Agent):
+    collective(agent, 1)
+    outcome = commit(agent, 1, "d" * 32)
+    assert outcome.checksums == expected_checksums(version(1))
+    assert agent.updates.adopted is None
+    assert agent.updates.is_paused
+    assert not agent.engine.runs
+    agent.adopted(1, version(1))
+
+
+def test_commit_after_a_verify_compares_nothing_again(agent: Agent):
+    collective(agent, 1)
+    assert agent.do(Verify(command_id=5)).digest == digest_of(expected_checksums(version(1)))
+    assert commit(agent, 1, "") == Outcome(command_id=4)
+    assert agent.engine.runs
+
+
+def test_an_update_is_opened_again_in_a_group_that_was_made_anew(agent: Agent):
+    collective(agent, 1)
+    commit(agent, 1, "")
+    manifest = WeightSnapshot.of(PolicyVersion(1, 2), version(2), bucket_bytes=500)
+    agent.do(Offer(command_id=1, manifest=manifest.manifest()))
+    agent.do(Pause(command_id=2))
+    asyncio.run(agent.updates._leave_group())
+    agent.updates._group = "h"
+    agent.engine.arrives = dict(manifest.tensors)
+    assert not agent.do(LoadBucket(command_id=3, index=0, group_name="h")).error
+    assert not commit(agent, 2, digest_of(expected_checksums(version(2)))).checksums
+
+
+def test_nothing_is_committed_that_was_not_loaded(agent: Agent):
+    collective(agent, 1)
+    assert commit(agent, 2, "").error == "v1.2 was not loaded"
 
 
 def test_checksums_are_sent_where_the_relay_asks_for_them(agent: Agent):
