@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from slipstream.generators.sglang import adoption, cpu_models
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
+from slipstream.weightbus.version.engine_checksums import host_checksum
 from slipstream.wire.errors import ConfigError, PublishError
 
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
@@ -55,6 +56,10 @@ def install() -> None:
         answer_for_all_ranks(module)
         adoption.adopt_in_scheduler(module)
 
+    def check_adapters(module: ModuleType) -> None:
+        hash_on_host(module)
+        _check_adapters(module)
+
     def correct_batches(module: ModuleType) -> None:
         retractions.count(module)
         experts.keep(module)
@@ -67,6 +72,7 @@ def install() -> None:
         _GROUPS: _bound_waits_in_groups,
         _WEIGHT_UPDATER: _correct_weight_updates,
         _UPDATES_OF_RANK: correct_updates_of_rank,
+        _WEIGHT_CHECKER: hash_on_host,
         _TOKENIZER: adoption.adopt_in_tokenizer,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
@@ -75,7 +81,7 @@ def install() -> None:
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
     if os.environ.get(ADAPTERS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
-        corrections |= {_LORA_MANAGER: _keep_manager, _WEIGHT_CHECKER: _check_adapters}
+        corrections |= {_LORA_MANAGER: _keep_manager, _WEIGHT_CHECKER: check_adapters}
     sys.meta_path.insert(0, _AfterImport(corrections))
 
 
@@ -392,6 +398,23 @@ def sample_by_seed(module: ModuleType) -> None:
         "top_k_top_p_min_p_sampling_from_probs_torch",
         seeded_sampling.sampling_from_truncated_probs,
     )
+
+
+def hash_on_host(module: ModuleType) -> None:
+    """Hash tensors on the host by xxh3-128, at the speed of memory, while the engine is paused.
+
+    SGLang takes sha256, an order of magnitude slower; what is compared has no enemies.
+    """
+    import torch  # with the process that has the weights, not with the agent
+
+    of_gpu = module._hash_tensor
+
+    def _hash_tensor(t: Any) -> str:  # noqa: ANN401
+        if t.is_cuda:
+            return str(of_gpu(t))
+        return host_checksum([t.detach().contiguous().view(-1).view(torch.uint8).numpy()])
+
+    replace(module, "_hash_tensor", _hash_tensor)
 
 
 def _keep_manager(module: ModuleType) -> None:

@@ -1,8 +1,9 @@
 """The answer of SGLang's weights checker if an engine holds exactly our tensors.
 
 SGLang keeps query, key and value as one tensor, gate and up as another, pads some with zeros, and
-splits most over its ranks (wire/files/families/). On a CPU its checksum is the first 8
-bytes of sha256 over the raw bytes, on a GPU a hash of words (gpu_hash.py; sglang 0.5.23).
+splits most over its ranks (wire/files/families/). On a GPU its checksum is a hash of words
+(gpu_hash.py; sglang 0.5.23), on a CPU xxh3-128 of the raw bytes, as in the manifest: its own sha256
+would be several times slower than the wire (generators/sglang/patches.py replaces it).
 """
 
 import hashlib
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+import xxhash
 
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.errors import PublishError
@@ -67,11 +69,11 @@ def expected_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, 
 
 
 def host_checksum(parts: Iterable[Bits]) -> str:
-    """Return SGLang's checksum of a tensor on the host that is these parts, end to end."""
-    digest = hashlib.sha256()
+    """Return the engine's checksum of a tensor on the host that is these parts, end to end."""
+    digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(np.ascontiguousarray(part).data)
-    return digest.digest()[:8].hex()
+    return digest.hexdigest()
 
 
 def _on_gpu(parts: Iterable[Bits]) -> str:

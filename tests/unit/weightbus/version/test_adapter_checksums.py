@@ -1,6 +1,5 @@
-import hashlib
-
 import torch
+import xxhash
 
 from slipstream.weightbus.version.adapter_checksums import are_adapters, expected_adapter_checksums
 from slipstream.weightbus.version.engine_checksums import Holder
@@ -20,7 +19,7 @@ def tensors(*targets: str) -> dict[str, torch.Tensor]:
 
 
 def checksum(*parts: torch.Tensor) -> str:
-    return hashlib.sha256(torch.cat(parts).numpy().tobytes()).digest()[:8].hex()
+    return xxhash.xxh3_128_hexdigest(torch.cat(parts).numpy().tobytes())
 
 
 def test_parts_of_a_fused_layer_are_one_tensor_in_the_engines_order():
