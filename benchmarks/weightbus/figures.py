@@ -1,7 +1,9 @@
 """Pure: what the bars of the weight bus are computed from."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 PAUSE_PHASES = ("pause", "transfer", "load", "verify", "commit")  # an engine generates nothing
 
@@ -31,6 +33,40 @@ def best(rounds: Mapping[int, Sequence[float]]) -> tuple[int, float]:
     medians = {setting: statistics.median(values) for setting, values in rounds.items()}
     setting = min(medians, key=lambda key: medians[key])
     return setting, medians[setting]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Mean of paired differences, and how far it can be trusted (normal approximation)."""
+
+    mean: float
+    error: float  # standard error of the mean
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95% interval."""
+        return self.mean - 1.96 * self.error
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95% interval."""
+        return self.mean + 1.96 * self.error
+
+    @property
+    def detectable(self) -> float:
+        """The smallest mean that would be told from 0 with a power of 80%, at 5% two-sided."""
+        return (1.96 + 0.84) * self.error
+
+    def verdict(self, needs: float) -> str:
+        """Return if the mean is at most ``needs``, as far as the interval says."""
+        if self.high <= needs:
+            return f"at most {needs:g}"
+        return f"more than {needs:g}" if self.low > needs else f"no verdict on {needs:g}"
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean of at least two values."""
+    return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def spread(values: Sequence[float], *, unit: float = 1.0, digits: int = 3) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -79,7 +80,7 @@ class EngineUpdates:
                 case OpenGroup():
                     await self._open_group(command)
                 case Receive():
-                    await self._receive(command, fetcher)
+                    return await self._receive(command, fetcher)
                 case Adopt(version=version):
                     return await self._adopt(number, version)
                 case Pause():
@@ -141,15 +142,18 @@ class EngineUpdates:
             group, self._group = self._group, ""
             await self._engine.close_group(group)
 
-    async def _receive(self, command: Receive, fetcher: BucketFetcher) -> None:
+    async def _receive(self, command: Receive, fetcher: BucketFetcher) -> Outcome:
         """Get a version; compute while the engine generates what its checksums have to be."""
         manifest, holder = command.manifest, self._holder
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
+        since_s = time.monotonic()
         if command.is_checked:
             self._expected = await asyncio.to_thread(
                 lambda: expected_of_version(bits_in_folder(received, manifest), holder)
             )
+        seconds = {"expect": time.monotonic() - since_s}
+        return Outcome(command_id=command.command_id, phase_seconds=seconds)
 
     async def _fetch(self, command: Receive, fetcher: BucketFetcher) -> Path:
         manifest = command.manifest

@@ -13,7 +13,13 @@ from slipstream.weightbus.relay.course import LIVE, STAGED, Course, Phase, is_ch
 from slipstream.weightbus.relay.laps import Laps
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import MembersFailedError, T, Transport, each
+from slipstream.weightbus.relay.transports.base import (
+    MembersFailedError,
+    T,
+    Transport,
+    each,
+    slowest,
+)
 from slipstream.weightbus.version.engine_checksums import check_same, holder_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
@@ -110,7 +116,11 @@ class Transaction:
         while (phase := course.phase) is not None:
             course.done(await self._do(phase, manifest))
             if course.phase is not phase and phase in names:
-                laps.lap(names[phase], self._within_adopt if phase is Phase.ADOPT else None)
+                within = {
+                    Phase.PREPARE: self._transport.within_prepare,
+                    Phase.ADOPT: self._within_adopt,
+                }
+                laps.lap(names[phase], within.get(phase))
 
     async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
         """Run a phase with all remaining members; return the failed ones, and why."""
@@ -154,8 +164,7 @@ class Transaction:
         self._num_in_flight[member.name] = outcome.num_in_flight
         if outcome.digest:
             self._digests[member.name] = outcome.digest
-        for phase, seconds in outcome.phase_seconds.items():
-            self._within_adopt[phase] = max(seconds, self._within_adopt.get(phase, 0.0))
+        slowest(self._within_adopt, outcome.phase_seconds)
 
     async def _pause(self, member: Member) -> None:
         outcome = await member.request(lambda n: Pause(command_id=n))

@@ -78,7 +78,7 @@ class Outcome(BusMessage, frozen=True):
     # Of the checksums of all tensors in the engine, with the answer to Verify or Adopt.
     digest: str = ""
     checksums: dict[str, str] = {}  # those, by the engine's tensor name, where it is about names
-    phase_seconds: dict[str, float] = {}  # of PUBLISH_PHASES, with the answer to Adopt
+    phase_seconds: dict[str, float] = {}  # of PUBLISH_PHASES, within Receive and Adopt
 
 
 class FetchBucket(BusMessage, frozen=True):
@@ -234,7 +234,7 @@ AgentMessage: TypeAlias = Join | Leave | Outcome
 
 
 PUBLISH_PHASES = (  # in their order
-    *("digest", "offer", "group", "receive", "pause"),
+    *("digest", "offer", "group", "receive", "expect", "pause"),
     *("transfer", "load", "verify", "commit"),
 )
 

@@ -57,6 +57,7 @@ class Transport(ABC):
         """Serve with the ``state`` that ``relay_state`` returned to this relay."""
         self._settings = settings
         self.load_timeout_s = settings.receive_timeout_s
+        self.within_prepare: dict[str, float] = {}  # seconds by phase, the slowest member
         del state  # of subclasses that have one
 
     @classmethod
@@ -99,6 +100,12 @@ def transport_class(entry: TransportEntry) -> type[Transport]:
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise TypeError(f"{entry.path} is no transport")
     return found
+
+
+def slowest(seconds: dict[str, float], of_member: Mapping[str, float]) -> None:
+    """Add the phases of another member, of which the slowest counts."""
+    for phase, its_s in of_member.items():
+        seconds[phase] = max(its_s, seconds.get(phase, 0.0))
 
 
 async def each(

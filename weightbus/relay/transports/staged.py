@@ -9,7 +9,7 @@ from typing_extensions import override
 from slipstream.weightbus.relay.chain import sources_behind
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import Transport, all_of
+from slipstream.weightbus.relay.transports.base import Transport, all_of, slowest
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Admit, BulkDoor, EncodedReceive
 
@@ -37,7 +37,7 @@ class Staged(Transport):
         async def receive(member: Member) -> None:
             path = await self.path(publication, member)
             sources = () if path else await self._sources(publication, member)
-            await member.request(
+            outcome = await member.request(
                 lambda n: EncodedReceive(
                     command_id=n,
                     manifest=manifest,
@@ -48,6 +48,7 @@ class Staged(Transport):
                 ),
                 timeout_s=self._settings.receive_timeout_s,
             )
+            slowest(self.within_prepare, outcome.phase_seconds)
 
         await all_of(members, receive)
 
