@@ -10,7 +10,7 @@ import msgspec
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
-from slipstream.weightbus.transports import AUTO, FALLBACK, chosen
+from slipstream.weightbus.transports import chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
@@ -140,9 +140,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transport(self) -> str:
         """Transport of the engine's weights."""
-        if self.lora.is_named and self.weightbus.transport == AUTO:
-            return FALLBACK
-        return chosen(self.weightbus.transport, self.device)
+        return chosen(self.weightbus.transport)
 
     @property
     def num_kept_adapters(self) -> int:

@@ -22,9 +22,8 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """
 
     transport: str = AUTO
-    """`auto` is collective to an engine on a CPU and tcp to one on a GPU. `collective` writes into
-    the engine while it is paused; `tcp` and `disk` load a version that was received and checked
-    before."""
+    """`auto` is tcp. `collective` writes into the engine while it is paused; `tcp` and `disk` load
+    a version that was received and checked before, for which the engine's host needs memory."""
     in_flight: Literal["retract", "in_place"] = "retract"
     """Effect of a pause on unfinished answers: retract recomputes their keys and values under the
     new weights, in_place keeps them and disables the prefix cache."""

@@ -40,13 +40,12 @@ TRANSPORTS: Mapping[str, TransportEntry] = {
     "disk": TransportEntry(f"{_CLASSES}.disk:OverDisk", is_staged=False),
 }
 AUTO = "auto"  # a setting that ``chosen`` replaces by a transport
-_BY_DEVICE = {"cpu": "collective", "cuda": "tcp"}  # NCCL never ran between two GPUs here
 FALLBACK = "tcp"  # needs nothing that an engine on the weight bus does not have
 
 
-def chosen(name: str, device: str) -> str:
-    """Return the transport of an engine: the setting, or the default of its device."""
-    return _BY_DEVICE[device] if name == AUTO else name
+def chosen(name: str) -> str:
+    """Return the transport of an engine: the setting, or the one with the shortest pause."""
+    return FALLBACK if name == AUTO else name
 
 
 def check_transport(name: str) -> None:

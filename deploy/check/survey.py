@@ -90,7 +90,7 @@ def way_to(kind: str, device: str, bus: WeightBusSection, *, is_far: bool) -> Wa
         bus: the weight bus.
         is_far: it is on another host, or reaches the learner over TCP all the same.
     """
-    transport = chosen(bus.transport, device)
+    transport = chosen(bus.transport)
     if is_far and TRANSPORTS[transport].why_not_from_afar(bus.host):
         transport = FALLBACK
     if kind == "generator" and transport == "tcp":

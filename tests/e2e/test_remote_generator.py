@@ -48,6 +48,7 @@ def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple
         "generators.count": 1,
         "checkpoint.export_at_end": False,
     }
+    section = section.replace("[weightbus]", '[weightbus]\ntransport = "collective"')
     text = toml_of(settings) + section.replace("10.0.0.1", "10.77.0.1")
     (head.folder / "run.toml").write_text(text)
 

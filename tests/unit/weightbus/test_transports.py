@@ -69,7 +69,7 @@ def test_collective_needs_an_address_of_this_host_for_engines_on_others():
     assert entry.why_not_from_afar("10.0.0.1") == ""
 
 
-def test_auto_takes_what_has_run_on_the_device():
-    assert [chosen(AUTO, device) for device in ("cpu", "cuda")] == ["collective", "tcp"]
-    assert chosen("disk", "cuda") == "disk"
+def test_auto_takes_the_shortest_pause():
+    assert chosen(AUTO) == "tcp"
+    assert chosen("disk") == "disk"
     assert weightbus_section({}).transport == AUTO

@@ -13,10 +13,11 @@ HOSTS = ("a (10.0.0.1)", "b (10.0.0.2)")
 @pytest.mark.parametrize(
     ("bus", "kind", "device", "is_far", "way"),
     [
-        ({}, "generator", "cpu", False, "gloo"),
+        ({}, "generator", "cpu", False, "tcp"),
+        ({"transport": "collective"}, "generator", "cpu", False, "gloo"),
         ({}, "generator", "cuda", False, "tcp"),
-        ({}, "generator", "cpu", True, "tcp"),  # weightbus.host is loopback
-        ({"host": "10.0.0.1"}, "generator", "cpu", True, "gloo"),
+        ({"transport": "collective"}, "generator", "cpu", True, "tcp"),  # the host is loopback
+        ({"transport": "collective", "host": "10.0.0.1"}, "generator", "cpu", True, "gloo"),
         ({"transport": "collective"}, "generator", "cuda", False, "nccl"),
         ({"transport": "collective", "backend": "gloo"}, "generator", "cuda", False, "gloo"),
         ({"transport": "disk"}, "generator", "cpu", True, "disk"),
