@@ -2,9 +2,18 @@
 
 import pytest
 
-from benchmarks.weightbus.figures import best, growth, loss_beyond_pause, pause_s, share, table
+from benchmarks.weightbus.figures import (
+    best,
+    growth,
+    loss_beyond_pause,
+    mean_of,
+    pause_s,
+    share,
+    table,
+)
 from benchmarks.weightbus.late_join import JoinFigures
 from benchmarks.weightbus.learner_side import StepFigures
+from benchmarks.weightbus.many_members import ManyFigures
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, SMOLLM2
 from benchmarks.weightbus.served import ControlFigures, LossFigures
 from benchmarks.weightbus.wire_phase import Turn, WireFigures
@@ -99,3 +108,19 @@ def test_control_costs_counted_calls_times_one_that_does_nothing():
 
 def test_a_table_is_markdown():
     assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_a_mean_comes_with_what_it_could_have_seen_and_a_verdict():
+    mean = mean_of([0.01, 0.03] * 50)
+    assert mean.mean == pytest.approx(0.02)
+    assert mean.error == pytest.approx(0.001, rel=0.01)
+    assert (mean.low, mean.high) == pytest.approx((0.01804, 0.02196), abs=1e-4)
+    assert mean.detectable == pytest.approx(0.0028, rel=0.02)
+    assert mean.verdict(0.03) == "at most 0.03"
+    assert mean.verdict(0.01) == "more than 0.01"
+    assert mean.verdict(0.02) == "no verdict on 0.02"
+
+
+def test_heartbeats_are_no_cost_of_a_publish():
+    figures = ManyFigures(1_000, cpu_s=[0.5, 0.7, 0.6], seconds=[2.0, 3.0, 2.0], idle_cpu_s=0.1)
+    assert figures.median_cpu_s == pytest.approx(0.4)
