@@ -35,7 +35,7 @@ class Publication:
 
         ``digests`` are those of the manifest.
         """
-        self._digests: DigestKind = digests
+        self._digest_kind: DigestKind = digests
         self.pin = pin
         self.snapshot = snapshot
         self.on_gpu = BucketsOnGpu(snapshot)
@@ -59,7 +59,7 @@ class Publication:
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
         """Start to compute the result of ``manifest``."""
         self._manifest = self._manifest or self.in_thread(
-            lambda: self.snapshot.manifest(self._digests)
+            lambda: self.snapshot.manifest(self._digest_kind)
         )
         return self._manifest
 

@@ -7,8 +7,8 @@ those of links at their full rate, for hosts with nothing else to do.
 import math
 from dataclasses import dataclass
 
-STAGED_COMMANDS = 6  # Offer, Receive, Pause, LoadReceived, Verify, Commit
-LIVE_COMMANDS = 4  # Offer, Pause, Verify, Commit; and LoadBucket for each bucket
+STAGED_COMMANDS = 2  # Receive, Adopt
+LIVE_COMMANDS = 3  # Offer, Pause, Commit; and LoadBucket for each bucket
 DIGEST_BYTES_S = 11e9  # xxh3-128, of one core
 SLOTS = 3  # of a learner host's memory
 

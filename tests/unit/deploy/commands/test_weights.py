@@ -21,7 +21,7 @@ def test_without_options_three_sizes_are_printed(capsys: pytest.CaptureFixture[s
     rows = {line[:33].strip(): line[33:].split() for line in printed.splitlines()}
     assert rows["until the last engine has it, s"] == ["0.64", "18.8", "53.7", "26.8"]
     assert rows["an engine's pause, s"] == ["0.04", "1.18", "3.35", "1.68"]
-    assert rows["commands to agents"] == ["192"] * 4
+    assert rows["commands to agents"] == ["64"] * 4
 
 
 def test_options_describe_the_hosts(capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay import reports
 from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.wire.messages.codec import decode_command, encode, encode_manifest
@@ -27,7 +28,7 @@ def record(step: int, name: str, *, why: str = "") -> PublishRecord:
 
 
 def kept(*records: PublishRecord) -> BrokerReports:
-    made = BrokerReports(RunSection())
+    made = BrokerReports(RunSection(), Traffic())
 
     async def keep() -> None:
         for one in records:
