@@ -1,7 +1,6 @@
 """Reads checkpoints, all ranks together, with Megatron's distributed checkpointing."""
 
 import logging
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,6 +11,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slipstream.learner.checkpoints import random_numbers
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.files import random_state
 from slipstream.learner.checkpoints.identity import dtype_name, is_of_layout, refuse_other_model
@@ -71,10 +71,11 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         )
     policy.load_state(state)
     if same:
-        random.setstate(state["rng"]["python"])
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
-        torch.set_rng_state(state["rng"]["torch"])
-        get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
+        if not random_numbers.restore(state["rng"], torch.cuda, get_cuda_rng_tracker()):
+            _log.info(
+                "%s was written on another kind of device: its random numbers start over",
+                folder.name,
+            )
     else:
         _log.info(
             "%s was written by %d ranks in another layout (%s): random numbers start over",
