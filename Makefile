@@ -61,7 +61,7 @@ rehearsal: rehearsal-setup  ## hermetic tests, learner, transports and a loop on
 		-m 'not slow and not chaos' $(REHEARSED)
 # One borrowed GPU (docs/gpu.md): what it lacks, and the suite that runs there, here on a CPU.
 DEVICE_OUT := build/device
-device-wheels: setup  ## download what a GPU machine without a network lacks into .whl, 56 MiB at most
+device-wheels: setup  ## pack what a GPU machine without a network lacks into .whl/site.tar.xz
 	$(PY) -m benchmarks.device.wheels
 device-rehearsal: rehearsal-setup  ## the suite of a borrowed GPU on the CPU, tiny sizes, minutes
 	.rehearsal/bin/python -u benchmarks/device/suite.py --out $(DEVICE_OUT) --deadline 1800 --stretch 4

@@ -38,10 +38,11 @@ def engine_dtype() -> torch.dtype:
     return torch.bfloat16 if has_cuda() else torch.float32
 
 
-def write_model(folder: Path, *, seed: int) -> Path:
+def write_model(folder: Path, *, seed: int, hidden: int | None = None) -> Path:
     """Write a random small Llama; on a GPU its heads have the 64 channels that kernels expect."""
-    write_blank_model(folder, hidden=256 if has_cuda() else 64, layers=2)
-    write_random_weights(folder, scale=0.08 if has_cuda() else 0.2, seed=seed)
+    hidden = hidden or (256 if has_cuda() else 64)
+    write_blank_model(folder, hidden=hidden, layers=2)
+    write_random_weights(folder, scale=0.08 if hidden == 256 else 0.2, seed=seed)
     return folder
 
 
@@ -54,10 +55,16 @@ async def engine_of(
     longest: int = 456,
     mode: Literal["retract", "in_place"] = "retract",
     overlaps: bool = False,
+    graphs: bool = False,
     start_s: float,
 ) -> AsyncIterator[tuple[SglangProcess, SglangEngine]]:
-    """Start a server and yield it with its client once it answers."""
+    """Start a server and yield it with its client once it answers.
+
+    ``graphs``: its decoding is recorded as CUDA graphs; nothing on a CPU.
+    """
     flags = dict(WITHOUT_KERNELS) if has_cuda() else {}
+    if graphs and flags.pop("disable_cuda_graph", False):
+        flags |= {"cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 8}
     if overlaps:
         flags["disable_overlap_schedule"] = False
     settings = generator_settings(

@@ -18,6 +18,7 @@ from benchmarks.device.report import Report
 ENGINE = "slipstream.generators.sglang.server"
 LEARNER = "slipstream.learner.main"
 _POLL_S = 0.2
+_OFF = 5e-2 if has_cuda() else 1e-4  # nats
 
 
 def run_loop(
@@ -46,12 +47,13 @@ def run_loop(
         "run.groups_per_step": 8,
         "generators.count": 1,
         "checkpoint.every_steps": 4,
-        **settings,
     }
     if has_cuda():  # one GPU for both: NCCL takes no two ranks on it
         wanted |= {"weightbus.backend": "gloo", "weightbus.transport": "collective"}
         wanted["deploy.share_gpus"] = True
         wanted |= {f"generators.sglang.{name}": flag for name, flag in WITHOUT_KERNELS.items()}
+        wanted["reward.sandbox"] = "none"  # a borrowed machine may have no bubblewrap
+    wanted |= settings
     overrides = [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in wanted.items()
@@ -79,8 +81,24 @@ def run_loop(
         report.fact("killed", killed)
         report.at_least("processes killed", len(killed), "processes", needs=len(kills))
     report.fact("last_publish", found.get("last_publish"))
+    if process.returncode == 0:
+        _compare_logprobs(report, summary.with_name("rollouts") / "trained.jsonl")
     report.fact("eval", found.get("eval"))
     return found, most
+
+
+def _compare_logprobs(report: Report, rollouts: Path) -> None:
+    """Compare the engine's logprobs with the learner's, of tokens of the version that it trains."""
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    same = [
+        difference
+        for row in rows
+        for run, difference in zip(row["version_runs"], row["logprob_abs_diff_by_run"], strict=True)
+        if run["step"] == row["step"]
+    ]
+    report.fact("answers of the version that is trained", len(same))
+    if same:
+        report.at_most("logprobs vs learner", sum(same) / len(same), "nats on average", needs=_OFF)
 
 
 def _watch(

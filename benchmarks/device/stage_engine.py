@@ -35,6 +35,7 @@ _KINDS: tuple[Kind, ...] = (
     ("retract", "retract", False),
     ("overlap", "retract", True),
     ("in_place", "in_place", False),
+    *([("graphs", "retract", False)] if has_cuda() else []),  # recorded: the settings for users
 )
 
 
@@ -103,7 +104,13 @@ async def _started(
 ) -> SglangEngine:
     name, mode, overlaps = kind
     begun = engine_of(
-        model, folder, name, mode=mode, overlaps=overlaps, start_s=max(1.0, report.left_s)
+        model,
+        folder,
+        name,
+        mode=mode,
+        overlaps=overlaps,
+        graphs=name == "graphs",
+        start_s=max(1.0, report.left_s),
     )
     _, engine = await engines.enter_async_context(begun)
     return engine

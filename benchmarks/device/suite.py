@@ -30,6 +30,10 @@ DEADLINES_S = {
     "bus": 120.0,
     "loop": 150.0,
     "shape": 150.0,
+    "adapters": 120.0,
+    "families": 90.0,
+    "algorithms": 90.0,
+    "kept": 120.0,
     "mfu": 150.0,  # the last: it takes what is left
 }
 _EXAMPLE = """examples:

@@ -82,6 +82,11 @@ def import_server() -> Iterator[str]:
         importlib.import_module(name)
     updater = sys.modules[patches._WEIGHT_UPDATER].WeightUpdater
     yield updater.destroy_weights_update_group.__module__
+    stand_in = importlib.import_module("sgl_kernel.utils")
+    yield f"dependent launches: {stand_in.is_arch_support_pdl()}"
+    gemm = importlib.import_module("sglang.kernels.ops.gemm.cutedsl_dual_gemm")
+    mode = gemm.DualGemmQuantMode.UNQUANT
+    yield f"a GEMM of newer GPUs: {gemm.can_use_dual_gemm(1, 128, 128, mode)}"
 
 
 def _pretend_to_have_a_gpu() -> None:

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks.device.report import Report, Skipped
 from benchmarks.device.suite import DEADLINES_S, ROOT, Suite, commit, stages_of
-from benchmarks.device.wheels import LIST, refusal
+from benchmarks.device.wheels import LIST, pack, refusal
 
 # A program of its own: the suite ends every process that is left below it.
 DRIVER = """
@@ -134,13 +136,43 @@ def test_a_bar_that_is_short_fails_its_stage(tmp_path: Path, value: float, statu
     assert json.loads((tmp_path / "some.json").read_text())["status"] == status
 
 
+def a_wheel(file: Path, *names: str) -> Path:
+    with zipfile.ZipFile(file, "w") as written:
+        for name in names:
+            info = zipfile.ZipInfo(name)
+            info.external_attr = (0o755 if name.endswith("server") else 0o644) << 16
+            written.writestr(info, name)
+    return file
+
+
+def test_wheels_are_packed_as_they_are_installed(tmp_path: Path):
+    wheels = [
+        a_wheel(tmp_path / "a.whl", "a/__init__.py", "a/server", "a-1.data/scripts/a"),
+        a_wheel(tmp_path / "b.whl", "b-1.data/platlib/b/__init__.py", "b-1.dist-info/METADATA"),
+    ]
+    pack(wheels, tmp_path / "site.tar.xz")
+    with tarfile.open(tmp_path / "site.tar.xz") as packed:
+        packed.extractall(tmp_path / "site", filter="data")
+    found = {
+        str(path.relative_to(tmp_path / "site")): path
+        for path in (tmp_path / "site").rglob("*")
+        if path.is_file()
+    }
+    assert set(found) == {"a/__init__.py", "a/server", "b/__init__.py", "b-1.dist-info/METADATA"}
+    assert found["b/__init__.py"].read_text() == "b-1.data/platlib/b/__init__.py"
+    assert os.access(found["a/server"], os.X_OK)
+    assert not os.access(found["a/__init__.py"], os.X_OK)
+
+
 def test_wheels_that_are_too_large_to_carry_are_refused_by_name(tmp_path: Path):
-    (tmp_path / "a.whl").write_bytes(b"0" * 2**20)
-    (tmp_path / "b.whl").write_bytes(b"0" * 2**19)
-    assert refusal(tmp_path, 1.5) == ""
-    why = refusal(tmp_path, 1.4)
-    assert "have 1.5 MiB, 1.4 can be carried beside the tree" in why
-    assert "the largest are a.whl (1.0), b.whl (0.5)" in why
+    wheels = [tmp_path / "a.whl", tmp_path / "b.whl"]
+    wheels[0].write_bytes(b"0" * 2**20)
+    wheels[1].write_bytes(b"0" * 2**19)
+    (tmp_path / "site.tar.xz").write_bytes(b"0" * 2**20)
+    assert refusal(wheels, tmp_path / "site.tar.xz", 1.0) == ""
+    why = refusal(wheels, tmp_path / "site.tar.xz", 0.9)
+    assert "has 1.0 MiB, 0.9 can be carried beside the tree" in why
+    assert "the largest of its 2 wheels are a.whl (1.0), b.whl (0.5)" in why
 
 
 def test_wheels_are_pinned_as_they_are_rehearsed():

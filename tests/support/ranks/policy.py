@@ -140,9 +140,10 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[floa
 
     tokens = torch.from_numpy(sequence.token_ids).long()
     count = len(tokens)
-    cu_seqlens = torch.tensor([0, count], dtype=torch.int32)
+    given = (tokens, torch.arange(count), torch.tensor([0, count], dtype=torch.int32))
     with torch.no_grad():
-        logits = packed_logits(model, tokens, torch.arange(count), cu_seqlens, count)
+        on_device = [one.to(device.device()) for one in given]
+        logits = packed_logits(model, *on_device, count).cpu()
     values = [0.0]
     for t in range(1, count):
         row = (logits[t - 1] / sequence.temperature)[: model.hf_config.vocab_size].clone()

@@ -64,7 +64,7 @@ def test_every_engine_gets_every_byte_once(fanout: int):
     assert cost.wire_bytes == 32 * 1000
     assert cost.learner_host_bytes * 2 == cost.relayed_bytes == setup.heads * 1000
     assert cost.copied_bytes == 32 * 1000 + cost.forwarded_bytes
-    assert cost.commands == 32 * 6 + (32 - setup.heads)
+    assert cost.commands == 32 * 2 + (32 - setup.heads)
     assert cost.bucket_requests == 32 * 2
 
 
@@ -75,5 +75,5 @@ def test_buckets_do_not_span_parts():
 
 def test_in_place_each_bucket_is_a_command_and_nothing_is_fetched_or_copied():
     cost = cost_of(Setup(version_bytes=100.0, engine_hosts=2, bucket_bytes=10, is_staged=False))
-    assert cost.commands == 2 * (4 + 10)
+    assert cost.commands == 2 * (3 + 10)
     assert cost.bucket_requests == cost.copied_bytes == 0
