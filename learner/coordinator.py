@@ -9,6 +9,7 @@ its children (launch.py), or are told on other nodes (nodes/watch.py).
 """
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -119,10 +120,15 @@ class Coordinator:
 
     # ---- weights ---------------------------------------------------------------
 
-    def open_weights(self, path: str, layout: WeightManifest) -> None:
-        """Announce where versions will be written, before the first is."""
+    def open_weights(
+        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+    ) -> None:
+        """Announce where versions will be written, before the first is.
+
+        ``part_keys`` are the public keys of the relays of the learner's other hosts.
+        """
         if self._leader is not None:
-            self._leader.open_weights(path, layout)
+            self._leader.open_weights(path, layout, part_keys=part_keys)
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""

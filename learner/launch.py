@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,13 +34,15 @@ from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
 from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective, text_of
 from slipstream.learner.nodes.watch import NodeWatch
+from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.learner.starting_policy import start_policy
 from slipstream.learner.stop import StopRequest
 from slipstream.learner.training.algorithm import algorithm_of
-from slipstream.weightbus.net.interfaces import interface_variables
+from slipstream.weightbus.net.interfaces import address_towards, interface_variables
 from slipstream.weightbus.net.rendezvous import open_store
-from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me
@@ -265,25 +267,92 @@ def run_rank(
         )
         clock = PhaseClock()
         with (
-            _open_link(settings, topology, early, launch, clock, stop) as (link, leader),
+            _head_door(settings, place, rank) as door,
+            _open_link(settings, place, topology, early, launch, clock, stop, door) as (
+                link,
+                leader,
+            ),
+            _open_part(settings, place, launch, door, rank) as part,
             stop.deferred(when=settings.checkpoint.on_stop or place.node > 0),
         ):
             coordinator = Coordinator(leader, topology, stop)
-            loop = LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock)
+            loop = LearnerLoop(
+                settings, topology, policy, algorithm, link, coordinator, clock, part=part
+            )
             with launch.health.ending():
                 loop.run(launch.health)
     finally:
         destroy_topology()
 
 
+def _keeps_parts(settings: LearnerSettings, place: Place) -> bool:
+    """True if each of several hosts keeps and serves the tensors that it writes."""
+    is_shared = settings.weightbus.parts == "auto" and not settings.lora.is_named
+    return place.layout.nodes > 1 and is_shared
+
+
+def _relay_launch(settings: LearnerSettings, place: Place, launch: RelayLaunch) -> RelayLaunch:
+    """Return how this host's relay is started: as the head, or as the part of another host.
+
+    Each listens for engines at the address that leads to node 0, at weightbus.listen where that
+    is of this host.
+
+    Raises:
+        ConfigError: that address is none of IPv4.
+    """
+    if place.address is None or not _keeps_parts(settings, place):
+        return launch
+    own, listen = address_towards(place.address.host), settings.weightbus.listen
+    is_own = bool(own) and f"//{own}:" in listen
+    if not is_own and (place.node > 0 or not listen):
+        if "." not in own:
+            raise ConfigError(
+                f"node {place.node} reaches node 0 ({place.address}) from {own or 'no address'}, "
+                "and its relay listens at an IPv4 address: set weightbus.listen to one, or "
+                'weightbus.parts = "off"'
+            )
+        listen = f"tcp://{own}:0"
+    words = (*launch.settings, f"weightbus.listen={listen}")
+    return replace(launch, settings=words, part=place.node, parts=place.layout.nodes)
+
+
+@contextmanager
+def _head_door(settings: LearnerSettings, place: Place, rank: int) -> Iterator[HeadDoor | None]:
+    """Open what the first ranks of several hosts learn the head relay's address by."""
+    is_first = rank == place.ranks[0]
+    if place.address is None or not is_first or not _keeps_parts(settings, place):
+        yield None
+        return
+    yield HeadDoor(_join_store(settings, place.address))
+
+
+@contextmanager
+def _open_part(
+    settings: LearnerSettings, place: Place, launch: Launch, door: HeadDoor | None, rank: int
+) -> Iterator[PartRelay | None]:
+    """Open the relay of a host's part on its first rank, but on rank 0, whose is the head."""
+    if door is None or rank == 0 or launch.replay is not None:
+        yield None
+        return
+    relay = _relay_launch(settings, place, launch.relay)
+    with PartRelay(settings.run, relay, door) as part:
+        try:
+            yield part
+        except SystemExit:  # stopped at once
+            part.end()
+            raise
+
+
 @contextmanager
 def _open_link(
     settings: LearnerSettings,
+    place: Place,
     topology: Topology,
     early: EarlyPlans | None,
     launch: Launch,
     clock: PhaseClock,
     stop: StopRequest,
+    door: HeadDoor | None,
 ) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
     """Open the link of a rank that fetches payloads, and the same as the leading one on rank 0."""
     if not topology.leads_replica:
@@ -299,7 +368,13 @@ def _open_link(
         if topology.rank == 0:
             several = early if topology.data_parallel > 1 else None
             link = leader = LeaderLink(
-                loop, settings, clock, lambda: stop.requested, relay=launch.relay, early=several
+                loop,
+                settings,
+                clock,
+                lambda: stop.requested,
+                relay=_relay_launch(settings, place, launch.relay),
+                early=several,
+                on_door=door.post if door is not None else None,
             )
         else:
             name, replica = f"learner-rank-{topology.rank}", topology.data_parallel_rank

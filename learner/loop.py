@@ -34,14 +34,15 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model import device
 from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.part_relay import PartRelay
 from slipstream.learner.publish.contents import AdaptersAlone, Contents, WholeModel
-from slipstream.learner.publish.weight_writer import WeightWriter
+from slipstream.learner.publishing import Publishing
 from slipstream.learner.record.profiling import StepProfiler
 from slipstream.learner.record.rollout_log import open_rollout_log
 from slipstream.learner.record.throughput import throughput_figures
 from slipstream.learner.training.batch import BatchTraining
 from slipstream.learner.training.policy import Policy
-from slipstream.wire.errors import PublishError, SlipstreamError
+from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete
 from slipstream.wire.messages.versions import PolicyVersion
@@ -72,10 +73,12 @@ class LearnerLoop:
         coordinator: Coordinator,
         clock: PhaseClock,
         *,
+        part: PartRelay | None = None,
         observe_saves: Callable[[Stage], None] = ignore,
     ) -> None:
         """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
 
+        The first rank of each host but rank 0's has the relay of its host's ``part``.
         ``observe_saves`` is told of each stage of each checkpoint, also by threads.
 
         Raises:
@@ -106,7 +109,8 @@ class LearnerLoop:
         self._peak_tflops = settings.learner.peak_tflops or device.peak_tflops(
             policy.model.config.params_dtype
         )
-        self._writer: WeightWriter | None = None
+        self._part = part
+        self._publishing: Publishing | None = None
         self._rejected_in_a_row = 0
         self._num_orders = 0  # of rank 0; that to wait longer is one of them
         self._reported_s: dict[str, float] = {}  # by phase, as of the last commit
@@ -127,7 +131,7 @@ class LearnerLoop:
             self._profiler.close()
         if isinstance(order, StopTraining):
             self._saver.on_stop(version)
-            self._coordinator.end()
+            self._end_relays()
             with self._clock.phase("checkpoint"):
                 self._saver.close()
             return
@@ -135,7 +139,7 @@ class LearnerLoop:
             self._saver.at_end(version)
         self._saver.note(order.evaluations)
         self._coordinator.leave()  # the other roles may leave, too
-        self._coordinator.end()
+        self._end_relays()
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
             self._policy.bring_weights()
@@ -240,6 +244,11 @@ class LearnerLoop:
                 + _ADVICE[rejection.reason]
             )
 
+    def _end_relays(self) -> None:
+        self._coordinator.end()
+        if self._publishing is not None:
+            self._publishing.end()
+
     def _contents(self) -> Contents:
         model = self._policy.model
         is_named = self._settings.lora.is_named
@@ -251,23 +260,20 @@ class LearnerLoop:
         Raises:
             PublishError: on every rank, if a tensor holds NaN or inf.
         """
-        coordinator = self._coordinator
-        if not coordinator.publishes:
+        if not self._coordinator.publishes:
             return
         with self._clock.phase("export"):
-            if self._writer is None:
-                self._writer = WeightWriter(
+            if self._publishing is None:
+                bus = self._settings.weightbus
+                self._publishing = Publishing(
                     self._policy.model,
                     self._topology,
-                    bucket_bytes=self._settings.weightbus.bucket_bytes,
-                    agree=lambda path: coordinator.agreed(path, str),
+                    self._coordinator,
+                    bucket_bytes=bus.bucket_bytes,
                     contents=self._contents(),
+                    in_parts=bus.parts == "auto",
+                    part=self._part,
+                    epoch=version.epoch,
                 )
-                coordinator.open_weights(self._writer.path, self._writer.layout)
-            slot = coordinator.reserve()
             self._policy.bring_weights()
-            bad = self._writer.write(slot)
-            if coordinator.on_any(bool(bad)):
-                name = bad or "a tensor that another learner rank's log names"
-                raise PublishError(f"{version.label} is not published: {name} holds NaN or inf")
-            coordinator.publish(version, slot)
+            self._publishing.publish(version)

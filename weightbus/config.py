@@ -63,6 +63,9 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Of each tensor, computed by the relay and checked where it is received: xxh3 finds accidents
     at the speed of memory, blake2b also what a hostile generator in a chain made up. That takes a
     core for about 1 GB/s."""
+    parts: Literal["auto", "off"] = "auto"
+    """Of a learner on several hosts: with auto each keeps and serves the tensors that it writes,
+    over tcp; with off the first host keeps all of them, for every transport."""
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
     empty is DIR/NAME/weights."""

@@ -20,6 +20,7 @@ class TransportEntry(NamedTuple):
     dials_host: bool = False  # engines connect to weightbus.host
     is_staged: bool = True  # agents keep a version in memory until their engine has loaded it
     writes_live: bool = False  # into weights of the engine; versions of adapters stand beside them
+    serves_parts: bool = False  # of versions that lie on several hosts of the learner
 
     def why_not_from_afar(self, host: str) -> str:
         """Return why an engine on another host cannot use it; empty if it can.
@@ -36,7 +37,7 @@ TRANSPORTS: Mapping[str, TransportEntry] = {
     "collective": TransportEntry(
         f"{_CLASSES}.collective:Collective", dials_host=True, writes_live=True
     ),
-    "tcp": TransportEntry(f"{_CLASSES}.staged:OverTcp"),
+    "tcp": TransportEntry(f"{_CLASSES}.staged:OverTcp", serves_parts=True),
     "disk": TransportEntry(f"{_CLASSES}.disk:OverDisk", is_staged=False),
 }
 AUTO = "auto"  # a setting that ``chosen`` replaces by a transport

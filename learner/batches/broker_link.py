@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
@@ -38,6 +38,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.phases import PhaseClock
 
 _log = logging.getLogger(__name__)
@@ -58,10 +59,12 @@ class LeaderLink(PayloadLink):
         *,
         relay: RelayLaunch,
         early: EarlyPlans | None = None,
+        on_door: Callable[[RelayAddress], None] | None = None,
     ) -> None:
         """Connect to the broker; the weight relay is started with ``open_weights``.
 
         ``early`` is how the other ranks learn of batches to come; None where there are none.
+        ``on_door`` is told where each relay listens for other hosts.
 
         Raises:
             PeerLostError: no broker answers.
@@ -81,7 +84,7 @@ class LeaderLink(PayloadLink):
         self._found: StepPlan | None = None  # of a coming step
         self._posted: int | None = None  # the step that was posted for the other ranks
         settings.run.make_socket_folder()
-        self._relay = RelayLink(settings.run.endpoint("relay"), relay)
+        self._relay = RelayLink(settings.run.endpoint("relay"), relay, on_door=on_door)
         loop.start(self._reports())
 
     @property
@@ -175,11 +178,19 @@ class LeaderLink(PayloadLink):
         request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
         self._loop.run(self._client.ask(request, Done))
 
-    def open_weights(self, path: str, layout: WeightManifest) -> None:
-        """Start the relay, with the place where versions will be written."""
+    def open_weights(
+        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+    ) -> None:
+        """Start the relay, with the place where versions will be written.
+
+        ``part_keys`` are the public keys of the relays of the learner's other hosts.
+        """
         self._loop.start(self._relay.run())
         epoch = self._version.epoch if self._version is not None else 0
-        self._loop.run(self._relay.open(path, layout, epoch=epoch, run_id=self.run_id))
+        opening = self._relay.open(
+            path, layout, epoch=epoch, run_id=self.run_id, part_keys=part_keys
+        )
+        self._loop.run(opening)
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""

@@ -66,8 +66,13 @@ class LeadingLink(RankLink, Protocol):
     ) -> StepCommitted:
         """Record that a step is trained; return all evaluations so far and the last step."""
 
-    def open_weights(self, path: str, layout: WeightManifest) -> None:
-        """Announce where versions will be written, before the first is."""
+    def open_weights(
+        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+    ) -> None:
+        """Announce where versions will be written, before the first is.
+
+        ``part_keys`` are the public keys of the relays of the learner's other hosts.
+        """
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""

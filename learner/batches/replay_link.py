@@ -223,7 +223,9 @@ class ReplayLink:
             file.write(msgspec.json.encode(row) + b"\n")
         return StepCommitted(evaluations=(), last_step=self._settings.run.steps)
 
-    def open_weights(self, path: str, layout: WeightManifest) -> None:
+    def open_weights(
+        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+    ) -> None:
         """Do nothing: there are no engines."""
 
     def reserve(self) -> int:

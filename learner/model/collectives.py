@@ -33,9 +33,12 @@ def gather_bytes(data: bytes) -> list[bytes]:
     sizes[dist.get_rank()] = len(data)
     dist.all_reduce(sizes)
     buffers = [torch.empty(int(size), dtype=torch.uint8, device=device()) for size in sizes]
-    buffers[dist.get_rank()] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
+    if data:
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
+        buffers[dist.get_rank()] = own
     for source, buffer in enumerate(buffers):
-        dist.broadcast(buffer, src=source)
+        if buffer.numel():
+            dist.broadcast(buffer, src=source)
     return [buffer.cpu().numpy().tobytes() for buffer in buffers]
 
 

@@ -1,7 +1,7 @@
 """Who holds which part of a model's parameters, and the parts of other ranks, received one by one.
 
 Several ranks hold the same part: the first of them, in every dimension that copies it, is its owner
-and alone writes it down or sends it.
+and alone writes it down or sends it. What is published is shared out among all that hold it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,22 +16,8 @@ from torch import Tensor
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
 from slipstream.learner.model.rank_model import TIED_OUTPUT, RankModel, is_expert
-from slipstream.learner.model.shards import Shard
+from slipstream.learner.model.shards import Shard, ShardFacts
 from slipstream.wire.files.families.parts import Parameter
-
-
-class ShardFacts(msgspec.Struct, frozen=True):
-    """A part of a parameter that another rank owns."""
-
-    name: str  # in the whole model
-    shape: tuple[int, ...]
-    dim: int | None
-    rank: int  # of the ranks that the parameter is split over
-    ranks: int
-
-    def shard(self, parameter: Parameter, tensor: Tensor) -> Shard:
-        """Return the part itself."""
-        return Shard(parameter, tensor, self.dim, self.rank, self.ranks)
 
 
 def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
@@ -53,17 +39,29 @@ def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
 
 def owned_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
     """Yield the parts of the weights that this rank owns, by name; tied embeddings once."""
+    for name, shard in held_shards(model):
+        if is_expert(name):
+            copy = parallel_state.get_expert_data_parallel_rank()
+        else:
+            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        if copy == 0:
+            yield name, shard
+
+
+def held_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
+    """Yield the parts of the weights of which this rank has a copy; tied embeddings once.
+
+    What tensor parallelism does not split, the first of its ranks yields alone.
+    """
     for name, parameter in model.named_weights():
         if name == TIED_OUTPUT and model.hf_config.tie_word_embeddings:
             continue
         dim, rank, ranks = split_of(name, parameter)
         if is_expert(name):
-            copy = parallel_state.get_expert_data_parallel_rank()
             first = parallel_state.get_expert_tensor_parallel_rank() == 0
         else:
-            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             first = parallel_state.get_tensor_model_parallel_rank() == 0
-        if copy == 0 and (dim is not None or first):
+        if dim is not None or first:
             yield name, Shard(parameter_of(model, name), parameter, dim, rank, ranks)
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.learner.model.gathering import (
-    ShardFacts,
     facts_of_all,
     owned_shards,
     parameter_of,
@@ -23,7 +22,13 @@ from slipstream.learner.model.gathering import (
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.hf_tensors import HfTensors
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.shards import Geometry, fuse_gate_up, fuse_qkv, write_shard
+from slipstream.learner.model.shards import (
+    Geometry,
+    ShardFacts,
+    fuse_gate_up,
+    fuse_qkv,
+    write_shard,
+)
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.files.families.parts import Parameter
 from slipstream.wire.files.model_files import WEIGHTS, copied_files

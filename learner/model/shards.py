@@ -11,6 +11,7 @@ tensor-parallel rank's share of them, since ranks hold whole query groups.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,6 +39,20 @@ class Shard:
     dim: int | None = None
     rank: int = 0
     ranks: int = 1
+
+
+class ShardFacts(msgspec.Struct, frozen=True):
+    """A part of a parameter that another rank holds."""
+
+    name: str  # in the whole model
+    shape: tuple[int, ...]
+    dim: int | None
+    rank: int  # of the ranks that the parameter is split over
+    ranks: int
+
+    def shard(self, parameter: Parameter, tensor: Tensor) -> Shard:
+        """Return the part itself."""
+        return Shard(parameter, tensor, self.dim, self.rank, self.ranks)
 
 
 def fuse_qkv(query: Tensor, key: Tensor, value: Tensor, *, num_groups: int) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from slipstream.learner.model.gathering import owned_shards, parameter_of, with_adapter
+from slipstream.learner.model.gathering import held_shards, parameter_of, with_adapter
 from slipstream.learner.model.hf_tensors import hf_shapes
 from slipstream.learner.model.hf_weights import hf_specs
 from slipstream.learner.model.peft import adapters_of
@@ -17,12 +17,14 @@ from slipstream.wire.messages.manifest import TensorSpec
 class Contents(Protocol):
     """The tensors of a version, and this rank's parts of them."""
 
+    in_parts: bool  # every host of the learner may keep some of the tensors
+
     def specs(self) -> list[TensorSpec]:
         """Return all tensors."""
         ...
 
-    def owned(self) -> Iterator[tuple[str, Shard]]:
-        """Yield the parts that this rank owns, by names of its own."""
+    def held(self) -> Iterator[tuple[str, Shard]]:
+        """Yield the parts that this rank could write, by names of its own."""
         ...
 
     def parameter(self, name: str) -> Parameter:
@@ -30,12 +32,14 @@ class Contents(Protocol):
         ...
 
     def current(self, name: str, shard: Shard) -> Shard:
-        """Return an owned part as it is to be written now."""
+        """Return a part of this rank as it is to be written now."""
         ...
 
 
 class WholeModel:
     """All weights, with the adapters in them."""
+
+    in_parts = True
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
@@ -44,9 +48,9 @@ class WholeModel:
         """Return the Hugging Face tensors."""
         return hf_specs(self._model)
 
-    def owned(self) -> Iterator[tuple[str, Shard]]:
+    def held(self) -> Iterator[tuple[str, Shard]]:
         """Yield parameters, by Megatron's names in the whole model."""
-        yield from owned_shards(self._model)
+        yield from held_shards(self._model)
 
     def parameter(self, name: str) -> Parameter:
         """Return the Hugging Face tensors of a parameter."""
@@ -58,7 +62,9 @@ class WholeModel:
 
 
 class AdaptersAlone:
-    """A and B of every adapter, by PEFT's names."""
+    """A and B of every adapter, by PEFT's names: few bytes, kept on the first host."""
+
+    in_parts = False
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
@@ -70,7 +76,7 @@ class AdaptersAlone:
         dtype = str(self._model.config.params_dtype).removeprefix("torch.")
         return [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
 
-    def owned(self) -> Iterator[tuple[str, Shard]]:
+    def held(self) -> Iterator[tuple[str, Shard]]:
         """Yield the parts that this rank owns."""
         yield from self._adapters.owned()
 

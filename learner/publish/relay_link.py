@@ -1,7 +1,12 @@
-"""Rank 0's connection to its relay, which outlives the learner and is restarted when it dies."""
+"""The connection of a host's first rank to its relay.
+
+That outlives the learner and is restarted when it dies. Rank 0's is the head; those of other hosts
+are parts.
+"""
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -22,9 +27,12 @@ from slipstream.wire.messages.relay import (
     RelayRequest,
     Reserve,
     Reserved,
+    ServeHead,
+    Writing,
     Written,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 
 _log = logging.getLogger(__name__)
@@ -43,8 +51,17 @@ class RelayLink:
     choose, and the new relay serves the newest version that was written.
     """
 
-    def __init__(self, endpoint: str, launch: RelayLaunch) -> None:
-        """Prepare to start a relay, which listens for us at ``endpoint``."""
+    def __init__(
+        self,
+        endpoint: str,
+        launch: RelayLaunch,
+        *,
+        on_door: Callable[[RelayAddress], None] | None = None,
+    ) -> None:
+        """Prepare to start a relay, which listens for us at ``endpoint``.
+
+        ``on_door`` is told where each relay listens for other hosts.
+        """
         self._endpoint = endpoint
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -54,6 +71,9 @@ class RelayLink:
         self._memory: OpenMemory | None = None
         self._is_down = asyncio.Event()
         self._is_ending = False
+        self._on_door = on_door
+        self._door: RelayAddress | None = None
+        self._head: ServeHead | None = None
 
     # ---- keeping a relay -----------------------------------------------------
 
@@ -97,6 +117,8 @@ class RelayLink:
                     memory = self._memory
                     if memory is not None:
                         self._check(await self._exchange(memory))
+                        if self._head is not None:
+                            self._check(await self._exchange(self._head))
                     if memory is self._memory:  # nothing was written meanwhile
                         break
                 self._is_down.clear()
@@ -142,13 +164,55 @@ class RelayLink:
     # ---- for the learner -----------------------------------------------------
 
     async def open(
-        self, path: str, layout: WeightManifest, *, epoch: int, run_id: str = ""
+        self,
+        path: str,
+        layout: WeightManifest,
+        *,
+        epoch: int,
+        run_id: str = "",
+        part: int = 0,
+        part_keys: Sequence[str] = (),
     ) -> None:
-        """Announce where versions will be written."""
+        """Announce where versions will be written.
+
+        Args:
+            path: of the memory with the part's buckets of the layout.
+            layout: of the whole version.
+            epoch: of this learner.
+            run_id: as in the run folder's identity.json.
+            part: number of this host.
+            part_keys: for a head: public keys of parts 1, 2, ...
+        """
         memory = OpenMemory(
-            epoch=epoch, path=path, layout=layout, num_slots=NUM_SLOTS, run_id=run_id
+            epoch=epoch,
+            path=path,
+            layout=layout,
+            num_slots=NUM_SLOTS,
+            run_id=run_id,
+            part=part,
+            part_keys=tuple(part_keys),
         )
         await self._send(memory, memory)
+
+    async def serve_head(self, head: ServeHead) -> None:
+        """Have a part relay report to this head."""
+        if head != self._head:
+            self._head = head
+            await self._send(self._opened(), head)
+
+    async def writing(self, slot: int) -> None:
+        """Have a part relay serve nothing from a slot that is about to be written.
+
+        Raises:
+            PublishError: no memory was opened.
+            SupersededError: a newer learner publishes.
+        """
+        memory = self._opened()
+        if memory.whole is not None and memory.slot == slot:
+            memory = msgspec.structs.replace(memory, whole=None)
+        await self._send(memory, Writing(epoch=memory.epoch, slot=slot))
+        if not self._served_by:
+            self._kill()  # it must not read what is written now
 
     async def reserve(self) -> int:
         """Return the slot to write the next version into.
@@ -259,8 +323,11 @@ class RelayLink:
                     self._kill()  # it must not read our next write
                 raise PublishError(f"{why} ({type(request).__name__})")
         answer = decode_relay_answer(receiving.result())
-        if isinstance(answer, Ok) and answer.pid:
-            self._process.pid = answer.pid
+        if isinstance(answer, Ok):
+            self._process.pid = answer.pid or self._process.pid
+            if self._on_door is not None and answer.door not in {None, self._door}:
+                self._door = answer.door
+                self._on_door(answer.door)
         return answer
 
     def _close_socket(self) -> None:

@@ -30,6 +30,8 @@ class RelayLaunch:
 
     settings: Sequence[str] = ()  # arguments that name them, as settings_arguments returns
     lifeline: int | None = None
+    part: int = 0  # number of this host of the learner; the relay of another than 0 is a part
+    parts: int = 1  # hosts that keep tensors
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
     """Of before this process chose interfaces for its own groups."""
 
@@ -59,6 +61,8 @@ class RelayProcess:
             )
         launch = self._launch
         extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
+        if launch.parts > 1:
+            extra += ["--part", str(launch.part), "--parts", str(launch.parts)]
         self._started = subprocess.Popen(  # noqa: S603 our own program; a fork takes no time
             [sys.executable, "-m", _PROGRAM, *launch.settings, *extra],
             stdin=subprocess.DEVNULL,

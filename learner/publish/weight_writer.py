@@ -1,28 +1,28 @@
 """A rank's part of a publish: its parameters, copied to their places in the weights' memory."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
-from slipstream.learner.model.gathering import ShardFacts, facts_of_all, received, send
+from slipstream.learner.model.gathering import facts_of_all, received, send
 from slipstream.learner.model.hf_weights import dtype_of, geometry_of
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.shards import is_finite, write_shard
+from slipstream.learner.model.shards import Shard, ShardFacts, is_finite, write_shard
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.publish.contents import Contents, WholeModel
-from slipstream.weightbus.version.layout import plan_layout
+from slipstream.learner.publish.shares import Piece, share_out
+from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 
 
 class WeightWriter:
-    """Writes versions of one model. Every rank has one; the owners of its parts write.
+    """Writes versions of one model. Every rank has one, and writes its share.
 
-    The memory is on rank 0's host. Owners on other hosts send their parts to the rank with their
-    place on that one.
+    Each host keeps some tensors in a memory that its first rank makes: its part of the layout. What
+    no rank of a host holds is sent there by one that does.
     """
 
     def __init__(
@@ -31,76 +31,108 @@ class WeightWriter:
         topology: Topology,
         *,
         bucket_bytes: int,
-        agree: Callable[[str], str],
         contents: Contents | None = None,
+        in_parts: bool = True,
     ) -> None:
-        """Make the memory on rank 0 and map it on the others that write.
+        """Share out the tensors and map this host's memory; all ranks call this.
 
-        ``agree`` returns rank 0's text on every rank. ``contents`` are the model's; None is the
-        whole model.
+        Args:
+            model: this rank's part of it.
+            topology: of all ranks.
+            bucket_bytes: as in ``plan_layout``.
+            contents: what a version consists of; None is the whole model.
+            in_parts: every host keeps some of the tensors; else the first keeps all.
         """
         self._model = model
         self._contents = contents or WholeModel(model)
-        self.layout = plan_layout(self._contents.specs(), bucket_bytes=bucket_bytes)
-        slot_bytes = self.layout.num_bytes
-        made: SharedSlots | None = None
-        if topology.rank == 0:
-            made = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
-        self.path = agree(made.path if made is not None else "")
-        self._memory = made
-        self._shards = list(self._contents.owned())
-        self._receiver: int | None = None
-        self._remote: list[tuple[int, ShardFacts]] = []  # owner, what it sends here
-        every = facts_of_all(self._shards) if topology.world_size > topology.ranks_here else []
-        if topology.rank >= topology.ranks_here:
-            self._receiver = topology.rank % topology.ranks_here
-        else:
-            self._remote = [
-                (owner, one)
-                for owner in range(topology.ranks_here, topology.world_size)
-                if owner % topology.ranks_here == topology.rank
-                for one in every[owner]
-            ]
-        if self._receiver is None and (self._shards or self._remote):
-            self._memory = made or SharedSlots.open(
-                self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
+        here = topology.ranks_here
+        hosts = topology.world_size // here if in_parts and self._contents.in_parts else 1
+        shards = {Piece(name, one.rank): one for name, one in self._contents.held()}
+        held = facts_of_all([(piece.name, one) for piece, one in shards.items()])
+        shares = share_out(
+            held,
+            lambda name: self._contents.parameter(name).names,
+            ranks_per_host=here,
+            hosts=hosts,
+        )
+        self.num_parts = hosts
+        self.part = topology.rank // here
+        """Number of this host's part; there is none from ``num_parts`` on."""
+        self.layout = plan_layout(
+            self._contents.specs(), bucket_bytes=bucket_bytes, part_of=shares.host_of
+        )
+        """Of the whole version."""
+        self._own_layout = part_layout(self.layout, self.part)
+        self._shards = shards
+        self.writes = [piece for piece in shards if piece in shares.writes[topology.rank]]
+        """What this rank holds and writes."""
+        self._transfers = [
+            one for one in shares.transfers if topology.rank in {one.sender, one.receiver}
+        ]
+        self._facts = {
+            transfer.piece: next(
+                one for one in held[transfer.sender] if Piece(one.name, one.rank) == transfer.piece
             )
-            if device().type == "cuda":
-                self._memory.pin()
+            for transfer in self._transfers
+            if transfer.receiver == topology.rank
+        }
+        self._rank = topology.rank
+        self._memory: SharedSlots | None = None
+        slot_bytes = self._own_layout.num_bytes
+        leads = topology.rank % here == 0 and self.part < hosts
+        if leads:
+            self._memory = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
+        mine = self._memory.path if self._memory is not None else ""
+        paths = gather_bytes(mine.encode())
+        self.paths = [paths[part * here].decode() for part in range(hosts)]
+        """Of the memory of each part, valid on its host."""
+        self.path = self.paths[self.part] if self.part < hosts else ""
+        """Of this host's memory; empty if it has none."""
+        if not leads and (self.writes or self._facts):
+            self._memory = SharedSlots.open(self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
+        if self._memory is not None and device().type == "cuda":
+            self._memory.pin()
         self._geometry = geometry_of(model.hf_config)
 
     def write(self, slot: int) -> str:
-        """Copy this rank's parameters into a slot; return the name of a non-finite one."""
-        flags: list[Tensor] = []
+        """Write this rank's share into a slot; return the name of a non-finite parameter."""
         views: dict[str, Tensor] = {}
-        if self._receiver is None and self._memory is not None:
-            views = tensor_views(self.layout, self._memory.slot(slot))
-        for name, own in self._shards:
-            shard = self._contents.current(name, own)
-            flags.append(is_finite(shard.tensor))
-            if self._receiver is not None:
-                send(shard, self._receiver)
-            elif views:
-                places = [views[tensor] for tensor in shard.parameter.names]
-                write_shard(shard, places, self._geometry)
-        if views:
-            for owner, one in self._remote:
-                parameter = self._contents.parameter(one.name)
-                tensor = received(one, owner, dtype_of(parameter, self._model))
-                shard = one.shard(parameter, tensor)
-                places = [views[tensor] for tensor in shard.parameter.names]
-                write_shard(shard, places, self._geometry)
-        return self._not_finite(flags)
+        if self._memory is not None:
+            views = tensor_views(self._own_layout, self._memory.slot(slot))
+        names: list[str] = []
+        flags: list[Tensor] = []
+        for piece in self.writes:
+            names.append(piece.name)
+            flags.append(self._write(self._current(piece), views))
+        for piece, sender, receiver in self._transfers:
+            if self._rank == sender:
+                shard = self._current(piece)
+                names.append(piece.name)
+                flags.append(is_finite(shard.tensor))
+                send(shard, receiver)
+            else:
+                self._write(self._received(self._facts[piece], sender), views)
+        if not flags:
+            return ""
+        # One wait for the device, which has copied by then.
+        finite = torch.stack(flags).tolist()
+        return next((name for name, is_good in zip(names, finite, strict=True) if not is_good), "")
+
+    def _current(self, piece: Piece) -> Shard:
+        return self._contents.current(piece.name, self._shards[piece])
+
+    def _received(self, facts: ShardFacts, sender: int) -> Shard:
+        parameter = self._contents.parameter(facts.name)
+        tensor = received(facts, sender, dtype_of(parameter, self._model))
+        return facts.shard(parameter, tensor)
+
+    def _write(self, shard: Shard, views: dict[str, Tensor]) -> Tensor:
+        """Copy a part to its places; return whether it is finite. Shape []."""
+        flag = is_finite(shard.tensor)
+        write_shard(shard, [views[tensor] for tensor in shard.parameter.names], self._geometry)
+        return flag
 
     def close(self) -> None:
         """Release the memory."""
         if self._memory is not None:
             self._memory.close()
-
-    def _not_finite(self, flags: list[Tensor]) -> str:
-        if not flags:
-            return ""
-        # One wait for the device, which has copied by then.
-        finite = torch.stack(flags).tolist()
-        bad = [name for (name, _), is_good in zip(self._shards, finite, strict=True) if not is_good]
-        return bad[0] if bad else ""

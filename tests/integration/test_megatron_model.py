@@ -104,8 +104,11 @@ def test_two_ranks_compute_what_one_computes(
         assert report["written"] == report["original"]
     assert split[0]["exported"] == split[0]["original"]
     assert split[0]["refused"] == ""
-    of_first_replica = tensor_parallel == 2
-    assert bool(split[1]["refused"]) is of_first_replica, "only the writer checks"
+    spoiled = "decoder.layers.1.self_attention.linear_proj.weight"
+    assert bool(split[1]["refused"]) is (spoiled in split[1]["writes"]), "only the writer checks"
+    assert all(report["writes"] for report in split)
+    if tensor_parallel == 1:
+        assert not set(split[0]["writes"]) & set(split[1]["writes"]), "replicas share them out"
     written = load_file(two / "exported" / "model.safetensors")
     original = load_file(model / "model.safetensors")
     assert written.keys() == original.keys()

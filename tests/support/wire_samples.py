@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.wire.messages import broker, codec, relay, weightbus
+from slipstream.wire.messages import broker, codec, parts, relay, weightbus
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
 from slipstream.wire.messages.ledger_view import HolderView, ItemView, LedgerView
@@ -334,6 +334,13 @@ RELAY_REQUESTS: list[relay.RelayRequest] = [
         whole=PolicyVersion(2, 4),
         slot=1,
     ),
+    relay.ServeHead(
+        epoch=2,
+        head=weightbus.RelayAddress(endpoint="tcp://10.0.0.1:5600", bulk_endpoint="", key="k"),
+        public="p",
+        secret="s",  # noqa: S106 of nobody
+    ),
+    relay.Writing(epoch=2, slot=1),
     relay.Reserve(epoch=2),
     relay.Written(epoch=2, version=VERSION, slot=2),
     relay.Alive(),
@@ -342,6 +349,16 @@ RELAY_REQUESTS: list[relay.RelayRequest] = [
 RELAY_ANSWERS: list[relay.RelayAnswer] = [
     relay.Reserved(slot=2),
     relay.Ok(error="a newer learner publishes now", superseded=True, pid=7),
+]
+DOOR = weightbus.BulkDoor(endpoint="tcp://10.0.0.2:5601", key="k")
+PART_REPORTS: list[parts.PartReport] = [
+    parts.PartState(part=1, epoch=2, incarnation="a1", door=DOOR, whole=(VERSION,)),
+    parts.PartHeld(command_id=1, error="it is not whole there", digests={"norm": "00ff"}),
+]
+HEAD_COMMANDS: list[parts.HeadCommand] = [
+    parts.PartHeard(relay="b2", generator_keys={"k": "gpu-7"}),
+    parts.Hold(command_id=1, epoch=2, version=VERSION),
+    parts.Release(epoch=2, version=VERSION),
 ]
 
 
@@ -384,6 +401,8 @@ FAMILIES: dict[str, Mapping[str, msgspec.Struct]] = {
     "bucket_answer": named(BUCKET_ANSWERS),
     "relay_request": named(RELAY_REQUESTS),
     "relay_answer": named(RELAY_ANSWERS),
+    "part_report": named(PART_REPORTS),
+    "head_command": named(HEAD_COMMANDS),
     "payload": {"trajectorypayload": PAYLOAD, "decided": DECIDED},
     "transcript": {"transcript": TRANSCRIPT},
 }
@@ -396,6 +415,8 @@ DECODERS = {
     "bucket_answer": codec.decode_bucket_answer,
     "relay_request": codec.decode_relay_request,
     "relay_answer": codec.decode_relay_answer,
+    "part_report": codec.decode_part_report,
+    "head_command": codec.decode_head_command,
     "payload": codec.decode_payload,
     "transcript": codec.decode_transcript,
 }

@@ -1,7 +1,7 @@
 """Listeners for other hosts, and connections to them; both sides prove a CURVE key."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import zmq
 import zmq.asyncio
@@ -100,6 +100,32 @@ class RemoteListener(KeyedListener):
         """
         super().__init__(listen, setting="weightbus.listen")
         self.address: RelayAddress | None = None  # once it listens
+        self._parts: dict[str, int] = {}
+
+    @property
+    def holders(self) -> Mapping[str, str]:
+        """The admitted keys, and the names of who has them."""
+        return self._holders
+
+    def admit_parts(self, keys: Sequence[str]) -> None:
+        """Admit the keys of parts 1, 2, ... of the learner besides, and of no others."""
+        self._parts = {key: number for number, key in enumerate(keys, 1)}
+
+    def part_of(self, key: str) -> int | None:
+        """Return the number of the part that has a key; None if it is no part's."""
+        return self._parts.get(key)
+
+    @property
+    def door(self) -> BulkDoor | None:
+        """Where buckets are fetched, once it listens."""
+        if self.address is None:
+            return None
+        return BulkDoor(endpoint=self.address.bulk_endpoint, key=self.address.key)
+
+    @override
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """True if a connection that proved this key is admitted; called by zmq.auth."""
+        return super().callback(_domain, key) or key.decode() in self._parts
 
     def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
         """Listen; return the sockets for commands and for buckets.
@@ -123,6 +149,19 @@ class RemoteListener(KeyedListener):
         )
         _log.info("other hosts find this relay at %s", self.address.endpoint)
         return socket, bulk
+
+    def open_bulk(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        """Listen for requests of buckets alone, at the address itself; return the socket.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._check_keys(context)
+        socket = self._bind(context, self._listen, has_buckets=True)
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        key = self._public.decode()
+        self.address = RelayAddress(endpoint="", bulk_endpoint=endpoint, key=key)
+        return socket
 
     @override
     def close(self) -> None:

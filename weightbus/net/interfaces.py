@@ -30,18 +30,23 @@ def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, 
     return {variable: name for variable in _VARIABLES if name and variable not in stays}
 
 
-def _interface_towards(host: str) -> str:
+def address_towards(host: str) -> str:
+    """Return the address of this machine from which a host is reached; empty if it is not."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, _ANY_PORT, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # chooses a route
-            own = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def _interface_towards(host: str) -> str:
+    own = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own for one in addresses):
+        if own and any(one.address.partition("%")[0] == own for one in addresses):
             return str(name)
     return ""
 

@@ -38,7 +38,7 @@ async def serve_buckets(
         publication = versions.find(request.version)
         if publication is not None:
             snapshot = publication.snapshot
-            if 0 <= request.index < len(snapshot.layout.buckets):
+            if snapshot.has(request.index):
                 data = snapshot.bucket(request.index).numpy().data
         answer = BucketAnswer(
             version=request.version,

@@ -106,6 +106,14 @@ class Fleet:
         group.receiving = None
         return self._dissolved(group) if not group.seats else None
 
+    def postponed(self, serving: Serving, now_s: float) -> None:
+        """Record that a serving did not begin; its members are as they were, and wait a while."""
+        for seat in serving.seats:
+            seat.receiving = None
+            seat.again_s = now_s + self._retry_s
+        if serving.group is not None:
+            serving.group.receiving = None
+
     def _take_out(self, seat: Seat) -> CollectiveGroup | None:
         group, seat.group = seat.group, None
         if group is None:

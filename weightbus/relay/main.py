@@ -9,13 +9,11 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import select
-import time
 from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.net.compatibility import installed_libraries
@@ -23,23 +21,14 @@ from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.weightbus.net.threads import are_done
 from slipstream.weightbus.net.traffic import Traffic
+from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.lock import only_relay
+from slipstream.weightbus.relay.part import PartRelay
+from slipstream.weightbus.relay.parts import Parts
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.weightbus.relay.served import Versions
-from slipstream.wire.errors import ConfigError, ProtocolError, PublishError, SupersededError
-from slipstream.wire.messages.codec import decode_relay_request, encode
-from slipstream.wire.messages.relay import (
-    Alive,
-    EndRelay,
-    Ok,
-    OpenMemory,
-    RelayAnswer,
-    RelayRequest,
-    Reserve,
-    Reserved,
-    Written,
-)
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     load_arguments,
     print_json,
@@ -51,7 +40,13 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import Table
-from slipstream.wire.settings.sections import RunSection, relay_address, relay_lock, run_section
+from slipstream.wire.settings.sections import (
+    RunSection,
+    part_name,
+    relay_address,
+    relay_lock,
+    run_section,
+)
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 1.0  # for groups whose engines are gone
@@ -77,87 +72,61 @@ def relay_settings(table: Table) -> RelaySettings:
 
 
 class Relay:
-    """One relay, in one event loop."""
+    """One relay that runs transactions, in one event loop: a head where there are parts."""
 
-    def __init__(self, settings: RelaySettings, *, stop: asyncio.Event) -> None:
-        """Create a relay; ``run`` serves until ``stop``, which the relay may also set."""
+    def __init__(self, settings: RelaySettings, *, stop: asyncio.Event, parts: int = 1) -> None:
+        """Create a relay; ``run`` serves until ``stop``, which the relay may also set.
+
+        ``parts`` counts the hosts of the learner that keep tensors.
+        """
         self._settings = settings
+        bus = settings.weightbus
+        others: Parts | None = None
+        if parts > 1:
+            others = Parts(relay=secrets.token_hex(8), timeout_s=bus.timeout_s)
+        versions = Versions(
+            settings.folder, parts=others, silence_s=bus.member_silence_s, digests=bus.digests
+        )
         self._stop = stop
-        self._versions = Versions(settings.folder, digests=settings.weightbus.digests)
-        self._last_message_s = time.monotonic()  # last message of a learner
         traffic = Traffic()
         self._reports = BrokerReports(settings.run, traffic)
         self._publisher = Publisher(
-            settings.weightbus,
-            self._versions,
+            bus,
+            versions,
             on_record=self._reports.keep,
             libraries=installed_libraries(),
+            parts=others,
             traffic=traffic,
         )
-        listen = settings.weightbus.listen
-        self._remote = RemoteListener(listen) if listen else None
+        self._remote = RemoteListener(bus.listen) if bus.listen else None
+        self._learner = LearnerSocket(
+            versions,
+            stop=stop,
+            linger_s=bus.linger_s,
+            door=lambda: self._remote.address if self._remote is not None else None,
+        )
 
     async def run(self) -> None:
         """Serve until ``stop`` is set."""
         run = self._settings.run
         jobs = [
-            self._serve_learner(run.endpoint("relay")),
+            self._learner.serve(run.endpoint("relay")),
             self._publisher.run(relay_address(run), self._remote),
-            self._watch_learner(),
+            self._learner.watch(),
             self._reports.run(self._publisher.states, self._remote),
         ]
         await run_until(self._stop.wait(), *jobs)
 
-    # ---- the learner ---------------------------------------------------------
 
-    async def _serve_learner(self, endpoint: str) -> None:
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 200)
-        try:
-            socket.bind(endpoint)
-            while True:
-                peer, *frames = await socket.recv_multipart()
-                try:
-                    answer = self._answer(decode_relay_request(b"".join(frames)))
-                except SupersededError as error:
-                    _log.warning("refused: %s", error)
-                    answer = Ok(error=str(error), superseded=True)
-                except (ProtocolError, PublishError) as error:
-                    _log.warning("refused: %s", error)
-                    answer = Ok(error=str(error), pid=os.getpid())
-                await socket.send_multipart([peer, encode(answer)])
-        finally:
-            socket.close()
-            context.term()
-
-    def _answer(self, request: RelayRequest) -> RelayAnswer:
-        self._last_message_s = time.monotonic()
-        match request:
-            case OpenMemory():
-                self._versions.open(request)
-            case Reserve(epoch=epoch):
-                return Reserved(slot=self._versions.reserve(epoch))
-            case Written(epoch=epoch, version=written, slot=slot):
-                self._versions.written(epoch, slot, written)
-            case EndRelay(epoch=epoch):
-                self._versions.refuse_older(epoch)
-                _log.info("the learner stopped the relay")
-                self._stop.set()
-            case Alive():
-                pass
-        return Ok(pid=os.getpid())
-
-    async def _watch_learner(self) -> None:
-        """End the relay when no learner has sent anything for weightbus.linger_s."""
-        linger_s = self._settings.weightbus.linger_s
-        while (left_s := self._last_message_s + linger_s - time.monotonic()) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(left_s)
-        _log.warning("no learner for %g s (weightbus.linger_s): the relay ends", linger_s)
-        self._stop.set()
+async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -> None:
+    bus = settings.weightbus
+    listener = RemoteListener(bus.listen)
+    versions = Versions(settings.folder, digests=bus.digests)
+    relay = PartRelay(part, versions, listener, stop=stop, linger_s=bus.linger_s)
+    await relay.run(settings.run.endpoint(part_name(part)))
 
 
-async def _serve(settings: RelaySettings, lifeline: int | None) -> None:
+async def _serve(settings: RelaySettings, lifeline: int | None, *, part: int, parts: int) -> None:
     stop = stop_event()
     if lifeline is not None:
         loop = asyncio.get_running_loop()
@@ -167,7 +136,10 @@ async def _serve(settings: RelaySettings, lifeline: int | None) -> None:
             stop.set()
 
         loop.add_reader(lifeline, cut)
-    await Relay(settings, stop=stop).run()
+    if part:
+        await _serve_part(settings, part, stop)
+    else:
+        await Relay(settings, stop=stop, parts=parts).run()
 
 
 def main() -> int:
@@ -178,6 +150,8 @@ def main() -> int:
         ["python -m slipstream.weightbus.relay.main --config run.toml"],
     )
     parser.add_argument("--lifeline", type=int, help="descriptor whose end of file ends the relay")
+    parser.add_argument("--part", type=int, default=0, help="number of this host of the learner")
+    parser.add_argument("--parts", type=int, default=1, help="hosts of the learner with tensors")
     arguments = parser.parse_args()
     try:
         settings = relay_settings(load_arguments(arguments))
@@ -185,7 +159,8 @@ def main() -> int:
         return refuse_settings(error)
     if arguments.dry_run:
         return print_json(settings)
-    start_logging("relay")
+    part: int = arguments.part
+    start_logging(part_name(part) if part else "relay")
 
     def body() -> int:
         lifeline = arguments.lifeline
@@ -195,8 +170,8 @@ def main() -> int:
         variables = interface_variables(settings.weightbus.host, os.environ)  # noqa: TID251
         os.environ.update(variables)  # noqa: TID251 gloo and NCCL have no setting
         gc.freeze()  # imported modules stay: collecting them would delay a publish
-        with only_relay(relay_lock(settings.run)):
-            asyncio.run(_serve(settings, lifeline))
+        with only_relay(relay_lock(settings.run, part)):
+            asyncio.run(_serve(settings, lifeline, part=part, parts=arguments.parts))
             if not are_done(_CLOSE_S):
                 logging.shutdown()
                 os._exit(0)

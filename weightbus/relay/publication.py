@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -10,12 +10,33 @@ from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.engine_checksums import Holder, digest_of
-from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
 from slipstream.wire.messages.codec import encode_manifest
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import BulkDoor
 
 T = TypeVar("T")
+
+
+class PartsOfLearner(Protocol):
+    """The parts on other hosts of a learner."""
+
+    async def hold(self, version: PolicyVersion) -> dict[str, str]:
+        """Have every part keep a version; return the digests of their tensors.
+
+        Raises:
+            PublishError: a part does not have it.
+        """
+        ...
+
+    def release(self, version: PolicyVersion) -> None:
+        """Have the parts keep it no longer."""
+        ...
+
+    def doors(self) -> dict[int, BulkDoor]:
+        """Return where the buckets of each part are fetched."""
+        ...
 
 
 class Publication:
@@ -30,16 +51,23 @@ class Publication:
         *,
         pin: Callable[[], None] = lambda: None,
         digests: DigestKind = "xxh3",
+        parts: PartsOfLearner | None = None,
     ) -> None:
-        """Compute nothing yet; ``pin`` pins the memory of the snapshot, once.
+        """Compute nothing yet.
 
-        ``digests`` are those of the manifest.
+        Args:
+            snapshot: what this relay has of the version.
+            pin: pins its memory, once.
+            digests: those of the manifest.
+            parts: that have the rest of it; None: it is the whole version.
         """
         self._digest_kind: DigestKind = digests
         self.pin = pin
+        self.parts = parts
         self.snapshot = snapshot
         self.on_gpu = BucketsOnGpu(snapshot)
         self._manifest: asyncio.Future[WeightManifest] | None = None
+        self._own: asyncio.Future[dict[str, str]] | None = None
         self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
         self._digest = ""
         self._digests: dict[Holder, str] = {}  # of the expected checksums
@@ -58,13 +86,46 @@ class Publication:
 
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
         """Start to compute the result of ``manifest``."""
-        self._manifest = self._manifest or self.in_thread(
-            lambda: self.snapshot.manifest(self._digest_kind)
-        )
+        if self._manifest is None or _has_failed(self._manifest):  # a part may have it now
+            self._manifest = asyncio.ensure_future(self._held_and_digested())
+            self._begun.append(self._manifest)
         return self._manifest
 
+    async def _held_and_digested(self) -> WeightManifest:
+        own = self._begin_own()
+        others = await self.parts.hold(self.version) if self.parts is not None else {}
+        return with_digests(self.snapshot.layout, self.version, {**others, **await own})
+
+    async def digests(self) -> dict[str, str]:
+        """Return the digests of what this relay has of the version."""
+        return await asyncio.shield(self._begin_own())
+
+    def _begin_own(self) -> asyncio.Future[dict[str, str]]:
+        self._own = self._own or self.in_thread(lambda: self.snapshot.digests(self._digest_kind))
+        return self._own
+
+    def doors(self, own: BulkDoor) -> list[tuple[BulkDoor, ...]]:
+        """Return where an engine fetches each part; none if all is in this relay's memory.
+
+        ``own`` is this relay's door for it.
+        """
+        if self.parts is None:
+            return []
+        others = self.parts.doors()
+        return [(own,), *((others[number],) for number in sorted(others))]
+
+    def released(self) -> None:
+        """Note that no engine fetches it now: other parts need not keep it."""
+        if self.parts is not None and self._manifest is not None:
+            self._manifest = None
+            self.parts.release(self.version)
+
     async def manifest(self) -> WeightManifest:
-        """Return the manifest with a digest per tensor."""
+        """Return the manifest with a digest per tensor.
+
+        Raises:
+            PublishError: another part does not have the version.
+        """
         return await asyncio.shield(self.begin_digests())
 
     async def digest(self) -> str:
@@ -108,3 +169,7 @@ class Publication:
     async def settled(self) -> None:
         """Wait until no computation that was started here reads the memory any more."""
         await asyncio.gather(*self._begun, return_exceptions=True)
+
+
+def _has_failed(future: "asyncio.Future[Any]") -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -24,13 +24,15 @@ from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.chain import Chains, may_be_source
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.relay.member import PROBE_S, Member
+from slipstream.weightbus.relay.parts import Parts
 from slipstream.weightbus.relay.served import Reading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
 from slipstream.weightbus.relay.transports.base import Transport, transport_class
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
 from slipstream.weightbus.version.adapter_checksums import are_adapters
 from slipstream.wire.errors import ProtocolError, PublishError
-from slipstream.wire.messages.codec import decode_agent_message, encode
+from slipstream.wire.messages.codec import decode_agent_message, decode_part_report, encode
+from slipstream.wire.messages.parts import HeadCommand
 from slipstream.wire.messages.weightbus import (
     Admit,
     AgentMessage,
@@ -71,12 +73,21 @@ class Publisher:
         on_record: Callable[[PublishRecord], Awaitable[None]],
         libraries: Libraries,
         transports: Mapping[str, TransportEntry] = TRANSPORTS,
+        parts: Parts | None = None,
         traffic: Traffic | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without members; ``on_record`` is called with the record of every publish.
+        """Start without members.
 
-        ``traffic`` counts what is sent.
+        Args:
+            settings: of the weight bus.
+            versions: to serve.
+            on_record: called with the record of every publish.
+            libraries: of this process.
+            transports: by name.
+            parts: of a learner on several hosts; None: versions are whole here.
+            traffic: counts what is sent.
+            now: monotonic seconds.
         """
         self._settings = settings
         self._versions = versions
@@ -89,7 +100,8 @@ class Publisher:
             for name, chosen in self._classes.items()
         }
         self._now = now
-        self._incarnation = secrets.token_hex(8)
+        self._parts = parts
+        self._incarnation = secrets.token_hex(8) if parts is None else parts.relay
         self._heard = encode(Heard(relay=self._incarnation))
         self._members: dict[str, Member] = {}
         self._by_place: dict[tuple[Router, bytes], Member] = {}
@@ -181,6 +193,10 @@ class Publisher:
         def take(received: list[zmq.Frame]) -> None:
             peer, *frames = received
             key = proved(peer) if listener is not None else ""
+            part = listener.part_of(key) if listener is not None else None
+            if listener is not None and part is not None:
+                self._take_report(part, peer.bytes, router, listener, frames)
+                return
             if listener is not None and listener.name_of(key) is None:
                 return  # it was revoked; _watch logs that
             prefix = (
@@ -194,6 +210,35 @@ class Publisher:
             self._take(Sender(peer.bytes, router, prefix, key), message)
 
         await router.run(take)
+
+    def _take_report(
+        self,
+        part: int,
+        peer: bytes,
+        router: Router,
+        listener: RemoteListener,
+        frames: Sequence[zmq.Frame],
+    ) -> None:
+        if self._parts is None:
+            return
+
+        def send(command: HeadCommand) -> None:
+            try:
+                router.send(peer, encode(command))
+            except zmq.ZMQError as error:  # ROUTER_MANDATORY
+                raise PublishError(f"part {part} has gone") from error
+
+        try:
+            report = decode_part_report(b"".join(frame.buffer for frame in frames))
+            self._parts.take(
+                part,
+                report,
+                send,
+                generator_keys=listener.holders,
+                heard=lambda state: self._versions.heard(state, self._now()),
+            )
+        except (ProtocolError, PublishError) as error:
+            _log.warning("a report of part %d of the learner: %s", part, error)
 
     def _take(self, sender: "Sender", message: AgentMessage) -> None:
         member = self._by_place.get((sender.router, sender.peer))
@@ -268,6 +313,11 @@ class Publisher:
         else:
             why = entry.why_not_from_afar(self._settings.host) if is_far else ""
             why = why or self._classes[join.transport].why_not(join, self._libraries)
+            if self._parts is not None and not entry.serves_parts:
+                why = (
+                    "the learner is on several hosts, each of which keeps a part of every version "
+                    "(weightbus.parts)"
+                )
         if why:
             _log.warning(
                 "%s gets its weights over %s instead of %s: %s", name, FALLBACK, join.transport, why
@@ -288,6 +338,12 @@ class Publisher:
         """Forget members that are silent or whose key was revoked, even while they are served."""
         while True:
             await asyncio.sleep(_WATCH_S)
+            if self._parts is not None:
+                if remote is not None:
+                    remote.admit_parts(self._versions.part_keys)
+                self._parts.expected = len(self._versions.part_keys)
+                for part in self._versions.lost_parts(self._now()):
+                    self._parts.lost(part)
             for name in self._fleet.silent(self._now()):
                 self._forget(
                     self._members[name], f"was silent for {self._settings.member_silence_s:g} s"
@@ -393,6 +449,10 @@ class Publisher:
                 transport = self._shared.get(group) or self._open(name)
                 self._shared[group] = transport
             check_every = self._settings.engine_check_every
+            if self._parts is not None and not await self._is_held(reading):
+                self._alone.pop(serving.seats[0], None)
+                self._fleet.postponed(serving, self._now())
+                return
             record = await Transaction(reading.publication, members, transport, check_every).run()
             self._alone.pop(serving.seats[0], None)
             self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
@@ -407,6 +467,15 @@ class Publisher:
         wanted = self._versions.wanted()
         for state in self._states.values():
             await state.keep(wanted)
+
+    async def _is_held(self, reading: Reading) -> bool:
+        """True once every part of the learner keeps the version: no engine is touched before."""
+        try:
+            await reading.publication.manifest()
+        except PublishError as error:
+            _log.warning("%s waits: %s", reading.publication.version.label, error)
+            return False
+        return True
 
     def _open(self, name: str) -> Transport:
         return self._classes[name](self._settings, self._states[name])

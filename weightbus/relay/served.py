@@ -1,29 +1,47 @@
 """The versions that a relay can serve: the learner's memory, and the readers of its slots."""
 
 import asyncio
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.publication import PartsOfLearner, Publication
 from slipstream.weightbus.version.digests import DigestKind
+from slipstream.weightbus.version.layout import part_layout
+from slipstream.weightbus.version.parts import PartBook
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError, SupersededError
+from slipstream.wire.messages.parts import PartState
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
 
 
 class _LearnerMemory:
     """One learner's memory."""
 
-    def __init__(self, memory: SharedSlots, message: OpenMemory) -> None:
+    def __init__(self, memory: SharedSlots, message: OpenMemory, *, silence_s: float) -> None:
         self.memory = memory
         self.epoch = message.epoch
         self.layout = message.layout
+        self.part = message.part
         self.slots = Slots(message.num_slots)
         self.publications: dict[int, Publication] = {}
+        self.others: PartBook | None = None
+        if message.part_keys:
+            numbers = range(1, len(message.part_keys) + 1)
+            self.others = PartBook(numbers, silence_s=silence_s)
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        """The newest version that every part has whole."""
+        others = self.others
+        return next((v for v in self.slots.whole if others is None or others.is_complete(v)), None)
 
 
 class Reading:
@@ -45,14 +63,28 @@ class Reading:
 class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
-    def __init__(self, folder: Path, *, digests: DigestKind = "xxh3") -> None:
-        """Start without a version; files of transports go to ``folder``.
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        digests: DigestKind = "xxh3",
+        parts: "PartsOfLearner | None" = None,
+        silence_s: float = math.inf,
+    ) -> None:
+        """Start without a version.
 
-        ``digests`` are those of manifests.
+        Args:
+            folder: for files of transports.
+            digests: those of manifests.
+            parts: those on other hosts of the learner; None: this relay has whole versions.
+            silence_s: after which a part without a report is lost.
         """
         self.folder = folder
         self._digests: DigestKind = digests
+        self._parts = parts
+        self._silence_s = silence_s
         self._run_id = ""  # of the first learner
+        self._part_keys: tuple[str, ...] = ()
         self._sources: list[_LearnerMemory] = []  # the newest learner's last; an old one till idle
         self._reading: Counter[Publication] = Counter()
         self._changed = asyncio.Event()
@@ -61,7 +93,21 @@ class Versions:
     def newest(self) -> PolicyVersion | None:
         """The newest whole version."""
         source = self._serving()
-        return source.slots.version_of_newest if source is not None else None
+        return source.newest if source is not None else None
+
+    @property
+    def part_keys(self) -> tuple[str, ...]:
+        """Public keys of the parts of the newest learner, of parts 1, 2, ..."""
+        return self._part_keys
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch of the newest learner."""
+        return self._sources[-1].epoch if self._sources else None
+
+    def whole(self) -> tuple[PolicyVersion, ...]:
+        """Return the versions of the newest learner that are whole in this memory."""
+        return tuple(self._sources[-1].slots.whole) if self._sources else ()
 
     def open(self, message: OpenMemory) -> None:
         """Serve this memory as soon as it holds a whole version.
@@ -87,10 +133,12 @@ class Versions:
             if message.whole is not None:
                 self.written(message.epoch, message.slot, message.whole)
             return
+        own = part_layout(layout, message.part)
         memory = SharedSlots.open(
-            message.path, slot_bytes=layout.num_bytes, num_slots=message.num_slots
+            message.path, slot_bytes=own.num_bytes, num_slots=message.num_slots
         )
-        self._sources.append(_LearnerMemory(memory, message))
+        self._part_keys = message.part_keys
+        self._sources.append(_LearnerMemory(memory, message, silence_s=self._silence_s))
         if message.whole is not None:
             self.written(message.epoch, message.slot, message.whole)
 
@@ -102,9 +150,37 @@ class Versions:
             SupersededError: a newer learner has.
         """
         source = self._writing(epoch)
-        slot = source.slots.reserve()
+        slot = source.slots.reserve(source.newest)
         source.publications.pop(slot, None)
         return slot
+
+    def writing(self, epoch: int, slot: int) -> None:
+        """Serve nothing from a slot that the learner is about to write, at a part.
+
+        Raises:
+            PublishError: it has opened no memory, or there is no such slot.
+            SupersededError: a newer learner has.
+        """
+        source = self._writing(epoch)
+        try:
+            source.slots.clear(slot)
+        except ValueError as error:
+            raise PublishError(str(error)) from error
+        source.publications.pop(slot, None)
+        self.wake()
+
+    def heard(self, state: PartState, now_s: float) -> None:
+        """Record the report of a part."""
+        for source in self._sources:
+            if source.epoch == state.epoch and source.others is not None:
+                if source.others.heard(state.part, state.incarnation, state.whole, now_s):
+                    _log.warning("another relay serves part %d now", state.part)
+                self.wake()
+
+    def lost_parts(self, now_s: float) -> list[int]:
+        """Return the parts of the newest learner that are silent, whose versions are gone."""
+        others = self._sources[-1].others if self._sources else None
+        return others.lost(now_s) if others is not None else []
 
     def written(self, epoch: int, slot: int, version: PolicyVersion) -> None:
         """Serve a version that the learner of an epoch has completed.
@@ -120,8 +196,11 @@ class Versions:
             source.slots.written(slot, version)
         except ValueError as error:
             raise PublishError(str(error)) from error
-        snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
-        publication = Publication(snapshot, pin=source.memory.pin, digests=self._digests)
+        snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot), source.part)
+        parts = self._parts if source.others is not None else None
+        publication = Publication(
+            snapshot, pin=source.memory.pin, digests=self._digests, parts=parts
+        )
         source.publications[slot] = publication
         for old in self._sources[:-1]:
             old.memory.close()
@@ -134,8 +213,8 @@ class Versions:
         None while there is none, or while two others are being read.
         """
         source = self._serving()
-        slot = source.slots.begin() if source is not None else None
-        if source is None or slot is None:
+        newest = source.newest if source is not None else None
+        if source is None or newest is None or (slot := source.slots.begin(newest)) is None:
             return None
         publication = source.publications[slot]
         self._reading[publication] += 1
@@ -147,6 +226,7 @@ class Versions:
         if not self._reading[publication]:
             del self._reading[publication]
             publication.on_gpu.clear()
+            publication.released()
         self.wake()
 
     def find(self, version: PolicyVersion) -> Publication | None:
@@ -162,7 +242,7 @@ class Versions:
         return set(self._reading).union(*(one.publications.values() for one in self._sources))
 
     def _serving(self) -> _LearnerMemory | None:
-        return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)
+        return next((s for s in reversed(self._sources) if s.newest is not None), None)
 
     def refuse_older(self, epoch: int) -> None:
         """Refuse messages of an earlier learner.

@@ -6,8 +6,10 @@ safetensors file, so nothing is ever rearranged.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
+
+import msgspec
 
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, TensorSpec, WeightManifest
@@ -18,11 +20,19 @@ _SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ALIGNMENT = 8
 
 
-def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightManifest:
+def plan_layout(
+    tensors: Iterable[TensorSpec], *, bucket_bytes: int, part_of: Mapping[str, int] | None = None
+) -> WeightManifest:
     """Lay tensors end to end and group them in order into buckets of at most ``bucket_bytes``.
 
-    Wider types come first, so that every tensor starts at a multiple of its item size. A tensor is
-    never split: a larger one than the limit has a bucket to itself.
+    Wider types come first, so that every tensor starts at a multiple of its item size, in the
+    version and in its part. A tensor is never split: a larger one than the limit has a bucket to
+    itself. No bucket has tensors of two parts.
+
+    Args:
+        tensors: all of the version.
+        bucket_bytes: above 0.
+        part_of: number of the part of each tensor, by name; None: all are in part 0.
 
     Raises:
         PublishError: a type that cannot be published.
@@ -33,19 +43,28 @@ def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightMa
             raise PublishError(
                 f"{spec.name} has type {spec.dtype}, only {', '.join(ITEM_BYTES)} can be published"
             )
-    specs.sort(key=lambda spec: -ITEM_BYTES[spec.dtype])  # stable
+    parts = {spec.name: 0 if part_of is None else part_of[spec.name] for spec in specs}
+    specs.sort(key=lambda spec: (-ITEM_BYTES[spec.dtype], parts[spec.name]))  # stable
     buckets: list[Bucket] = []
     chosen: list[TensorSpec] = []
-    size = 0
+    size = part = 0
     for spec in specs:
-        if chosen and size + spec.num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(chosen), size))
+        is_full = size + spec.num_bytes > bucket_bytes
+        if chosen and (is_full or parts[spec.name] != part):
+            buckets.append(Bucket(tuple(chosen), size, part))
             chosen, size = [], 0
         chosen.append(spec)
         size += spec.num_bytes
+        part = parts[spec.name]
     if chosen:
-        buckets.append(Bucket(tuple(chosen), size))
+        buckets.append(Bucket(tuple(chosen), size, part))
     return WeightManifest(version=_NO_VERSION, buckets=tuple(buckets))
+
+
+def part_layout(manifest: WeightManifest, part: int) -> WeightManifest:
+    """Return a part's buckets alone: they lie end to end in the memory of its host."""
+    own = tuple(bucket for bucket in manifest.buckets if bucket.part == part)
+    return msgspec.structs.replace(manifest, buckets=own)
 
 
 def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:

@@ -32,16 +32,39 @@ class Slots:
         """Return the whole version in a slot."""
         return self._versions[slot]
 
-    def reserve(self) -> int:
+    @property
+    def whole(self) -> list[PolicyVersion]:
+        """All whole versions, the newest first."""
+        return sorted((v for v in self._versions if v is not None), reverse=True)
+
+    def reserve(self, keep: PolicyVersion | None = None) -> int:
         """Return a slot without readers, which holds no whole version any more.
 
-        The newest version is given up only where nothing else is free. Reserving again before
-        ``written`` gives up the version that was being written.
+        The newest version, and ``keep``, are given up only where nothing else is free. Reserving
+        again before ``written`` gives up the version that was being written.
         """
         free = [slot for slot, readers in enumerate(self._readers) if not readers]
-        slot = min(free, key=lambda slot: (slot == self.newest, self._versions[slot] is not None))
-        self._versions[slot] = None
+        kept = (None if keep is None else self.slot_of(keep), self.newest)
+        slot = min(
+            free,
+            key=lambda slot: (slot == kept[0], slot == kept[1], self._versions[slot] is not None),
+        )
+        self.clear(slot)
         return slot
+
+    def clear(self, slot: int) -> None:
+        """Record that a slot holds no whole version any more.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        if not 0 <= slot < len(self._versions):
+            raise ValueError(f"there is no slot {slot}")
+        self._versions[slot] = None
+
+    def slot_of(self, version: PolicyVersion) -> int | None:
+        """Return the slot of a whole version."""
+        return self._versions.index(version) if version in self._versions else None
 
     def written(self, slot: int, version: PolicyVersion) -> None:
         """Record that a slot holds a whole version.
@@ -53,12 +76,12 @@ class Slots:
             raise ValueError(f"slot {slot} cannot have been written")
         self._versions[slot] = version
 
-    def begin(self) -> int | None:
-        """Return the slot of the newest whole version, to be read until ``end``.
+    def begin(self, version: PolicyVersion | None = None) -> int | None:
+        """Return the slot of a version, to be read until ``end``; without one, of the newest.
 
         None while there is none, or while two other versions are being read.
         """
-        slot = self.newest
+        slot = self.newest if version is None else self.slot_of(version)
         if slot is None:
             return None
         busy = sum(readers > 0 for readers in self._readers)

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from slipstream.weightbus.version.digests import DigestKind, digest_of
-from slipstream.weightbus.version.layout import bucket_offsets, plan_layout, tensor_offsets
+from slipstream.weightbus.version.layout import (
+    bucket_offsets,
+    part_layout,
+    plan_layout,
+    tensor_offsets,
+)
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -19,12 +24,14 @@ from slipstream.wire.messages.versions import PolicyVersion
 class WeightSnapshot:
     """Tensors by Hugging Face name, end to end in ``memory``, which does not change meanwhile.
 
-    ``memory`` has shape [layout.num_bytes], uint8, and lies on the host.
+    ``memory`` has shape [num_bytes], uint8, and lies on the host. It holds the buckets of one part
+    of the layout, which is all of it unless the learner is on several hosts.
     """
 
     version: PolicyVersion
     layout: WeightManifest
     memory: Tensor
+    part: int = 0
 
     @classmethod
     def of(
@@ -41,35 +48,59 @@ class WeightSnapshot:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Each tensor as a view of the memory, by name, in order."""
-        return tensor_views(self.layout, self.memory)
+        """Each tensor of the part as a view of the memory, by name, in order."""
+        return tensor_views(self._own, self.memory)
+
+    def has(self, index: int) -> bool:
+        """True if there is a bucket at ``index`` of the layout, and this part has it."""
+        return index in self._bucket_offsets
 
     def bucket(self, index: int) -> Tensor:
         """Return a bucket as a view of the memory. Shape [bucket.num_bytes], uint8."""
         start = self._bucket_offsets[index]
         return self.memory[start : start + self.layout.buckets[index].num_bytes]
 
-    def manifest(self, kind: DigestKind = "xxh3", *, threads: int = 2) -> WeightManifest:
-        """Return the manifest with a digest per tensor."""
+    def digests(self, kind: DigestKind = "xxh3", *, threads: int = 2) -> dict[str, str]:
+        """Return the digest of each tensor of the part."""
         flat = self.memory.numpy().data
-        offsets = tensor_offsets(self.layout)
+        offsets = tensor_offsets(self._own)
 
-        def digested(spec: TensorSpec) -> TensorSpec:
+        def digest(spec: TensorSpec) -> tuple[str, str]:
             start = offsets[spec.name]
-            digest = digest_of(flat[start : start + spec.num_bytes], kind)
-            return TensorSpec(spec.name, spec.dtype, spec.shape, digest)
+            return spec.name, digest_of(flat[start : start + spec.num_bytes], kind)
 
         with ThreadPoolExecutor(threads) as pool:
-            digests = iter(list(pool.map(digested, self.layout.tensors)))
-        buckets = tuple(
-            msgspec.structs.replace(bucket, tensors=tuple(next(digests) for _ in bucket.tensors))
-            for bucket in self.layout.buckets
-        )
-        return msgspec.structs.replace(self.layout, version=self.version, buckets=buckets)
+            return dict(pool.map(digest, self._own.tensors))
+
+    def manifest(self, kind: DigestKind = "xxh3") -> WeightManifest:
+        """Return the manifest with a digest per tensor, of a version that has one part."""
+        return with_digests(self.layout, self.version, self.digests(kind))
 
     @cached_property
-    def _bucket_offsets(self) -> list[int]:
-        return bucket_offsets(self.layout)
+    def _own(self) -> WeightManifest:
+        return part_layout(self.layout, self.part)
+
+    @cached_property
+    def _bucket_offsets(self) -> dict[int, int]:
+        numbers = [i for i, one in enumerate(self.layout.buckets) if one.part == self.part]
+        return dict(zip(numbers, bucket_offsets(self._own), strict=True))
+
+
+def with_digests(
+    layout: WeightManifest, version: PolicyVersion, digests: Mapping[str, str]
+) -> WeightManifest:
+    """Return the manifest of a version, whose digests are given by the names of its tensors."""
+    buckets = tuple(
+        msgspec.structs.replace(
+            bucket,
+            tensors=tuple(
+                TensorSpec(spec.name, spec.dtype, spec.shape, digests[spec.name])
+                for spec in bucket.tensors
+            ),
+        )
+        for bucket in layout.buckets
+    )
+    return msgspec.structs.replace(layout, version=version, buckets=buckets)
 
 
 def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import msgspec
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.broker import Answer, Message, Request
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.parts import HeadCommand, PartMessage, PartReport
 from slipstream.wire.messages.relay import RelayAnswer, RelayMessage, RelayRequest
 from slipstream.wire.messages.trajectory import TrajectoryPayload, Transcript
 from slipstream.wire.messages.weightbus import (
@@ -24,7 +25,9 @@ Frame = bytes | memoryview
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message | BusMessage | RelayMessage | TrajectoryPayload | Transcript) -> bytes:
+def encode(
+    message: Message | BusMessage | PartMessage | RelayMessage | TrajectoryPayload | Transcript,
+) -> bytes:
     """Return the bytes of any message of this project."""
     return _encoder.encode(message)
 
@@ -60,6 +63,10 @@ decode_relay_request: Callable[[Frame], RelayRequest] = _decoder(
     RelayRequest, "request to the relay"
 )
 decode_relay_answer: Callable[[Frame], RelayAnswer] = _decoder(RelayAnswer, "answer of the relay")
+decode_part_report: Callable[[Frame], PartReport] = _decoder(PartReport, "report of a part relay")
+decode_head_command: Callable[[Frame], HeadCommand] = _decoder(
+    HeadCommand, "command of the head relay"
+)
 decode_payload: Callable[[Frame], TrajectoryPayload] = _decoder(
     TrajectoryPayload, "trajectory payload"
 )

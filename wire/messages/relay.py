@@ -3,6 +3,9 @@
 Weights are in a memory that the learner owns and the relay maps: some slots of equal size, each for
 one version. A slot is written between ``Reserve`` and ``Written`` and at no other time. Everything
 carries the learner's epoch: once a newer learner has opened its memory, an older one is refused.
+
+A learner on several hosts has such a memory and such a relay, a part, on each of them. The slots of
+all have the same numbers: the head relay chooses one, and each host's first rank tells its part.
 """
 
 from typing import TypeAlias
@@ -11,6 +14,7 @@ import msgspec
 
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import RelayAddress
 
 
 class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -27,6 +31,24 @@ class OpenMemory(RelayMessage, frozen=True):
     whole: PolicyVersion | None = None
     slot: int = 0  # of the whole version
     run_id: str = ""  # as in the run folder's identity.json
+    part: int = 0  # number of the host whose buckets of the layout are in this memory
+    part_keys: tuple[str, ...] = ()  # public keys that the relays of parts 1, 2, ... prove
+
+
+class ServeHead(RelayMessage, frozen=True):
+    """To a part relay: the address of the head relay, and the key to prove there."""
+
+    epoch: int
+    head: RelayAddress
+    public: str
+    secret: str
+
+
+class Writing(RelayMessage, frozen=True):
+    """To a part relay: this slot is about to be written, and holds no version any more."""
+
+    epoch: int
+    slot: int
 
 
 class Reserve(RelayMessage, frozen=True):
@@ -65,7 +87,8 @@ class Ok(RelayMessage, frozen=True):
     error: str = ""
     superseded: bool = False  # a newer learner uses this relay
     pid: int = 0  # of the relay
+    door: RelayAddress | None = None  # where it listens for other hosts
 
 
-RelayRequest: TypeAlias = OpenMemory | Reserve | Written | Alive | EndRelay
+RelayRequest: TypeAlias = OpenMemory | ServeHead | Writing | Reserve | Written | Alive | EndRelay
 RelayAnswer: TypeAlias = Reserved | Ok

@@ -146,9 +146,14 @@ class RunSection(Section, frozen=True, kw_only=True):
         return f"ipc://{self.socket(name)}"
 
 
-def relay_lock(run: RunSection) -> Path:
-    """Return the file that the run's weight relay keeps locked until it ends."""
-    return run.socket("relay").with_suffix(".lock")
+def part_name(part: int) -> str:
+    """Return the name of a relay: of the head, 0, or of another host of the learner."""
+    return f"relay-{part}" if part else "relay"
+
+
+def relay_lock(run: RunSection, part: int = 0) -> Path:
+    """Return the file that the run's weight relay on a host keeps locked until it ends."""
+    return run.socket(part_name(part)).with_suffix(".lock")
 
 
 def relay_address(run: RunSection) -> RelayAddress:

@@ -22,12 +22,10 @@ from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.published_parts import written_tensors
 from tests.support.ranks.policy import (
     distance,
     join_ranks,
@@ -48,22 +46,15 @@ NUM_STEPS = 2
 
 def publish_adapters(policy: "Policy", topology: "Topology", file: Path) -> None:
     """Publish adapters alone; rank 0 writes down what is in the memory."""
-    from slipstream.learner.model.collectives import broadcast_bytes
     from slipstream.learner.publish.contents import AdaptersAlone
     from slipstream.learner.publish.weight_writer import WeightWriter
 
-    def agree(text: str) -> str:
-        data = broadcast_bytes(text.encode(), rank=topology.rank, world_size=topology.world_size)
-        return data.decode()
-
     contents = AdaptersAlone(policy.model)
-    writer = WeightWriter(policy.model, topology, bucket_bytes=4096, agree=agree, contents=contents)
+    writer = WeightWriter(policy.model, topology, bucket_bytes=4096, contents=contents)
     assert not writer.write(1)
     torch.distributed.barrier()
     if topology.rank == 0:
-        size = writer.layout.num_bytes
-        memory = SharedSlots.open(writer.path, slot_bytes=size, num_slots=NUM_SLOTS)
-        views = tensor_views(writer.layout, memory.slot(1))
+        views = written_tensors(writer, 1)
         save_file({name: view.clone() for name, view in views.items()}, file)
     torch.distributed.barrier()
     writer.close()

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
 from slipstream.learner.model import device
+from tests.support.published_parts import memory_of, written_tensors
 from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
 from tests.support.waiting import HANG_S
@@ -48,7 +49,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     original = load_file(folder / "model.safetensors")
     exported = [(name, torch.equal(t, original[name])) for name, t in export_hf_weights(model)]
     save_hf_folder(model, work / "exported", folder)
-    written, refused = published(model, topology, original)
+    written, refused, writes = published(model, topology, original)
     norm = gradient_norm(model, topology)
     report = {
         "data_parallel": topology.data_parallel,
@@ -60,6 +61,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         "original": sorted(original),
         "written": written,
         "refused": refused,
+        "writes": writes,
         "kernels": kernels_of_many_sequences(model),
     }
     (work / f"{rank}.json").write_text(json.dumps(report))
@@ -124,24 +126,13 @@ def kernels_of_many_sequences(model) -> list[int]:  # noqa: ANN001 - known only 
 
 def published(model, topology, original):  # noqa: ANN001 - known only after prepare()
     """Return what is right in the memory that all ranks wrote, and what a rank then refuses."""
-    from slipstream.learner.model.collectives import broadcast_bytes
-    from slipstream.learner.publish.weight_writer import NUM_SLOTS, WeightWriter
-    from slipstream.weightbus.version.shared_memory import SharedSlots
-    from slipstream.weightbus.version.snapshot import tensor_views
+    from slipstream.learner.publish.weight_writer import WeightWriter
 
-    def agree(text: str) -> str:
-        received = broadcast_bytes(
-            text.encode(), rank=topology.rank, world_size=topology.world_size
-        )
-        return received.decode()
-
-    writer = WeightWriter(model, topology, bucket_bytes=4096, agree=agree)
+    writer = WeightWriter(model, topology, bucket_bytes=4096)
     bad = writer.write(1)
     assert not bad, bad
     dist.barrier()
-    size = writer.layout.num_bytes  # the second replica, on this host here, maps nothing itself
-    memory = SharedSlots.open(writer.path, slot_bytes=size, num_slots=NUM_SLOTS)
-    views = tensor_views(writer.layout, memory.slot(1))
+    memory, views = memory_of(writer, 0), written_tensors(writer, 1)
     right = sorted(name for name, view in views.items() if torch.equal(view, original[name]))
     untouched = int(memory.slot(0).sum()) + int(memory.slot(2).sum())
     assert untouched == 0
@@ -150,7 +141,7 @@ def published(model, topology, original):  # noqa: ANN001 - known only after pre
         with torch.no_grad():
             last = model.chunks[-1].decoder.layers[-1]
             last.self_attention.linear_proj.weight[0, 0] = float("nan")
-    return right, writer.write(0)
+    return right, writer.write(0), [piece.name for piece in writer.writes]
 
 
 def gradient_norm(model, topology):  # noqa: ANN001 - known only after prepare()

@@ -35,6 +35,7 @@ from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RoutingReplay, RunSection, SamplingSection
+from tests.support.published_parts import written_tensors
 from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
 from tests.support.waiting import HANG_S
@@ -262,25 +263,15 @@ def restored_reference(
 
 def published(policy: "Policy", topology: "Topology", exported: Path) -> list[str]:
     """Publish; return the tensors in the memory, as rank 0 sees it, that are not as exported."""
-    from slipstream.learner.model.collectives import broadcast_bytes
     from slipstream.learner.publish.weight_writer import WeightWriter
-    from slipstream.weightbus.version.shared_memory import SharedSlots
-    from slipstream.weightbus.version.slots import NUM_SLOTS
-    from slipstream.weightbus.version.snapshot import tensor_views
 
-    def agree(text: str) -> str:
-        return broadcast_bytes(
-            text.encode(), rank=topology.rank, world_size=topology.world_size
-        ).decode()
-
-    writer = WeightWriter(policy.model, topology, bucket_bytes=4096, agree=agree)
+    writer = WeightWriter(policy.model, topology, bucket_bytes=4096)
     bad = writer.write(1)
     assert not bad, bad
     torch.distributed.barrier()
     if topology.rank != 0:
         return []
-    memory = SharedSlots.open(writer.path, slot_bytes=writer.layout.num_bytes, num_slots=NUM_SLOTS)
-    views, right = tensor_views(writer.layout, memory.slot(1)), load_file(exported / WEIGHTS)
+    views, right = written_tensors(writer, 1), load_file(exported / WEIGHTS)
     assert views.keys() == right.keys()
     return sorted(name for name, view in views.items() if not view.equal(right[name]))
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from slipstream.learner.model import device
+from tests.support.published_parts import written_tensors
 from tests.support.ranks.run import section_of
 from tests.support.waiting import HANG_S
 
@@ -25,7 +26,6 @@ def same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *names: str) -> None:
     device.prepare()
     device.set_threads(1)
-    from slipstream.learner.model.collectives import broadcast_bytes
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import (
@@ -34,9 +34,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
         save_hf_folder,
     )
     from slipstream.learner.model.topology import destroy_topology, init_topology
-    from slipstream.learner.publish.weight_writer import NUM_SLOTS, WeightWriter
-    from slipstream.weightbus.version.shared_memory import SharedSlots
-    from slipstream.weightbus.version.snapshot import tensor_views
+    from slipstream.learner.publish.weight_writer import WeightWriter
 
     learner = section_of(layout)
     topology = init_topology(
@@ -48,9 +46,6 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
         timeout_s=HANG_S,
     )
 
-    def agree(text: str) -> str:
-        return broadcast_bytes(text.encode(), rank=rank, world_size=world_size).decode()
-
     report = {}
     for name in names:
         model = build_model(
@@ -60,14 +55,11 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
         original = load_file(folder / name / "model.safetensors")
         exported = dict(export_hf_weights(model))
         save_hf_folder(model, work / name, folder / name)
-        writer = WeightWriter(model, topology, bucket_bytes=4096, agree=agree)
+        writer = WeightWriter(model, topology, bucket_bytes=4096)
         assert not writer.write(1)
         dist.barrier()
         if rank == 0:
-            memory = SharedSlots.open(
-                writer.path, slot_bytes=writer.layout.num_bytes, num_slots=NUM_SLOTS
-            )
-            views = tensor_views(writer.layout, memory.slot(1))
+            views = written_tensors(writer, 1)
             report[name] = {
                 "missing": sorted(original.keys() - exported.keys()),
                 "other": [k for k, v in exported.items() if not same(v, original.get(k))],

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages import broker, relay, weightbus
+from slipstream.wire.messages import broker, parts, relay, weightbus
 from slipstream.wire.messages.broker import WIRE_REVISION
 from slipstream.wire.messages.codec import decode_answer, decode_request, encode
 from tests.golden.make_wire import FOLDER, READABLE, TODAY, golden_files, readable
@@ -16,6 +16,8 @@ from tests.support.wire_samples import (
     COMMANDS,
     DECODERS,
     FAMILIES,
+    HEAD_COMMANDS,
+    PART_REPORTS,
     RELAY_ANSWERS,
     RELAY_REQUESTS,
     REQUESTS,
@@ -70,6 +72,8 @@ def test_what_is_sent_today_is_golden(family: str, name: str):
         (weightbus.AgentMessage, AGENT_MESSAGES),
         (relay.RelayRequest, RELAY_REQUESTS),
         (relay.RelayAnswer, RELAY_ANSWERS),
+        (parts.PartReport, PART_REPORTS),
+        (parts.HeadCommand, HEAD_COMMANDS),
     ],
 )
 def test_every_kind_of_message_has_golden_bytes(union: object, samples: list[object]):

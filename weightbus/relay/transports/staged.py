@@ -73,8 +73,11 @@ class OverTcp(Staged):
     @override
     async def _sources(self, publication: Publication, member: Member) -> Sources:
         """Have the engine before this one in its chain serve it; without that, the relay does."""
-        if member.bulk is None or (before := member.before) is None:
+        if member.bulk is None:
             return ()
+        parts = publication.doors(member.bulk)
+        if (before := member.before) is None:
+            return sources_behind(None, member.bulk, parts)
         version, limit = publication.version, min(_ADMIT_S, self._settings.timeout_s)
         try:
             await before.request(
@@ -82,6 +85,6 @@ class OverTcp(Staged):
             )
         except PublishError as error:
             _log.warning("%s gets %s from the relay: %s", member.name, version.label, error)
-            return ()
+            return sources_behind(None, member.bulk, parts)
         before.serves = member
-        return sources_behind(before.join.forward, member.bulk)
+        return sources_behind(before.join.forward, member.bulk, parts)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages import broker, codec, relay, weightbus
+from slipstream.wire.messages import broker, codec, parts, relay, weightbus
 from slipstream.wire.messages.trajectory import TrajectoryPayload
 from tests.support.wire_samples import (
     AGENT_MESSAGES,
@@ -14,7 +14,9 @@ from tests.support.wire_samples import (
     BUCKET_ANSWERS,
     COMMANDS,
     FETCHES,
+    HEAD_COMMANDS,
     HEADER,
+    PART_REPORTS,
     PAYLOAD,
     RELAY_ANSWERS,
     RELAY_REQUESTS,
@@ -68,6 +70,16 @@ def test_an_answer_of_the_relay_survives_the_wire(answer: relay.RelayAnswer):
     assert codec.decode_relay_answer(codec.encode(answer)) == answer
 
 
+@pytest.mark.parametrize("report", PART_REPORTS, ids=name_of)
+def test_a_report_of_a_part_survives_the_wire(report: parts.PartReport):
+    assert codec.decode_part_report(codec.encode(report)) == report
+
+
+@pytest.mark.parametrize("command", HEAD_COMMANDS, ids=name_of)
+def test_a_command_of_the_head_survives_the_wire(command: parts.HeadCommand):
+    assert codec.decode_head_command(codec.encode(command)) == command
+
+
 @pytest.mark.parametrize(
     ("union", "samples"),
     [
@@ -77,6 +89,8 @@ def test_an_answer_of_the_relay_survives_the_wire(answer: relay.RelayAnswer):
         (weightbus.AgentMessage, AGENT_MESSAGES),
         (relay.RelayRequest, RELAY_REQUESTS),
         (relay.RelayAnswer, RELAY_ANSWERS),
+        (parts.PartReport, PART_REPORTS),
+        (parts.HeadCommand, HEAD_COMMANDS),
     ],
 )
 def test_no_kind_of_message_is_missing_above(union: object, samples: list[object]):
@@ -122,6 +136,8 @@ def test_a_transcript_survives_the_wire():
         (codec.decode_bucket_answer, "answer with a bucket"),
         (codec.decode_relay_request, "request to the relay"),
         (codec.decode_relay_answer, "answer of the relay"),
+        (codec.decode_part_report, "report of a part relay"),
+        (codec.decode_head_command, "command of the head relay"),
     ],
 )
 def test_an_unknown_kind_is_named(decode: "type[object]", what: str):

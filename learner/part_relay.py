@@ -1,0 +1,83 @@
+"""The part relay of a host of the learner, kept running by the host's first rank."""
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from slipstream.learner.batches.background import BackgroundLoop
+from slipstream.learner.publish.head_door import HeadDoor
+from slipstream.learner.publish.relay_link import RelayLink
+from slipstream.learner.publish.relay_process import RelayLaunch
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.relay import ServeHead
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import RunSection, part_name
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0
+
+
+class PartRelay:
+    """A thread without a loop's view of it. Use as a context manager."""
+
+    def __init__(self, run: RunSection, launch: RelayLaunch, head: HeadDoor) -> None:
+        """Prepare to start a relay, which proves a key of its own to the head."""
+        run.make_socket_folder()
+        self._loop = BackgroundLoop()
+        self._link = RelayLink(run.endpoint(part_name(launch.part)), launch)
+        self._part = launch.part
+        self._head = head
+        public, secret = zmq.curve_keypair()
+        self.public = public.decode()
+        """Its public key (Z85)."""
+        self._secret = secret.decode()
+
+    def __enter__(self) -> Self:
+        self._loop.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.__exit__(kind, error, trace)
+
+    def open(self, path: str, layout: WeightManifest, *, epoch: int, run_id: str) -> None:
+        """Start the relay, with the place of this host's part."""
+        loop = self._loop
+        loop.start(self._link.run())
+        opening = self._link.open(path, layout, epoch=epoch, run_id=run_id, part=self._part)
+        loop.run(opening)
+        loop.start(self._follow(epoch))
+
+    def writing(self, slot: int) -> None:
+        """Have nothing served from a slot that is about to be written."""
+        self._loop.check()
+        self._loop.run(self._link.writing(slot))
+
+    def written(self, version: PolicyVersion, slot: int) -> None:
+        """Hand over this part of a version."""
+        self._loop.run(self._link.written(version, slot))
+
+    def end(self) -> None:
+        """Stop the relay: no version will follow."""
+        self._loop.run(self._link.end())
+
+    async def _follow(self, epoch: int) -> None:
+        """Tell the relay of every head, until cancelled."""
+        while True:
+            try:
+                door = await asyncio.to_thread(self._head.read)
+            except PublishError as error:
+                _log.warning("%s", error)
+                return
+            if door is not None:
+                head = ServeHead(epoch=epoch, head=door, public=self.public, secret=self._secret)
+                await self._link.serve_head(head)
+            await asyncio.sleep(_LOOK_S)

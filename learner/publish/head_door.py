@@ -1,0 +1,41 @@
+"""Where the head relay listens, as rank 0 posts it for the first ranks of the other hosts."""
+
+import msgspec
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in the stubs
+
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.weightbus import RelayAddress
+
+_KEY = "head"
+
+
+class HeadDoor:
+    """The posted address. A head that replaces another has another."""
+
+    def __init__(self, store: Store) -> None:
+        """Use a store that the ranks share and that is this object's alone."""
+        self._store = PrefixStore("weights", store)
+
+    def post(self, door: RelayAddress) -> None:
+        """Show the address to the others.
+
+        Raises:
+            PublishError: the store is gone, and rank 0 of the learner with it.
+        """
+        try:
+            self._store.set(_KEY, msgspec.json.encode(door).decode())
+        except RuntimeError as error:
+            raise PublishError(f"the ranks' store is gone: {error}") from error
+
+    def read(self) -> RelayAddress | None:
+        """Return the posted address, if one is.
+
+        Raises:
+            PublishError: the store is gone.
+        """
+        try:
+            if not self._store.check([_KEY]):
+                return None
+            return msgspec.json.decode(self._store.get(_KEY), type=RelayAddress)
+        except RuntimeError as error:
+            raise PublishError(f"the ranks' store is gone: {error}") from error

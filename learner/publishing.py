@@ -1,0 +1,78 @@
+"""One rank's part in publishing: the versions that it writes, and the relay of its host."""
+
+from slipstream.learner.coordinator import Coordinator
+from slipstream.learner.model.collectives import gather_bytes
+from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.publish.contents import Contents
+from slipstream.learner.publish.weight_writer import WeightWriter
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+class Publishing:
+    """Publishes versions of one model; every rank calls every method."""
+
+    def __init__(
+        self,
+        model: RankModel,
+        topology: Topology,
+        coordinator: Coordinator,
+        *,
+        bucket_bytes: int,
+        contents: Contents,
+        in_parts: bool,
+        part: PartRelay | None,
+        epoch: int,
+    ) -> None:
+        """Make the memories and start the relays.
+
+        Args:
+            model: this rank's part of it.
+            topology: of all ranks.
+            coordinator: of this rank.
+            bucket_bytes: weightbus.bucket_bytes.
+            contents: what a version consists of.
+            in_parts: every host keeps the tensors that it writes.
+            part: this host's relay, on its first rank where that is not rank 0.
+            epoch: of this learner.
+        """
+        self._coordinator = coordinator
+        self._writer = writer = WeightWriter(
+            model, topology, bucket_bytes=bucket_bytes, contents=contents, in_parts=in_parts
+        )
+        run_id = coordinator.agreed(coordinator.run_id, str)
+        self._part = part if part is not None and 0 < writer.part < writer.num_parts else None
+        if self._part is not None:
+            self._part.open(writer.path, writer.layout, epoch=epoch, run_id=run_id)
+        keys: list[str] = []
+        if writer.num_parts > 1:
+            mine = self._part.public if self._part is not None else ""
+            keys = [one.decode() for one in gather_bytes(mine.encode()) if one]
+        coordinator.open_weights(writer.path, writer.layout, part_keys=keys)
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Write this rank's share and hand it to the relays; the transfer does not wait.
+
+        Raises:
+            PublishError: on every rank, if a tensor holds NaN or inf.
+        """
+        coordinator = self._coordinator
+        slot = coordinator.reserve()
+        if self._part is not None:
+            self._part.writing(slot)
+        if self._writer.num_parts > 1:  # no rank writes what a part still serves
+            coordinator.barrier()
+        bad = self._writer.write(slot)
+        if coordinator.on_any(bool(bad)):
+            name = bad or "a tensor that another learner rank's log names"
+            raise PublishError(f"{version.label} is not published: {name} holds NaN or inf")
+        if self._part is not None:
+            self._part.written(version, slot)
+        coordinator.publish(version, slot)
+
+    def end(self) -> None:
+        """Stop this host's part relay: no version will follow."""
+        if self._part is not None:
+            self._part.end()

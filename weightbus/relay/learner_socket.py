@@ -1,0 +1,113 @@
+"""The relay's socket for the learner on its host, and the end of a relay that has none."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from slipstream.weightbus.relay.served import Versions
+from slipstream.wire.errors import ProtocolError, PublishError, SupersededError
+from slipstream.wire.messages.codec import decode_relay_request, encode
+from slipstream.wire.messages.relay import (
+    Alive,
+    EndRelay,
+    Ok,
+    OpenMemory,
+    RelayAnswer,
+    RelayRequest,
+    Reserve,
+    Reserved,
+    ServeHead,
+    Writing,
+    Written,
+)
+from slipstream.wire.messages.weightbus import RelayAddress
+
+_log = logging.getLogger(__name__)
+
+
+class LearnerSocket:
+    """Answers a learner. Use it inside one event loop."""
+
+    def __init__(
+        self,
+        versions: Versions,
+        *,
+        stop: asyncio.Event,
+        linger_s: float,
+        door: Callable[[], RelayAddress | None] = lambda: None,
+        on_head: Callable[[ServeHead], None] | None = None,
+    ) -> None:
+        """Serve nobody yet.
+
+        Args:
+            versions: that the learner writes.
+            stop: set when no version will follow.
+            linger_s: without a message of a learner, after which it is set too.
+            door: returns where this relay listens for other hosts.
+            on_head: at a part, is told of its head.
+        """
+        self._versions = versions
+        self._stop = stop
+        self._linger_s = linger_s
+        self._door = door
+        self._on_head = on_head
+        self._last_message_s = time.monotonic()
+
+    async def serve(self, endpoint: str) -> None:
+        """Answer until cancelled."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 200)
+        try:
+            socket.bind(endpoint)
+            while True:
+                peer, *frames = await socket.recv_multipart()
+                try:
+                    answer = self._answer(decode_relay_request(b"".join(frames)))
+                except SupersededError as error:
+                    _log.warning("refused: %s", error)
+                    answer = Ok(error=str(error), superseded=True)
+                except (ProtocolError, PublishError) as error:
+                    _log.warning("refused: %s", error)
+                    answer = Ok(error=str(error), pid=os.getpid())
+                await socket.send_multipart([peer, encode(answer)])
+        finally:
+            socket.close()
+            context.term()
+
+    def _answer(self, request: RelayRequest) -> RelayAnswer:
+        self._last_message_s = time.monotonic()
+        versions = self._versions
+        match request:
+            case OpenMemory():
+                versions.open(request)
+            case ServeHead(epoch=epoch):
+                versions.refuse_older(epoch)
+                if self._on_head is None:
+                    raise PublishError("this relay is the head, and has none")
+                self._on_head(request)
+            case Reserve(epoch=epoch):
+                return Reserved(slot=versions.reserve(epoch))
+            case Writing(epoch=epoch, slot=slot):
+                versions.writing(epoch, slot)
+            case Written(epoch=epoch, version=written, slot=slot):
+                versions.written(epoch, slot, written)
+            case EndRelay(epoch=epoch):
+                versions.refuse_older(epoch)
+                _log.info("the learner stopped the relay")
+                self._stop.set()
+            case Alive():
+                pass
+        return Ok(pid=os.getpid(), door=self._door())
+
+    async def watch(self) -> None:
+        """End the relay when no learner has sent anything for weightbus.linger_s."""
+        while (left_s := self._last_message_s + self._linger_s - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left_s)
+        _log.warning("no learner for %g s (weightbus.linger_s): the relay ends", self._linger_s)
+        self._stop.set()

@@ -1,0 +1,182 @@
+"""A part relay: serves the buckets that one host of a learner on several keeps, for the head."""
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import suppress
+
+import zmq
+import zmq.asyncio
+
+from slipstream.weightbus.net.curve import RemoteListener, connect
+from slipstream.weightbus.net.traffic import Traffic
+from slipstream.weightbus.relay.bulk import serve_buckets
+from slipstream.weightbus.relay.learner_socket import LearnerSocket
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.parts import Holds
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.codec import decode_head_command, encode
+from slipstream.wire.messages.parts import Hold, PartHeard, PartHeld, PartState, Release
+from slipstream.wire.messages.relay import ServeHead
+from slipstream.wire.process.run_until import run_until
+
+_log = logging.getLogger(__name__)
+_HEARTBEAT_S = 1.0
+_MAX_REPORTS = 64  # to a head that does not read them
+_AGAIN_S = 3.0  # of silence: a head that did not know our key yet refused the connection
+
+
+class PartRelay:
+    """One part, in one event loop."""
+
+    def __init__(
+        self,
+        part: int,
+        versions: Versions,
+        listener: RemoteListener,
+        *,
+        stop: asyncio.Event,
+        linger_s: float,
+    ) -> None:
+        """Create a relay; ``run`` serves until ``stop``, which it may also set.
+
+        Args:
+            part: its number.
+            versions: of this host's memory.
+            listener: where engines fetch.
+            stop: ends it.
+            linger_s: that it outlives the learner, and its holds the head.
+        """
+        self._part = part
+        self._versions = versions
+        self._listener = listener
+        self._stop = stop
+        self._incarnation = secrets.token_hex(8)
+        self._holds = Holds(linger_s=linger_s)
+        self._head: ServeHead | None = None
+        self._moved = asyncio.Event()  # the head is another
+        self._last_message_s = 0.0  # of the head, monotonic
+        self._learner = LearnerSocket(
+            versions, stop=stop, linger_s=linger_s, on_head=self._found_head
+        )
+        self._traffic = Traffic()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def run(self, endpoint: str) -> None:
+        """Serve until ``stop`` is set; the learner connects to ``endpoint``."""
+        context = zmq.asyncio.Context()
+        bulk = self._listener.open_bulk(context)
+        try:
+            await run_until(
+                self._stop.wait(),
+                self._learner.serve(endpoint),
+                self._learner.watch(),
+                serve_buckets(bulk, self._versions, self._listener, self._traffic),
+                self._report(context),
+            )
+        finally:
+            for task in self._answering:
+                task.cancel()
+            self._listener.close()
+            bulk.close(linger=0)
+            context.term()
+
+    def _found_head(self, head: ServeHead) -> None:
+        if head != self._head:
+            self._head = head
+            self._moved.set()
+
+    # ---- the head ------------------------------------------------------------
+
+    async def _report(self, context: zmq.asyncio.Context) -> None:
+        """Report to one head after another."""
+        known: ServeHead | None = None
+        while True:
+            if (head := self._head) is None:
+                await self._moved.wait()
+                continue
+            self._moved.clear()
+            if head != known:
+                known = head
+                _log.info("part %d reports to the relay at %s", self._part, head.head.endpoint)
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, _MAX_REPORTS)
+            key = ClientKey(
+                name=f"part-{self._part}",
+                role="learner",
+                public=head.public,
+                secret=head.secret,
+                broker=head.head.key,
+            )
+            connect(socket, head.head.endpoint, server_key=head.head.key, key=key)
+            self._last_message_s = time.monotonic()
+            try:
+                await run_until(
+                    self._moved.wait(), self._silence(), self._beat(socket), self._obey(socket)
+                )
+            finally:
+                socket.close()
+
+    async def _silence(self) -> None:
+        """Return once the head is silent."""
+        while (left_s := self._last_message_s + _AGAIN_S - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left_s)
+
+    async def _beat(self, socket: zmq.asyncio.Socket) -> None:
+        """Send the state of this part every second, and when a version is whole."""
+        while True:
+            changed, epoch, door = self._versions.changed, self._versions.epoch, self._listener.door
+            if epoch is not None and door is not None:
+                state = PartState(
+                    part=self._part,
+                    epoch=epoch,
+                    incarnation=self._incarnation,
+                    door=door,
+                    whole=self._versions.whole(),
+                )
+                with suppress(zmq.Again):  # its queue is full: the head is gone
+                    await socket.send(encode(state), zmq.NOBLOCK)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await changed.wait()
+
+    async def _obey(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            self._last_message_s = time.monotonic()
+            try:
+                command = decode_head_command(b"".join(frames))
+            except ProtocolError as error:
+                _log.error("the head relay sent a malformed command: %s", error)
+                continue
+            match command:
+                case PartHeard(relay=relay, generator_keys=keys):
+                    if self._holds.heard(relay, time.monotonic()):
+                        _log.info("another head relay leads the publishes now")
+                    self._listener.admit(keys)
+                case Hold():
+                    task = asyncio.create_task(self._hold(socket, command))
+                    self._answering.add(task)
+                    task.add_done_callback(self._answering.discard)
+                case Release(version=version):
+                    self._holds.release(version)
+
+    async def _hold(self, socket: zmq.asyncio.Socket, command: Hold) -> None:
+        """Answer with the digests of a version that is whole here, and still is then."""
+        version, error = command.version, ""
+        digests: dict[str, str] = {}
+        publication = self._versions.find(version)
+        if publication is None or command.epoch != self._versions.epoch:
+            error = f"{version.label} is not whole there"
+        else:
+            self._holds.hold(version)
+            digests = await publication.digests()
+            if self._versions.find(version) is not publication:
+                self._holds.release(version)
+                digests, error = {}, f"{version.label} was overwritten there"
+        answer = PartHeld(command_id=command.command_id, error=error, digests=digests)
+        with suppress(zmq.Again):  # the head gives up at its deadline
+            await socket.send(encode(answer), zmq.NOBLOCK)

@@ -1,0 +1,69 @@
+"""Messages between the head relay and the part relays of a learner on several hosts. Over CURVE.
+
+Every host of the learner has the tensors that it writes in a memory of its own, and a part relay
+that serves them. The head, on the first host, alone runs transactions: a version exists when every
+part has reported it whole. Before a transaction the head holds the version at every part.
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import BulkDoor
+
+PartNumber = Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # 0 is the head's own
+
+
+class PartMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all messages between head and parts."""
+
+
+# ---- part to head ------------------------------------------------------------
+
+
+class PartState(PartMessage, frozen=True):
+    """A part and the versions that are whole there; its heartbeat, and sent when one is."""
+
+    part: PartNumber
+    epoch: int  # of the learner that writes there
+    incarnation: str  # differs after each restart of the part relay
+    door: BulkDoor  # where its buckets are fetched
+    whole: tuple[PolicyVersion, ...]
+
+
+class PartHeld(PartMessage, frozen=True):
+    """The answer to Hold, once the digests of the part's tensors are known."""
+
+    command_id: int
+    error: str = ""  # it is not whole there, or no longer
+    digests: dict[str, str] = {}  # of the part's tensors, by name
+
+
+# ---- head to part ------------------------------------------------------------
+
+
+class PartHeard(PartMessage, frozen=True):
+    """The answer to a heartbeat."""
+
+    relay: str  # differs after each restart of the head
+    generator_keys: dict[str, str] = {}  # public key -> name of who may fetch
+
+
+class Hold(PartMessage, frozen=True):
+    """Keep a version until it is released: engines are about to fetch it."""
+
+    command_id: int
+    epoch: int
+    version: PolicyVersion
+
+
+class Release(PartMessage, frozen=True):
+    """No engine fetches this version any more."""
+
+    epoch: int
+    version: PolicyVersion
+
+
+PartReport: TypeAlias = PartState | PartHeld
+HeadCommand: TypeAlias = PartHeard | Hold | Release
