@@ -482,8 +482,7 @@ def test_no_order_of_steps_and_no_failure_breaks_the_guarantees(
 
 
 @pytest.mark.parametrize(
-    ("careless", "found"),
-    [("reserve", "holds it|while it is fetched"), ("written", "is not None")],
+    ("careless", "found"), [("reserve", "holds it|while it is fetched"), ("written", "is not None")]
 )
 def test_the_search_finds_a_learner_that_is_careless(careless: str, found: str):
     with pytest.raises(AssertionError, match=found):
