@@ -25,6 +25,8 @@ from slipstream.wire.messages.broker import (
     Payloads,
     Refusal,
     RejectBatch,
+    RelayHeard,
+    RelayReport,
     Request,
     RequestBatch,
     RunComplete,
@@ -60,6 +62,7 @@ class Script:
     awaits_prefetch: bool = False  # a commit is answered when the next batch has been fetched
     refuses_payloads_to: str = ""
     known: dict[Key, bytes] = field(default_factory=dict)
+    generator_keys: dict[str, str] = field(default_factory=dict)  # public key -> name
 
     def __post_init__(self) -> None:
         for alternatives in self.batches.values():
@@ -170,6 +173,8 @@ class ScriptedBroker:
             case RejectBatch(step=step):
                 self._script.batches[step].pop(0)
                 return Done()
+            case RelayReport():
+                return RelayHeard(generator_keys=self._script.generator_keys)
             case GetLedgerSnapshot():
                 return LedgerSnapshotAnswer(data=b"ledger")
             case _:

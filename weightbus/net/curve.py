@@ -36,11 +36,13 @@ class KeyedListener:
         self._setting = setting
         self._public, self._secret = zmq.curve_keypair()
         self._holders: dict[str, str] = {}
+        self._is_informed = False
         self._authenticator: AsyncioAuthenticator | None = None
 
     def admit(self, holders: Mapping[str, str]) -> None:
         """Admit these keys (Z85) only; values are names."""
         self._holders = dict(holders)
+        self._is_informed = True
 
     def name_of(self, key: str) -> str | None:
         """Return the name of a key; None if it is not admitted, or no longer."""
@@ -103,9 +105,9 @@ class RemoteListener(KeyedListener):
         self._parts: dict[str, int] = {}
 
     @property
-    def holders(self) -> Mapping[str, str]:
-        """The admitted keys, and the names of who has them."""
-        return self._holders
+    def holders(self) -> Mapping[str, str] | None:
+        """The admitted keys, and the names of who has them; None before any were named."""
+        return self._holders if self._is_informed else None
 
     def admit_parts(self, keys: Sequence[str]) -> None:
         """Admit the keys of parts 1, 2, ... of the learner besides, and of no others."""

@@ -156,7 +156,8 @@ class PartRelay:
                 case PartHeard(relay=relay, generator_keys=keys):
                     if self._holds.heard(relay, time.monotonic()):
                         _log.info("another head relay leads the publishes now")
-                    self._listener.admit(keys)
+                    if keys is not None:  # those of a head before are good until then
+                        self._listener.admit(keys)
                 case Hold():
                     task = asyncio.create_task(self._hold(socket, command))
                     self._answering.add(task)

@@ -60,7 +60,7 @@ class Parts:
         report: PartReport,
         send: Send,
         *,
-        generator_keys: Mapping[str, str],
+        generator_keys: Mapping[str, str] | None,
         heard: Callable[[PartState], None],
     ) -> None:
         """Take the report of a part that has proved its key.
@@ -69,7 +69,7 @@ class Parts:
             part: number of the part that the key is of.
             report: that it sent.
             send: sends it a command.
-            generator_keys: who may fetch from it.
+            generator_keys: who may fetch from it; None: not known yet.
             heard: is told of its state.
         """
         known = self._parts.get(part)
@@ -88,7 +88,8 @@ class Parts:
                 known.gone(f"part {part} was restarted")
             _log.info("part %d of the learner is at %s", part, report.door.endpoint)
             self._parts[part] = _Part(report, send)
-        send(PartHeard(relay=self.relay, generator_keys=dict(generator_keys)))
+        keys = None if generator_keys is None else dict(generator_keys)
+        send(PartHeard(relay=self.relay, generator_keys=keys))
         heard(report)
 
     def lost(self, part: int) -> None:

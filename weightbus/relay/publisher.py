@@ -150,6 +150,8 @@ class Publisher:
                 pairs.append((*far, remote))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(remote))
+                if self._parts is not None and remote is not None:
+                    group.create_task(self._admit_parts(self._parts, remote))
                 group.create_task(self._serve_due(group))
                 for state in self._states.values():
                     group.create_task(state.run())
@@ -339,9 +341,6 @@ class Publisher:
         while True:
             await asyncio.sleep(_WATCH_S)
             if self._parts is not None:
-                if remote is not None:
-                    remote.admit_parts(self._versions.part_keys)
-                self._parts.expected = len(self._versions.part_keys)
                 for part in self._versions.lost_parts(self._now()):
                     self._parts.lost(part)
             for name in self._fleet.silent(self._now()):
@@ -352,6 +351,14 @@ class Publisher:
                 if remote is not None and remote.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
             await self._close_doors()
+
+    async def _admit_parts(self, parts: Parts, remote: RemoteListener) -> None:
+        """Admit the parts of the newest learner as soon as it names them: one refused waits."""
+        while True:
+            changed, keys = self._versions.changed, self._versions.part_keys
+            remote.admit_parts(keys)
+            parts.expected = len(keys)
+            await changed.wait()
 
     async def _probe(self) -> None:
         """Notice agents that are gone while their outcome is awaited, in turns.

@@ -139,6 +139,7 @@ class Versions:
         )
         self._part_keys = message.part_keys
         self._sources.append(_LearnerMemory(memory, message, silence_s=self._silence_s))
+        self.wake()
         if message.whole is not None:
             self.written(message.epoch, message.slot, message.whole)
 

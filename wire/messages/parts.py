@@ -47,7 +47,8 @@ class PartHeard(PartMessage, frozen=True):
     """The answer to a heartbeat."""
 
     relay: str  # differs after each restart of the head
-    generator_keys: dict[str, str] = {}  # public key -> name of who may fetch
+    # Public key -> name of who may fetch; None: this head has not heard from the broker yet.
+    generator_keys: dict[str, str] | None = None
 
 
 class Hold(PartMessage, frozen=True):

@@ -16,6 +16,7 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.wire.errors import EngineError
+from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.sections import RunSection, relay_address
@@ -77,6 +78,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         fetch_timeout_s=NEVER_S,
         on_pause=lambda: _log.info("paused"),
         on_adopt=lambda version: _log.info("adopted %s", version.label),
+        key=read_client_key(arguments.key_file) if arguments.key_file else None,
     )
     sockets = folder / "sockets"
     async with asyncio.TaskGroup() as group:
@@ -99,6 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     start_logging("agent")
     parser.add_argument("--manners", default="gloo")
+    parser.add_argument("--key-file", type=Path, help="proved where a part is fetched")
     arguments = parser.parse_args()
     if arguments.manners == "nccl":
         nccl_manners.install()

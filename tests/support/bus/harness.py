@@ -49,6 +49,7 @@ class WeightBus:
         linger_s: float = HANG_S,
         sizes: Sequence[str] = (),
         bucket_bytes: int = 2 * 4096 * 4,
+        parts: int = 1,
     ) -> None:
         """Start a learner, which starts its relay.
 
@@ -60,8 +61,10 @@ class WeightBus:
             linger_s: weightbus.linger_s.
             sizes: --count and --size of the model.
             bucket_bytes: weightbus.bucket_bytes.
+            parts: hosts of the learner, each with a relay.
         """
         self.folder = folder
+        self._parts = str(parts)
         self.agents: dict[str, Forked] = {}
         self.sizes = list(sizes)
         self._epoch = 0
@@ -78,7 +81,7 @@ class WeightBus:
             linger_s=linger_s,
         )
         (folder / "run.toml").write_text(config)
-        (folder / "sockets").mkdir(mode=0o700)
+        (folder / "sockets").mkdir(mode=0o700, exist_ok=True)
         self.start_learner()
 
     # ---- the learner and its relay -------------------------------------------
@@ -94,6 +97,7 @@ class WeightBus:
             [
                 *("--folder", str(self.folder), "--epoch", str(self._epoch)),
                 *("--bucket-bytes", self._bucket_bytes, *self.sizes, "--manners", self.manners),
+                *("--parts", self._parts),
             ],
             self.folder / "learner.log",
             stdin=stdin,
@@ -134,6 +138,16 @@ class WeightBus:
         with suppress(OSError, ValueError):
             return int((self.folder / "sockets" / "relay.lock").read_text())
         return 0
+
+    def part(self, number: int) -> int:
+        """Return the process of the relay of another host than the first."""
+        return int((self.folder / "sockets" / f"relay-{number}.lock").read_text())
+
+    def kill_at(self, number: int, count: int) -> Path:
+        """Have the relay of a host killed at a message, counted from now; then the file is gone."""
+        order = self.folder / f"relay-{number}.kill"
+        order.write_text(str(count))
+        return order
 
     def kill_relay(self, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.relay, signum)

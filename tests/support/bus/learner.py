@@ -4,19 +4,24 @@ import argparse
 import dataclasses
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from slipstream.learner.batches.background import BackgroundLoop
+from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
-from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.logs import start_logging
+from slipstream.wire.settings.sections import RunSection
 from tests.support.bus.engine import random_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -35,43 +40,78 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--bucket-bytes", type=int, default=2 * 4096 * 4)
     parser.add_argument("--manners", default="gloo")
+    parser.add_argument("--parts", type=int, default=1, help="hosts, each with a relay")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_logging("learner")
     sizes = {"count": arguments.count, "size": arguments.size}
-    specs = [tensor_spec(*item) for item in random_tensors(seed=0, **sizes).items()]
-    layout = plan_layout(specs, bucket_bytes=arguments.bucket_bytes)
-    memory = SharedSlots.make(slot_bytes=layout.num_bytes, num_slots=NUM_SLOTS)
-    folder = arguments.folder
-    with BackgroundLoop() as loop:
+    sizes_of = random_tensors(seed=0, **sizes)
+    specs = [tensor_spec(*item) for item in sizes_of.items()]
+    part_of = {name: number % arguments.parts for number, name in enumerate(sizes_of)}
+    layout = plan_layout(specs, bucket_bytes=arguments.bucket_bytes, part_of=part_of)
+    layouts = [part_layout(layout, part) for part in range(arguments.parts)]
+    memories = [SharedSlots.make(slot_bytes=one.num_bytes, num_slots=NUM_SLOTS) for one in layouts]
+    folder, epoch, door = arguments.folder, arguments.epoch, HeadDoor(HashStore())
+    launch = launch_of(arguments)
+    run = RunSection(socket_dir=str(folder / "sockets"))
+    with ExitStack() as stack:
+        loop = stack.enter_context(BackgroundLoop())
+        parts = [
+            stack.enter_context(PartRelay(run, dataclasses.replace(launch, part=number), door))
+            for number in range(1, arguments.parts)
+        ]
 
         async def make() -> RelayLink:
-            launch = RelayLaunch(("--config", str(folder / "run.toml")))
-            if arguments.manners == "nccl":
-                path = os.pathsep.join(map(str, (ROOT / "tests/support/bus/manners", ROOT)))
-                environment = {**launch.environment, "PYTHONPATH": path}
-                launch = dataclasses.replace(launch, environment=environment)
-            return RelayLink(f"ipc://{folder}/sockets/relay.sock", launch)
+            on_door = door.post if parts else None
+            return RelayLink(f"ipc://{folder}/sockets/relay.sock", launch, on_door=on_door)
 
         link = loop.run(make())
         loop.start(link.run())
-        loop.run(link.open(memory.path, layout, epoch=arguments.epoch))
+        for part, memory in zip(parts, memories[1:], strict=True):
+            part.open(memory.path, layout, epoch=epoch, run_id="")
+        keys = [part.public for part in parts]
+        loop.run(link.open(memories[0].path, layout, epoch=epoch, part_keys=keys))
         _print("ready")
         for line in sys.stdin:
             word, _, step = line.strip().partition(" ")
             if word == "end":
                 break
-            version = PolicyVersion(arguments.epoch, int(step))
+            version = PolicyVersion(epoch, int(step))
             slot = loop.run(link.reserve())
-            views = tensor_views(layout, memory.slot(slot))
-            for name, tensor in random_tensors(seed=version.step, **sizes).items():
+            for part in parts:
+                part.writing(slot)
+            views = {
+                name: view
+                for one, memory in zip(layouts, memories, strict=True)
+                for name, view in tensor_views(one, memory.slot(slot)).items()
+            }
+            tensors = random_tensors(seed=version.step, **sizes)
+            for number, (name, tensor) in enumerate(tensors.items(), 1):
                 views[name].copy_(tensor)
-                if word == "half":  # a learner that dies in the middle of a copy
+                if word == "half" and number == len(memories):  # each host has written some
                     _print("half")
                     sys.stdin.readline()
+            for part in parts:
+                part.written(version, slot)
             loop.run(link.written(version, slot))
             _print(f"published {step}")
         loop.run(link.end())
+        for part in parts:
+            part.end()
+
+
+def launch_of(arguments: argparse.Namespace) -> RelayLaunch:
+    """Return how relays are started: with the manners and faults that a test wants."""
+    settings = ["--config", str(arguments.folder / "run.toml")]
+    if arguments.parts > 1:
+        settings.append("weightbus.listen=tcp://127.0.0.1:0")
+    launch = RelayLaunch(settings, parts=arguments.parts)
+    added = "manners" if arguments.manners == "nccl" else "faults" if arguments.parts > 1 else ""
+    if not added:
+        return launch
+    path = os.pathsep.join(map(str, (ROOT / "tests/support/bus" / added, ROOT)))
+    environment = {**launch.environment, "PYTHONPATH": path, "RELAY_FAULTS": str(arguments.folder)}
+    return dataclasses.replace(launch, environment=environment)
 
 
 if __name__ == "__main__":
