@@ -10,7 +10,7 @@ import msgspec
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
-from slipstream.weightbus.transports import chosen
+from slipstream.weightbus.transports import AUTO, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
@@ -141,6 +141,12 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     def transport(self) -> str:
         """Transport of the engine's weights."""
         return chosen(self.weightbus.transport)
+
+    @property
+    def uses_deltas(self) -> bool:
+        """True if what changed since the last version is fetched, instead of all of the next."""
+        encoding = self.weightbus.encoding
+        return encoding == "delta" or (encoding == AUTO and bool(self.run.broker))
 
     @property
     def num_kept_adapters(self) -> int:

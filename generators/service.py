@@ -124,7 +124,7 @@ async def _staging(
     settings: GeneratorSettings, name: str, tensors: TensorSet
 ) -> AsyncIterator[Staging]:
     """Allocate the memory for the first version while the engine starts."""
-    staging = Staging(settings.run.socket_folder, name)
+    staging = Staging(settings.run.socket_folder, name, uses_deltas=settings.uses_deltas)
     is_staged = TRANSPORTS[settings.transport].is_staged
     num_bytes = tensors.num_bytes if is_staged else 0
 

@@ -35,6 +35,13 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     a CPU."""
     engines_per_group: AtLeast1 = 1
     """Engines that share one collective; with 1, a death affects no other engine."""
+    encoding: Literal["auto", "full", "delta"] = "auto"
+    """What a generator fetches over tcp: `full` is every byte of a version, `delta` what changed
+    since the version that it has, exactly; auto is delta to a generator on another host."""
+    delta_versions: AtLeast0 = 8
+    """How many versions a generator may be behind and still fetch deltas; 0 disables them."""
+    delta_bytes: AtLeast1 = 4 * 1024 * 1024 * 1024
+    """Memory of a relay for deltas. Beside it is a copy of one version, while any are fetched."""
     bucket_bytes: AtLeast1 = 64 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
     timeout_s: Positive = 120.0

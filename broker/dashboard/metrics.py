@@ -48,6 +48,7 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
     engines = [role for role in s.roles if role.sequence_limit]
     places = (("in_flight", s.lags_in_flight), ("queue", s.lags_in_queue))
     last_publish = s.publish_history[-1].phase_seconds if s.publish_history else {}
+    last_fetched = s.publish_history[-1].fetched_bytes if s.publish_history else {}
     return {
         MetricName.LEARNER_STEPS: {(): s.steps},
         MetricName.TOTAL_STEPS: {(): s.total_steps},
@@ -87,6 +88,7 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
         MetricName.PUBLISHES: {(): s.publishes},
         MetricName.PUBLISH_SECONDS: _by_one(last_publish),
+        MetricName.PUBLISH_FETCHED: _by_one(last_fetched),
         MetricName.MEMORY: _by_one(s.memory),
         MetricName.EVALUATION: _by_one(s.eval[-1].overall.metrics if s.eval else {}),
         MetricName.EVALUATION_STEP: {(): s.eval[-1].step} if s.eval else {},

@@ -104,6 +104,7 @@ def _bounded(record: PublishRecord) -> PublishRecord:
         engine_digests=texts(record.engine_digests, most=MAX_MEMBERS),
         phase_seconds=by_phase(record.phase_seconds),
         num_bytes=figures({"": record.num_bytes}).get("", 0),
+        fetched_bytes=figures(record.fetched_bytes, most=MAX_MEMBERS),
         transports={
             name[:MAX_CHARS]: how for name, how in islice(record.transports.items(), MAX_MEMBERS)
         },

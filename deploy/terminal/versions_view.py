@@ -131,6 +131,9 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Iterator[Renderabl
     for heading in ("version", "at", "digest"):
         table.add_column(heading, no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
+    has_fetched = any(any(record.fetched_bytes.values()) for record in shown)
+    if has_fetched:  # by the agent that fetched most
+        table.add_column("fetched", justify="right", no_wrap=True)
     table.add_column("transports", overflow="fold")
     table.add_column("adopted by", no_wrap=True)
     table.add_column("in flight", justify="right", no_wrap=True)
@@ -139,11 +142,13 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Iterator[Renderabl
         members = {*record.transports, *record.adopted_by, *record.failed}
         style = "red" if record.failed else ""
         kinds = Counter(record.transports.values())
+        fetched = max(record.fetched_bytes.values(), default=0)
         table.add_row(
             record.version.label,
             _clock(record.at_s, now_s),
             record.digest[:8] or "-",
             decimal(record.num_bytes),
+            *([decimal(fetched) if fetched else "-"] if has_fetched else []),
             ", ".join(f"{count} {name}" for name, count in sorted(kinds.items())) or "-",
             Text(f"{len(record.adopted_by)} of {len(members)}", style=style),
             str(sum(record.num_in_flight.values())),

@@ -124,6 +124,31 @@ def test_only_so_many_engines_fetch_from_the_relay(folder: Path, fanout: int, fr
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("digests", ["xxh3", "blake2b"])
+def test_deltas_reach_the_first_of_a_chain_and_whole_buckets_those_behind(
+    folder: Path, digests: DigestKind
+):
+    async def scenario() -> None:
+        async with chain(folder, digests=digests) as bus:
+            stagings = [Staging(folder, f"s{i}", uses_deltas=True) for i in range(2)]
+            for one in stagings:
+                await bus.join(one)
+            for step in (0, 1, 2):
+                bus.relay.publish(step)
+                await bus.adopts(step)
+            first, second = bus.agents
+            deltas = bus.relay.publisher._deltas
+            assert deltas.num_sent + sum(deltas.whole_because.values()) == 3 * NUM_BUCKETS
+            assert first.traffic.relay_bytes == bus.relay.publisher.traffic.sent_bytes <= 3 * SIZE
+            assert second.traffic.forwarded_bytes == 3 * SIZE
+            assert second.traffic.relay_bytes == 0
+            assert not any(one.num_refused_deltas for one in stagings)
+            for one in stagings:
+                one.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_offers_no_door_gets_all_from_the_relay(folder: Path):
     async def scenario() -> None:
         async with chain(folder) as bus:

@@ -62,6 +62,7 @@ RECORD = weightbus.PublishRecord(
     engine_digests={"generator-0": "00ff"},
     phase_seconds={"receive": 0.125, "load": 0.0625},
     num_bytes=16,
+    fetched_bytes={"generator-0": 8},
     transports={"generator-0": "tcp", "generator-1": "collective"},
 )
 MEMBERS = [
@@ -318,12 +319,20 @@ AGENT_MESSAGES: list[weightbus.AgentMessage] = [
         forward=weightbus.BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
     ),
     weightbus.Leave(name="generator-0"),
-    weightbus.Outcome(command_id=1, error="refused", num_in_flight=3, checksums={"norm": "00ff"}),
+    weightbus.Outcome(
+        command_id=1, error="refused", num_in_flight=3, num_bytes=7, checksums={"norm": "00ff"}
+    ),
 ]
-FETCHES = [weightbus.FetchBucket(version=VERSION, index=1)]
+FETCHES = [
+    weightbus.FetchBucket(version=VERSION, index=1),
+    weightbus.FetchBucket(version=VERSION, index=1, base=PolicyVersion(2, 3)),
+]
 BUCKET_ANSWERS = [
     weightbus.BucketAnswer(version=VERSION, index=1),
     weightbus.BucketAnswer(version=VERSION, index=1, error="it is not served any more"),
+    weightbus.BucketAnswer(
+        version=VERSION, index=1, base=PolicyVersion(2, 3), num_steps=2, whole=(0, 4)
+    ),
 ]
 RELAY_REQUESTS: list[relay.RelayRequest] = [
     relay.OpenMemory(

@@ -4,22 +4,27 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import TypeAlias
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.weightbus.net.curve import FETCH_AHEAD, connect, num_connections
 from slipstream.weightbus.net.traffic import Traffic
+from slipstream.weightbus.version.delta import BucketDelta, num_bytes_of
 from slipstream.wire.errors import ConfigError, ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import Frame, decode_bucket_answer, encode
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BulkDoor, FetchBucket, RelayAddress
+from slipstream.wire.messages.weightbus import BucketAnswer, BulkDoor, FetchBucket, RelayAddress
 
 _log = logging.getLogger(__name__)
 _UNIX = "ipc://"
+_NO_DELTAS = msgspec.UNSET
+Base: TypeAlias = PolicyVersion | msgspec.UnsetType | None  # as in FetchBucket
 _GONE = {
     zmq.EVENT_DISCONNECTED: "its connection broke",
     zmq.EVENT_CONNECT_RETRIED: "it cannot be reached",
@@ -43,7 +48,7 @@ class _Connection:
         key: ClientKey | None,
         on_break: Callable[[str], None] | None,
     ) -> None:
-        self.waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
+        self.waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame | BucketDelta]] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -71,12 +76,15 @@ class _Connection:
             if not future.done():
                 future.set_exception(error)
 
-    async def fetch(self, version: PolicyVersion, index: int, timeout_s: float) -> Frame:
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+    async def fetch(
+        self, version: PolicyVersion, index: int, base: Base, timeout_s: float
+    ) -> Frame | BucketDelta:
+        future: asyncio.Future[Frame | BucketDelta] = asyncio.get_running_loop().create_future()
         self.waiting[version, index] = future
+        request = FetchBucket(version=version, index=index, base=base)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._socket.send(encode(FetchBucket(version=version, index=index)))
+                await self._socket.send(encode(request))
                 return await future
         except TimeoutError as error:
             raise DoorFailedError(
@@ -96,11 +104,19 @@ class _Connection:
             future = self.waiting.get((answer.version, answer.index))
             if future is None or future.done():
                 continue
-            if answer.error or len(frames) != 1:
-                what = f"bucket {answer.index} of {answer.version.label}"
-                future.set_exception(DoorFailedError(f"{what}: {answer.error or 'no bytes'}"))
-            else:
-                future.set_result(frames[0].buffer)
+            try:
+                future.set_result(_bucket(answer, [frame.buffer for frame in frames]))
+            except DoorFailedError as error:
+                future.set_exception(error)
+
+
+def _bucket(answer: BucketAnswer, frames: list[Frame]) -> Frame | BucketDelta:
+    if not answer.error and answer.base is not None:
+        return BucketDelta(answer.base, answer.num_steps, frozenset(answer.whole), frames)
+    if answer.error or len(frames) != 1:
+        what = f"bucket {answer.index} of {answer.version.label}"
+        raise DoorFailedError(f"{what}: {answer.error or 'no bytes'}")
+    return frames[0]
 
 
 class _OpenDoor:
@@ -135,11 +151,13 @@ class _OpenDoor:
         for connection in self._connections:
             connection.fail(error)
 
-    async def fetch(self, version: PolicyVersion, index: int, timeout_s: float) -> Frame:
+    async def fetch(
+        self, version: PolicyVersion, index: int, base: Base, timeout_s: float
+    ) -> Frame | BucketDelta:
         if self.failure:
             raise DoorFailedError(self.failure)
         connection = min(self._connections, key=lambda one: len(one.waiting))
-        return await connection.fetch(version, index, timeout_s)
+        return await connection.fetch(version, index, base, timeout_s)
 
     def _broke(self, why: str) -> None:
         self.failure = why
@@ -287,8 +305,10 @@ class Receiving:
         self._traffic = traffic
         self._served: dict[int, _OpenDoor] = {}
 
-    async def fetch(self, index: int) -> Frame:
-        """Return the bytes of a bucket, from the first door that has them.
+    async def fetch(self, index: int, base: Base = _NO_DELTAS) -> Frame | BucketDelta:
+        """Return the bytes of a bucket from the first door that has them, or its deltas.
+
+        ``base`` is that of FetchBucket. Only relays answer with deltas.
 
         Raises:
             PublishError: the last door does not.
@@ -298,14 +318,14 @@ class Receiving:
             door, is_last = doors[0], len(doors) == 1
             try:
                 timeout_s = self._timeout_s if is_last else self._timeout_s / 2
-                data = await door.fetch(self._manifest.version, index, timeout_s)
+                data = await door.fetch(self._manifest.version, index, base, timeout_s)
             except DoorFailedError as error:
                 if is_last:
                     raise
                 self._leave(door, str(error))
                 continue
             self._served[index] = door
-            num_bytes = memoryview(data).nbytes
+            num_bytes = num_bytes_of(data)
             if is_last:
                 self._traffic.relay_bytes += num_bytes
             else:

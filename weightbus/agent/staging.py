@@ -2,33 +2,50 @@
 
 The bytes lie in memory without a name, as a safetensors file that the engine finds through a link
 to this process's descriptor: they go with the process, however it ends.
+
+With deltas the memory is kept from one version to the next, and each bucket of it is what the next
+version's deltas are applied to, in place: while that lasts, and if it fails, it is nothing.
 """
 
 import asyncio
 import contextlib
+import logging
+import mmap
 import os
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from slipstream.weightbus.agent.held import HeldBuckets
 from slipstream.weightbus.net.curve import FETCH_AHEAD
+from slipstream.weightbus.version.delta import BucketDelta, apply_delta, num_bytes_of
 from slipstream.weightbus.version.disk import check_digest
 from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.codec import Frame
-from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
 
+_log = logging.getLogger(__name__)
 _STEP_BYTES = 64 << 20  # allocated at a time: bounds how long receiving waits
 
 
 class Staging:
     """Room for one version. Use it inside one event loop."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """Make a folder in ``folder``, in which the engine will find the version."""
+    def __init__(self, folder: Path, name: str, *, uses_deltas: bool = False) -> None:
+        """Make a folder in ``folder``, in which the engine will find the version.
+
+        ``uses_deltas`` keeps what arrived as the base of what will.
+        """
+        self.fetched_bytes = 0  # by the last ``receive``
+        self.num_refused_deltas = 0
+        self.may_be_read = False  # by an engine: then the next version gets other memory
+        self._uses_deltas = uses_deltas
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
         self._lock = threading.Lock()
@@ -39,6 +56,9 @@ class Staging:
     def _open(self) -> None:
         self._descriptor = os.memfd_create("slipstream-received")
         self._size = 0
+        self._mapped: mmap.mmap | None = None
+        self._layout: tuple[object, ...] = ()  # of what the memory holds
+        self._bases: list[PolicyVersion | None] = []  # by bucket, if its bytes were verified
         link = self._folder / WEIGHTS
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
@@ -74,9 +94,35 @@ class Staging:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
+            self._mapped = None
         (self._folder / WEIGHTS).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
+
+    def _leave_to_reader(self) -> None:
+        """Go on in other memory: the engine may still read this, as its answer never came."""
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            left, size, layout, bases = self._descriptor, self._size, self._layout, self._bases
+            self._open()
+            try:
+                if self._uses_deltas and any(bases):
+                    at = 0
+                    while at < size and (n := os.sendfile(self._descriptor, left, at, size - at)):
+                        at += n
+                    self._size, self._layout, self._bases = size, layout, bases
+            finally:
+                os.close(left)
+
+    def base(self, index: int) -> PolicyVersion | msgspec.UnsetType | None:
+        """Return the version that a bucket's bytes are of, None while they are nothing.
+
+        Unset without deltas.
+        """
+        if not self._uses_deltas:
+            return msgspec.UNSET
+        return self._bases[index] if index < len(self._bases) else None
 
     def read_into(self, data: memoryview, start: int) -> None:
         """Copy bytes that were received, as they are in this moment. Blocks; any thread."""
@@ -89,7 +135,7 @@ class Staging:
     async def receive(
         self,
         manifest: WeightManifest,
-        fetch: Callable[[int], Awaitable[Frame]],
+        fetch: Callable[[int], Awaitable[Frame | BucketDelta]],
         *,
         order: Sequence[int] | None = None,
         ahead: int = FETCH_AHEAD,
@@ -99,7 +145,8 @@ class Staging:
 
         Args:
             manifest: what to fetch.
-            fetch: returns the bytes of a bucket.
+            fetch: returns the bytes of a bucket, or deltas from its ``base``. If these do not make
+                the manifest's bucket it is asked again, when the bucket has no base.
             order: of the indices; theirs if None.
             ahead: buckets fetched at a time.
             rejected: is told of wrong bytes; True if others may be fetched in their place.
@@ -107,13 +154,13 @@ class Staging:
         Raises:
             PublishError: bytes are missing, too many, or not those of the manifest.
         """
+        if self.may_be_read:
+            self.held.end()
+            await asyncio.to_thread(self._leave_to_reader)
+            self.may_be_read = False
         header = safetensors_header(manifest)
-        total = len(header) + manifest.num_bytes
-        with self._lock:
-            if total != self._size:
-                os.ftruncate(self._descriptor, total)
-                self._size = total
-        os.pwrite(self._descriptor, header, 0)
+        self._make_room(header, manifest)
+        self.fetched_bytes = 0
         gate = asyncio.Semaphore(ahead)
         starts = [len(header) + at for at in bucket_offsets(manifest)]
 
@@ -121,14 +168,21 @@ class Staging:
         keeping: list[asyncio.Future[None]] = []
 
         async def get(index: int) -> None:
+            takes_deltas = True
             async with gate:
                 while True:
-                    data = memoryview(await fetch(index))
+                    data = await fetch(index)
+                    self.fetched_bytes += num_bytes_of(data)
                     keep = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
                     keeping.append(asyncio.ensure_future(keep))
                     try:
                         await asyncio.shield(keeping[-1])
                     except PublishError as error:
+                        if takes_deltas and isinstance(data, BucketDelta):
+                            takes_deltas = False
+                            self.num_refused_deltas += 1
+                            _log.warning("bucket %d is fetched whole: %s", index, error)
+                            continue
                         if rejected(index, str(error)):
                             continue
                         raise
@@ -146,8 +200,32 @@ class Staging:
             await asyncio.gather(*keeping, return_exceptions=True)
         return self._folder
 
-    def _keep(self, manifest: WeightManifest, index: int, data: memoryview, start: int) -> None:
-        bucket = manifest.buckets[index]
+    def _make_room(self, header: bytes, manifest: WeightManifest) -> None:
+        """Lay the memory out for a version; one of another layout is forgotten."""
+        layout = (header, *(bucket.num_bytes for bucket in manifest.buckets))
+        total = len(header) + manifest.num_bytes
+        with self._lock:
+            if layout != self._layout:
+                if total != self._size:
+                    os.ftruncate(self._descriptor, total)
+                os.pwrite(self._descriptor, header, 0)
+                self._size, self._layout, self._mapped = total, layout, None
+                self._bases = [None] * len(manifest.buckets)
+            if self._uses_deltas and self._mapped is None:
+                self._mapped = mmap.mmap(self._descriptor, total)
+
+    def _keep(
+        self, manifest: WeightManifest, index: int, data: Frame | BucketDelta, start: int
+    ) -> None:
+        bucket, bases = manifest.buckets[index], self._bases
+        base, bases[index] = bases[index], None
+        if isinstance(data, BucketDelta):
+            self._apply(bucket, base, data, start)
+        else:
+            self._write(bucket, index, memoryview(data), start)
+        bases[index] = manifest.version
+
+    def _write(self, bucket: Bucket, index: int, data: memoryview, start: int) -> None:
         if data.nbytes != bucket.num_bytes:
             raise PublishError(
                 f"bucket {index} has {data.nbytes} bytes, expected {bucket.num_bytes}"
@@ -159,3 +237,28 @@ class Staging:
         while data:
             written = os.pwrite(self._descriptor, data, start)
             data, start = data[written:], start + written
+
+    def _apply(
+        self, bucket: Bucket, base: PolicyVersion | None, delta: BucketDelta, start: int
+    ) -> None:
+        if base is None or delta.base != base or self._mapped is None:
+            raise PublishError(f"deltas from {delta.base.label}, which is not there")
+        num_deltas = len(bucket.tensors) - len(delta.whole)
+        expected = len(delta.whole) + num_deltas * delta.num_steps
+        if not delta.whole <= set(range(len(bucket.tensors))) or len(delta.frames) != expected:
+            raise PublishError(f"{len(delta.frames)} frames of deltas, expected {expected}")
+        frames = iter(delta.frames)
+        memory = memoryview(self._mapped)
+        for place, spec in enumerate(bucket.tensors):
+            tensor, start = memory[start : start + spec.num_bytes], start + spec.num_bytes
+            if place in delta.whole:
+                whole = memoryview(next(frames))
+                if whole.nbytes != spec.num_bytes:
+                    raise PublishError(
+                        f"{spec.name} has {whole.nbytes} bytes, expected {spec.num_bytes}"
+                    )
+                tensor[:] = whole
+            else:
+                for _ in range(delta.num_steps):
+                    apply_delta(memoryview(next(frames)), tensor, ITEM_BYTES[spec.dtype])
+            check_digest(spec.name, spec.digest, tensor)

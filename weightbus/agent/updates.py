@@ -153,18 +153,19 @@ class EngineUpdates:
                 lambda: expected_of_version(bits_in_folder(received, manifest), holder)
             )
         seconds = {"expect": time.monotonic() - since_s}
-        return Outcome(command_id=command.command_id, phase_seconds=seconds)
+        num_bytes = 0 if command.path else self._staging.fetched_bytes
+        return Outcome(command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds)
 
     async def _fetch(self, command: Receive, fetcher: BucketFetcher) -> Path:
-        manifest = command.manifest
+        manifest, staging = command.manifest, self._staging
         if command.path:
             await asyncio.to_thread(check_folder, Path(command.path), manifest)
             return Path(command.path)
         try:
             receiving = fetcher.receiving(manifest, command.sources, command.first_part)
-            folder = await self._staging.receive(
+            folder = await staging.receive(
                 manifest,
-                receiving.fetch,
+                lambda index: receiving.fetch(index, staging.base(index)),
                 order=receiving.order,
                 ahead=receiving.ahead,
                 rejected=receiving.rejected,
@@ -200,7 +201,10 @@ class EngineUpdates:
         await self._leave_group()  # an update that it left open would interfere with the load
         self._pausing()
         self._is_torn = True  # until the engine says that it is not
-        return await self._engine.adopt_folder(received, version, digest=digest)
+        self._staging.may_be_read = True  # also after an answer that did not come
+        adoption = await self._engine.adopt_folder(received, version, digest=digest)
+        self._staging.may_be_read = False
+        return adoption
 
     def _generates(self, version: PolicyVersion) -> None:
         """Record that the engine generates with a whole version."""

@@ -21,6 +21,7 @@ from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.weightbus.net.threads import are_done
 from slipstream.weightbus.net.traffic import Traffic
+from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.lock import only_relay
 from slipstream.weightbus.relay.part import PartRelay
@@ -122,7 +123,14 @@ async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -
     bus = settings.weightbus
     listener = RemoteListener(bus.listen)
     versions = Versions(settings.folder, digests=bus.digests)
-    relay = PartRelay(part, versions, listener, stop=stop, linger_s=bus.linger_s)
+    deltas = Deltas(
+        versions,
+        most_steps=bus.delta_versions,
+        most_bytes=bus.delta_bytes,
+        wait_s=bus.timeout_s / 2,
+        holds=False,
+    )
+    relay = PartRelay(part, versions, listener, deltas, stop=stop, linger_s=bus.linger_s)
     await relay.run(settings.run.endpoint(part_name(part)))
 
 

@@ -12,6 +12,7 @@ import zmq.asyncio
 from slipstream.weightbus.net.curve import RemoteListener, connect
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.bulk import serve_buckets
+from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.parts import Holds
@@ -36,6 +37,7 @@ class PartRelay:
         part: int,
         versions: Versions,
         listener: RemoteListener,
+        deltas: Deltas,
         *,
         stop: asyncio.Event,
         linger_s: float,
@@ -46,12 +48,14 @@ class PartRelay:
             part: its number.
             versions: of this host's memory.
             listener: where engines fetch.
+            deltas: of its versions, which they do not hold.
             stop: ends it.
             linger_s: that it outlives the learner, and its holds the head.
         """
         self._part = part
         self._versions = versions
         self._listener = listener
+        self._deltas = deltas
         self._stop = stop
         self._incarnation = secrets.token_hex(8)
         self._holds = Holds(linger_s=linger_s)
@@ -73,7 +77,8 @@ class PartRelay:
                 self._stop.wait(),
                 self._learner.serve(endpoint),
                 self._learner.watch(),
-                serve_buckets(bulk, self._versions, self._listener, self._traffic),
+                serve_buckets(bulk, self._versions, self._deltas, self._listener, self._traffic),
+                self._deltas.run(),
                 self._report(context),
             )
         finally:

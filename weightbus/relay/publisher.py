@@ -22,6 +22,7 @@ from slipstream.weightbus.net.router import Router
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.chain import Chains, may_be_source
+from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.relay.member import PROBE_S, Member
 from slipstream.weightbus.relay.parts import Parts
@@ -99,6 +100,12 @@ class Publisher:
             name: chosen.relay_state(settings, versions.folder)
             for name, chosen in self._classes.items()
         }
+        self._deltas = Deltas(
+            versions,
+            most_steps=settings.delta_versions,
+            most_bytes=settings.delta_bytes,
+            wait_s=settings.timeout_s / 2,
+        )
         self._now = now
         self._parts = parts
         self._incarnation = secrets.token_hex(8) if parts is None else parts.relay
@@ -153,10 +160,12 @@ class Publisher:
                 if self._parts is not None and remote is not None:
                     group.create_task(self._admit_parts(self._parts, remote))
                 group.create_task(self._serve_due(group))
+                group.create_task(self._deltas.run())
                 for state in self._states.values():
                     group.create_task(state.run())
                 for socket, bulk, checks in pairs:
-                    group.create_task(serve_buckets(bulk, self._versions, checks, self.traffic))
+                    served = serve_buckets(bulk, self._versions, self._deltas, checks, self.traffic)
+                    group.create_task(served)
                     group.create_task(self._listen(socket, checks))
                 group.create_task(self._probe())
         finally:

@@ -221,6 +221,15 @@ class Versions:
         self._reading[publication] += 1
         return Reading(publication, lambda: self._ended(source, slot, publication))
 
+    def glance(self) -> "Reading | None":
+        """Return the newest version, which may be overwritten while it is read; None without one.
+
+        It was not if ``find`` still returns the same publication afterwards.
+        """
+        version = self.newest
+        publication = self.find(version) if version is not None else None
+        return Reading(publication, self.wake) if publication is not None else None
+
     def _ended(self, source: _LearnerMemory, slot: int, publication: Publication) -> None:
         source.slots.end(slot)
         self._reading[publication] -= 1

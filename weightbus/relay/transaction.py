@@ -90,6 +90,7 @@ class Transaction:
             engine_digests=self._digests,
             phase_seconds=laps.seconds,
             num_bytes=self._publication.snapshot.layout.num_bytes,
+            fetched_bytes=dict(self._transport.fetched_bytes),
             transports={member.name: self._transport.name for member in self._all},
         )
 

@@ -129,6 +129,10 @@ class MetricName(StrEnum):
         *("slipstream_last_publish_seconds", "gauge", "seconds", ("phase",)),
         "Time of each phase of the newest publish, for the slowest engine",
     )
+    PUBLISH_FETCHED = (
+        *("slipstream_last_publish_fetched_bytes", "gauge", "bytes", ("name",)),
+        "What each agent fetched over the relay's socket in the newest publish; deltas are fewer",
+    )
     MEMORY = (
         *("slipstream_memory_bytes", "gauge", "bytes", ("of",)),
         "Untrained payloads in the store (store_bytes) and memory of the broker (rss_bytes)",

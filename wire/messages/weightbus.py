@@ -75,6 +75,7 @@ class Outcome(BusMessage, frozen=True):
     command_id: int
     error: str = ""  # empty is success
     num_in_flight: int = 0  # generations in flight, with the answer to Pause or Adopt
+    num_bytes: int = 0  # that came over bulk sockets, with the answer to Receive
     # Of the checksums of all tensors in the engine, with the answer to Verify or Adopt.
     digest: str = ""
     checksums: dict[str, str] = {}  # those, by the engine's tensor name, where it is about names
@@ -82,10 +83,15 @@ class Outcome(BusMessage, frozen=True):
 
 
 class FetchBucket(BusMessage, frozen=True):
-    """Over the bulk socket: send the bytes of one bucket."""
+    """Over the bulk socket: send one bucket.
+
+    It comes whole unless a ``base`` is set: the version whose bytes of this bucket the agent has,
+    None while it has none, from which it can be sent as deltas.
+    """
 
     version: PolicyVersion
     index: int
+    base: PolicyVersion | msgspec.UnsetType | None = msgspec.UNSET
 
 
 # ---- relay to agent ----------------------------------------------------------
@@ -210,11 +216,18 @@ class Commit(BusMessage, frozen=True):
 
 
 class BucketAnswer(BusMessage, frozen=True):
-    """Over the bulk socket: a bucket, whose bytes are the frame that follows."""
+    """Over the bulk socket: a bucket, whose bytes are the frame that follows.
+
+    With a ``base`` the frames that follow are of each tensor, in order: a delta for each of
+    ``num_steps`` from that version to this one, or its bytes if its place is in ``whole``.
+    """
 
     version: PolicyVersion
     index: int
     error: str = ""  # then there is no further frame
+    base: PolicyVersion | None = None
+    num_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    whole: tuple[int, ...] = ()
 
 
 Command: TypeAlias = (
@@ -251,6 +264,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     engine_digests: dict[str, str] = {}  # member -> digest of all that its engine holds
     phase_seconds: dict[str, float] = {}  # by phase, the slowest member
     num_bytes: int = 0
+    fetched_bytes: dict[str, int] = {}  # member -> bytes that it fetched; deltas are fewer
     transports: dict[str, TransportName] = {}  # member -> how it got the version
 
 
@@ -260,6 +274,7 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
     failed: dict[str, str] = {}
     num_in_flight: dict[str, int] = {}
     engine_digests: dict[str, str] = {}
+    fetched: dict[str, int] = {}
     transports: dict[str, TransportName] = {}
     phases: dict[str, float] = {}
     for one in records:
@@ -267,6 +282,7 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
         failed |= one.failed
         num_in_flight |= one.num_in_flight
         engine_digests |= one.engine_digests
+        fetched |= one.fetched_bytes
         transports |= one.transports
         for phase, seconds in one.phase_seconds.items():
             phases[phase] = max(seconds, phases.get(phase, 0.0))
@@ -280,6 +296,7 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
         engine_digests=engine_digests,
         phase_seconds=phases,
         num_bytes=max(one.num_bytes for one in records),
+        fetched_bytes=fetched,
         transports=transports,
     )
 

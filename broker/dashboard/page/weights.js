@@ -13,7 +13,9 @@ const COLORS = ["--c8", "--c7", "--c6", "--c1", "--c2", "--c4", "--c3", "--c5"];
 export function outcome(record) {
   const failed = Object.entries(record.failed ?? {}).map(([name, why]) => `${name} left out (${why})`);
   const rest = failed.length > MOST_ENGINES ? [`${failed.length - MOST_ENGINES} more left out`] : [];
-  const size = record.num_bytes ? bytes(record.num_bytes) : "";
+  const fetched = Math.max(0, ...Object.values(record.fetched_bytes ?? {}));
+  const share = fetched && fetched < record.num_bytes ? `, of which at most ${bytes(fetched)} were fetched` : "";
+  const size = record.num_bytes ? bytes(record.num_bytes) + share : "";
   return [size, adopters(Object.entries(record.adopted_by)), ...failed.slice(0, MOST_ENGINES), ...rest].filter(Boolean).join("; ");
 }
 

@@ -163,3 +163,21 @@ def test_no_key_is_taken_for_a_flag():
     keys = {random_api_key() for _ in range(500)}
     assert len(keys) == 500
     assert all(key.isalnum() for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "broker", "uses_deltas"),
+    [
+        ("auto", "", False),
+        ("auto", "tcp://head:5555", True),
+        ("full", "tcp://head:5555", False),
+        ("delta", "", True),
+    ],
+)
+def test_deltas_are_for_generators_on_other_hosts_unless_set(
+    model: Path, tmp_path: Path, encoding: str, broker: str, uses_deltas: bool
+):
+    (tmp_path / "key").write_text("")
+    run = {"broker": broker, "key_file": str(tmp_path / "key")} if broker else {}
+    found = generator_settings(table(model, run=run, weightbus={"encoding": encoding}))
+    assert found.uses_deltas == uses_deltas

@@ -55,6 +55,7 @@ class Transport(ABC):
 
     def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
         """Serve with the ``state`` that ``relay_state`` returned to this relay."""
+        self.fetched_bytes: dict[str, int] = {}  # by member, if this one's agents fetch
         self._settings = settings
         self.load_timeout_s = settings.receive_timeout_s
         self.within_prepare: dict[str, float] = {}  # seconds by phase, the slowest member

@@ -49,6 +49,7 @@ class Staged(Transport):
                 timeout_s=self._settings.receive_timeout_s,
             )
             slowest(self.within_prepare, outcome.phase_seconds)
+            self.fetched_bytes[member.name] = outcome.num_bytes
 
         await all_of(members, receive)
 

@@ -132,6 +132,14 @@ def test_publish_is_shown_with_size_transports_and_adoptions():
     ]
 
 
+def test_bytes_that_agents_fetched_are_shown_if_any_did():
+    assert "fetched" not in shown(VIEW)
+    delta = publish(2, fetched_bytes={"generator-0": 900_000, "generator-1": 1_100_000})
+    text = shown(changed(publishes=[publish(1), delta], members=[]))
+    rows = [one.split() for one in text.splitlines() if " MB " in one]
+    assert [row[3:7] for row in rows] == [["269.1", "MB", "-", "2"], ["269.1", "MB", "1.1", "MB"]]
+
+
 def test_only_reported_phases_are_shown_in_their_order():
     late = publish(2, phase_seconds={"receive": 1.5, "digest": 0.1, "swim": 1.0})
     text = shown(changed(publishes=[publish(1), late], members=[]))

@@ -100,6 +100,7 @@ def test_agent_compares_the_engine_with_what_it_received_and_sends_one_digest(ag
     assert outcome.phase_seconds.keys() == {"pause", "load", "verify", "commit"}
     assert agent.updates.adopted == PolicyVersion(1, 1)
     assert not agent.updates.is_paused
+    assert not agent.staging.may_be_read
     assert agent.told == ["pause", "adopt v1.1"]
 
 
@@ -126,6 +127,7 @@ def test_an_engine_that_fails_in_an_adoption_is_not_resumed_until_it_has_a_whole
     agent.receive(2, version(2))
     agent.failing = step
     assert f"injected at {step}" in agent.adopt(2).error
+    assert agent.staging.may_be_read, "it may not have ended"
     agent.failing = ""
     agent.do(Abandon(command_id=4, reason="it failed"))
     assert agent.updates.adopted is None
