@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +68,20 @@ def ip(*words: str) -> None:
         pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+@dataclass
+class Link:
+    """The only connection between two hosts, if it is not that of one network."""
+
+    round_trip_s: float
+    mbit: float  # per second, in each direction
+
+
 @contextmanager
-def several_hosts(tmp_path: Path, *names: str) -> Iterator[list[Host]]:
-    """Yield hosts 10.77.0.1, 10.77.0.2, ... on one network, which find each other by name."""
+def several_hosts(tmp_path: Path, *names: str, link: Link | None = None) -> Iterator[list[Host]]:
+    """Yield hosts 10.77.0.1, 10.77.0.2, ... on one network, which find each other by name.
+
+    With a ``link`` there are two of them, at its ends.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip")
     tag = f"sp{os.getpid() % 100_000}"
@@ -91,28 +102,32 @@ def several_hosts(tmp_path: Path, *names: str) -> Iterator[list[Host]]:
     }
     addresses = [f"10.77.0.{i}" for i in range(1, len(names) + 1)]
     known = "".join(f"{a} {name}\n" for a, name in zip(addresses, names, strict=True))
+    devices = [f"{tag}x{i}" for i in range(len(names))]
+    passing: subprocess.Popen[bytes] | None = None
     try:
         ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
+        if link is None:
+            plug_in(switch, devices)
+        else:
+            passing = connect(switch, devices, link)
         for i, (space, address) in enumerate(zip(spaces, addresses, strict=True)):
-            port, link = f"port{i}", f"{tag}x{i}"
             ip("netns", "add", space)
-            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", link)
-            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            ip("-n", switch, "link", "set", link, "netns", space)
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", space, "link", "set", link, "up")
+            ip("-n", switch, "link", "set", devices[i], "netns", space)
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", devices[i])
+            ip("-n", space, "link", "set", devices[i], "up")
             ip("-n", space, "link", "set", "lo", "up")
             (tmp_path / names[i]).mkdir()
             (Path("/etc/netns") / space).mkdir(parents=True)
             hosts_file = Path("/etc/netns") / space / "hosts"
             hosts_file.write_text("127.0.0.1 localhost\n" + known)
         yield [
-            Host(space, tmp_path / name, environment, f"{tag}x{i}")
-            for i, (space, name) in enumerate(zip(spaces, names, strict=True))
+            Host(space, tmp_path / name, environment, device)
+            for space, name, device in zip(spaces, names, devices, strict=True)
         ]
     finally:
+        if passing is not None:
+            passing.kill()
+            passing.communicate()
         for space in (*spaces, switch):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
@@ -127,10 +142,35 @@ def shape(host: Host, bits_s: float, *, delay_ms: float = 0.0) -> None:
         host.run(f"tc qdisc add dev {host.link} root tbf {rate} burst 256kb latency 50ms")
 
 
+def plug_in(switch: str, devices: Sequence[str]) -> None:
+    """Make devices in a namespace, all on one bridge."""
+    ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    ip("-n", switch, "link", "set", "bridge", "up")
+    for i, name in enumerate(devices):
+        port = f"port{i}"
+        ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", name)
+        ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+
+
+def connect(switch: str, devices: Sequence[str], link: Link) -> "subprocess.Popen[bytes]":
+    """Make two devices in a namespace, and a process that passes packets on between them."""
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("a slow link needs /dev/net/tun")
+    command = [
+        *("ip", "netns", "exec", switch, sys.executable, "-m", "tests.support.slow_link"),
+        *("--devices", *devices, "--delay-s", str(link.round_trip_s / 2)),
+        *("--mbit", str(link.mbit)),
+    ]
+    passing = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert passing.stdout is not None
+    assert passing.stdout.readline() == b"ready\n"
+    return passing
+
+
 @contextmanager
-def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+def two_hosts(tmp_path: Path, link: Link | None = None) -> Iterator[tuple[Host, Host]]:
     """Yield head (10.77.0.1) and another host, which finds it under that name."""
-    with several_hosts(tmp_path, "head", "far") as (head, far):
+    with several_hosts(tmp_path, "head", "far", link=link) as (head, far):
         yield head, far
 
 
