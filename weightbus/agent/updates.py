@@ -108,7 +108,7 @@ class EngineUpdates:
 
     def _lose(self, command: Order) -> None:
         """Have nobody wait here for a version whose publish failed before it was received."""
-        manifest = command.manifest if isinstance(command, Offer) else self._manifest
+        manifest = command.manifest if isinstance(command, Offer | Receive) else self._manifest
         if manifest is not None:
             self._staging.held.lose(manifest.version)
 
