@@ -60,9 +60,11 @@ class Router:
             return
         try:
             for _ in range(_AT_A_TIME):
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-        except zmq.Again:
-            return
+                try:
+                    received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                self._take(received)  # its own zmq.Again is an error: a message would be lost
         except Exception as error:  # noqa: BLE001 it is raised by ``run``
             self._end.set_exception(error)
             return
