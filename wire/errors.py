@@ -10,6 +10,7 @@ SlipstreamError
     PeerLostError     a peer missed its deadline
     ChildDiedError    a process that we started ended before its time
     EngineError       an inference engine answered with an error
+    QuarantineError   an engine computes something else than the learner
     PublishError      a weight transfer failed; the engine may be torn
     SupersededError   another process has taken this one's place
     StoreLostError    the store has lost acknowledged changes
@@ -62,6 +63,10 @@ class ChildDiedError(SlipstreamError):
 
 class EngineError(SlipstreamError):
     """An inference engine answered with an error, or not at all."""
+
+
+class QuarantineError(SlipstreamError):
+    """An engine computes something else than the learner under the same version."""
 
 
 class PublishError(SlipstreamError):

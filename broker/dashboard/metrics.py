@@ -86,6 +86,14 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
         MetricName.DECISION_BYTES: {(one.name,): one.decision_bytes_per_token for one in engines},
         MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
+        MetricName.QUARANTINES: {(): s.quarantines},
+        MetricName.PROBES: {(one.name,): one.probes for one in engines},
+        MetricName.PROBE_DIFFERENCE: {
+            (one.name,): one.probe_difference for one in engines if one.probe_difference is not None
+        },
+        MetricName.PROBE_BOUND: {
+            (one.name,): one.probe_bound for one in engines if one.probe_bound is not None
+        },
         MetricName.PUBLISHES: {(): s.publishes},
         MetricName.PUBLISH_SECONDS: _by_one(last_publish),
         MetricName.PUBLISH_FETCHED: _by_one(last_fetched),

@@ -71,7 +71,13 @@ def newest(
     """
     kept: deque[PublishRecord] = deque()
     for record in islice(reversed(records), most):
-        named = (record.transports, record.adopted_by, record.failed, record.engine_digests)
+        named = (
+            record.transports,
+            record.adopted_by,
+            record.failed,
+            record.engine_digests,
+            record.quarantined,
+        )
         most_members -= max(len(one) for one in (*named, record.num_in_flight))
         if kept and most_members < 0:
             break
@@ -108,6 +114,7 @@ def _bounded(record: PublishRecord) -> PublishRecord:
         transports={
             name[:MAX_CHARS]: how for name, how in islice(record.transports.items(), MAX_MEMBERS)
         },
+        quarantined=texts(record.quarantined, most=MAX_MEMBERS),
     )
 
 

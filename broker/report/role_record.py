@@ -44,4 +44,7 @@ class RoleRecord:
             has_left=self.has_left,
             decision_bytes_per_token=self.report.counters.get("decision_bytes", 0.0)
             / max(1.0, self.report.counters.get("tokens", 0.0)),
+            probes=self.report.counters.get("probes", 0.0),
+            probe_difference=self.report.gauges.get("probe_difference"),
+            probe_bound=self.report.gauges.get("probe_bound"),
         )

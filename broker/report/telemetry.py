@@ -18,6 +18,7 @@ from slipstream.broker.report.role_record import RoleRecord
 from slipstream.broker.report.summary import means_of
 from slipstream.wire.messages.broker import MANY, Hello, RoleReport
 from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
+from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.process.phases import WAIT, busy_share
 from slipstream.wire.settings.sections import RunSection
@@ -50,6 +51,7 @@ class Telemetry:
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
         self._publishes = PublishHistory()
         self._members: list[MemberState] = []
+        self._num_quarantines = 0
         # Groups that were ready at some time, in all, and when that was noticed.
         self._ready_seen: deque[tuple[int, float]] = deque(maxlen=_MAX_NOTICES)
         self.versions: dict[str, str] = {}
@@ -118,6 +120,15 @@ class Telemetry:
     def published(self, record: PublishRecord) -> None:
         """Some members were brought to a version, or left out of it."""
         self._publishes.add(record)
+
+    def quarantined(self, name: str, version: PolicyVersion, reason: str) -> None:
+        """A generator's engine does not compute a version."""
+        self._num_quarantines += 1
+        self._publishes.add(
+            PublishRecord(
+                version=version, at_s=time.time(), adopted_by={}, quarantined={name: reason}
+            )
+        )
 
     def members(self, members: list[MemberState]) -> None:
         """The relay's report of each engine's version."""
@@ -195,6 +206,7 @@ class Telemetry:
             publishes_while_generating=self._publishes.while_generating,
             publish_history=self._publishes.records,
             members=self._members,
+            quarantines=self._num_quarantines,
             tokens_per_second=self._tokens_per_second(now),
             # A helper of another process, which reports for it, has no phases of its own.
             busy=dict(sorted(means_of({r.role: r.busy} for r in roles if r.phase_seconds).items())),

@@ -15,6 +15,7 @@ from slipstream.wire.messages.broker import (
     DeadLettersHandled,
     Done,
     DropDeadLetters,
+    EngineQuarantined,
     FindRelay,
     GetDeadLetters,
     GetLedger,
@@ -35,6 +36,7 @@ _MAX_ITEMS = 1_000  # of the ledger, named in one answer
 Request: TypeAlias = (
     RoleReport
     | PublishReport
+    | EngineQuarantined
     | RelayReport
     | FindRelay
     | GetStatus
@@ -62,6 +64,8 @@ class Operators:
                 telemetry.report(session.name, request)
             case PublishReport(record=record):
                 telemetry.published(record)
+            case EngineQuarantined(version=version, reason=reason):
+                telemetry.quarantined(session.name, version, reason)
             case RelayReport(members=members, door=door):
                 telemetry.members(members)
                 self._relay = RelayPlace(is_known=True, door=door)

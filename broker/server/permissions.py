@@ -2,6 +2,7 @@
 
 from slipstream.wire.messages.broker import (
     DropDeadLetters,
+    EngineQuarantined,
     FetchPayloads,
     FindRelay,
     GetDeadLetters,
@@ -63,6 +64,7 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
     GetLedgerSnapshot: _LEARNER,
     PublishReport: _RELAY,
     RelayReport: _RELAY,
+    EngineQuarantined: _GENERATOR,
     FindRelay: _GENERATOR,
 }
 

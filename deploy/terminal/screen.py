@@ -326,6 +326,8 @@ def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
     """Return the newest publish, and each engine's version, outdated ones first."""
     while_generating = f"{status.publishes_while_generating} while generating"
     publish = Text(f"{status.publishes} publishes, {while_generating}")
+    if status.quarantines:
+        publish.append(f", {status.quarantines} engines quarantined", "red")
     if status.publish_history:
         record = status.publish_history[-1]
         slowest = max(record.adopted_by.values(), default=0.0)

@@ -78,6 +78,16 @@ def render(
     if left_out:
         yield _title("left out")
         yield _reasons(left_out)
+    quarantined = [
+        (f"{record.version.label} {name}", why)
+        for record in shown
+        for name, why in sorted(record.quarantined.items())
+    ]
+    if quarantined:
+        yield _title(
+            "quarantined: these engines did not compute what the learner does", style="red"
+        )
+        yield _reasons(quarantined)
 
 
 def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:

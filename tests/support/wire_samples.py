@@ -13,6 +13,7 @@ from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
 from slipstream.wire.messages.ledger_view import HolderView, ItemView, LedgerView
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.status import (
     EvalFigures,
     EvalPoint,
@@ -53,6 +54,9 @@ HEADER = TrajectoryHeader(
     temperature=0.7,
     finish_reason="length",
 )
+PROBE = ProbeLogprobs(
+    sequences=((5, 2, 7, 1), (3, 3, 0, 9)), logprobs=((-0.5, -1.25), (-2.0, -0.125)), num_context=2
+)
 RECORD = weightbus.PublishRecord(
     version=VERSION,
     at_s=1.5,
@@ -64,6 +68,12 @@ RECORD = weightbus.PublishRecord(
     num_bytes=16,
     fetched_bytes={"generator-0": 8},
     transports={"generator-0": "tcp", "generator-1": "collective"},
+)
+QUARANTINED = weightbus.PublishRecord(
+    version=VERSION,
+    at_s=2.5,
+    adopted_by={},
+    quarantined={"generator-0": "its logprobs of the probe differ"},
 )
 MEMBERS = [
     weightbus.MemberState(
@@ -140,6 +150,9 @@ STATUS = RunStatus(
             kv_use=0.25,
             sequences=6,
             sequence_limit=8,
+            probes=6.0,
+            probe_difference=0.015,
+            probe_bound=0.0375,
         )
     ],
     data={"rows": 40},
@@ -229,6 +242,8 @@ REQUESTS: list[broker.Request] = [
     broker.StepCommit(version=VERSION, metrics={"policy/loss": -0.5}),
     broker.GetLedgerSnapshot(version=VERSION),
     broker.PublishReport(record=RECORD),
+    broker.PublishReport(record=QUARANTINED),
+    broker.EngineQuarantined(version=VERSION, reason="its logprobs of the probe differ"),
     broker.RelayReport(members=MEMBERS),
     broker.RelayReport(members=[], door=DOOR),
     broker.FindRelay(),
@@ -303,8 +318,10 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.Pause(command_id=5),
     weightbus.LoadBucket(command_id=6, index=0, group_name="g"),
     weightbus.Adopt(command_id=7, version=VERSION),
+    weightbus.Adopt(command_id=12, version=VERSION, probe=PROBE),
     weightbus.Verify(command_id=8, wants="checksums"),
     weightbus.Commit(command_id=9, version=VERSION, digest="0f"),
+    weightbus.Commit(command_id=13, version=VERSION, digest="0f", probe=PROBE),
 ]
 AGENT_MESSAGES: list[weightbus.AgentMessage] = [
     weightbus.Join(
@@ -352,6 +369,7 @@ RELAY_REQUESTS: list[relay.RelayRequest] = [
     relay.Writing(epoch=2, slot=1),
     relay.Reserve(epoch=2),
     relay.Written(epoch=2, version=VERSION, slot=2),
+    relay.Written(epoch=2, version=VERSION, slot=2, probe=PROBE),
     relay.Alive(),
     relay.EndRelay(epoch=2),
 ]

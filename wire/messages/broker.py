@@ -379,6 +379,13 @@ class PublishReport(Message, frozen=True):
     record: PublishRecord
 
 
+class EngineQuarantined(Message, frozen=True):
+    """A generator's engine does not compute what the learner does; answered by Done."""
+
+    version: PolicyVersion
+    reason: str
+
+
 class RelayReport(Message, frozen=True):
     """Version of each engine and the relay's address; sent twice a second."""
 
@@ -427,6 +434,7 @@ Request: TypeAlias = (
     | SealSteps
     | GetLedgerSnapshot
     | PublishReport
+    | EngineQuarantined
     | RelayReport
     | FindRelay
 )

@@ -121,6 +121,22 @@ class MetricName(StrEnum):
         *("slipstream_engine_state", "gauge", "1", ("name", "state")),
         "1 for the state that an engine is in: current, behind, receiving or torn",
     )
+    QUARANTINES = (
+        *("slipstream_quarantines", "counter", "engines", ()),
+        "Engines that did not compute what the learner does, and were started again",
+    )
+    PROBES = (
+        *("slipstream_probes", "counter", "versions", ("name",)),
+        "Versions that an engine computed a probe of, since its start",
+    )
+    PROBE_DIFFERENCE = (
+        *("slipstream_probe_difference", "gauge", "nats", ("name",)),
+        "Mean difference from the learner's logprobs of the newest probe",
+    )
+    PROBE_BOUND = (
+        *("slipstream_probe_bound", "gauge", "nats", ("name",)),
+        "Mean difference up to which a probe is taken for noise",
+    )
     PUBLISHES = (
         *("slipstream_publishes", "counter", "versions", ()),
         "Policy versions that at least one engine adopted",

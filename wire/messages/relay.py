@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 
@@ -31,6 +32,7 @@ class OpenMemory(RelayMessage, frozen=True):
     whole: PolicyVersion | None = None
     slot: int = 0  # of the whole version
     run_id: str = ""  # as in the run folder's identity.json
+    probe: ProbeLogprobs | None = None  # of the whole version
     part: int = 0  # number of the host whose buckets of the layout are in this memory
     part_keys: tuple[str, ...] = ()  # public keys that the relays of parts 1, 2, ... prove
 
@@ -63,6 +65,7 @@ class Written(RelayMessage, frozen=True):
     epoch: int
     version: PolicyVersion
     slot: int
+    probe: ProbeLogprobs | None = None
 
 
 class Alive(RelayMessage, frozen=True):

@@ -80,6 +80,9 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     sequence_limit: int = 0  # how many it may be given at present; 0: not reported
     has_left: bool = False  # it said so: its silence is none
     decision_bytes_per_token: float = 0.0  # of kept tokens and experts that it sent
+    probes: float = 0.0  # versions that its engine was proven to compute, or not
+    probe_difference: float | None = None  # nats, mean of the last probe
+    probe_bound: float | None = None  # nats, the largest that is taken for noise
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,4 +132,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_age_s: float | None = None  # how long the oldest ready group has waited; None: none is
     lags_in_flight: dict[str, int] = {}  # present staleness in steps -> groups that are not ready
     lags_in_queue: dict[str, int] = {}  # the same of groups that are ready
+    quarantines: int = 0  # engines that did not compute what the learner does, ever
     memory: dict[str, int] = {}  # store_bytes (untrained payloads), rss_bytes of the broker

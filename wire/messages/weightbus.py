@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 
 EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern="^[^/@\\s]+$")]
@@ -191,6 +192,7 @@ class Adopt(BusMessage, frozen=True):
 
     command_id: int
     version: PolicyVersion
+    probe: ProbeLogprobs | None = None  # what the engine is to compute from now on
 
 
 class Verify(BusMessage, frozen=True):
@@ -213,6 +215,7 @@ class Commit(BusMessage, frozen=True):
     command_id: int
     version: PolicyVersion  # that it was offered and has loaded
     digest: str = ""  # of the checksums that it must have; empty compares nothing
+    probe: ProbeLogprobs | None = None  # as of Adopt
 
 
 class BucketAnswer(BusMessage, frozen=True):
@@ -266,6 +269,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     fetched_bytes: dict[str, int] = {}  # member -> bytes that it fetched; deltas are fewer
     transports: dict[str, TransportName] = {}  # member -> how it got the version
+    quarantined: dict[str, str] = {}  # member -> how its engine differs from the learner
 
 
 def merged(records: Sequence[PublishRecord]) -> PublishRecord:
@@ -276,6 +280,7 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
     engine_digests: dict[str, str] = {}
     fetched: dict[str, int] = {}
     transports: dict[str, TransportName] = {}
+    quarantined: dict[str, str] = {}
     phases: dict[str, float] = {}
     for one in records:
         adopted |= one.adopted_by
@@ -284,6 +289,7 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
         engine_digests |= one.engine_digests
         fetched |= one.fetched_bytes
         transports |= one.transports
+        quarantined |= one.quarantined
         for phase, seconds in one.phase_seconds.items():
             phases[phase] = max(seconds, phases.get(phase, 0.0))
     return PublishRecord(
@@ -298,6 +304,7 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
         num_bytes=max(one.num_bytes for one in records),
         fetched_bytes=fetched,
         transports=transports,
+        quarantined=quarantined,
     )
 
 

@@ -14,6 +14,7 @@ PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost
 PUBLISHES = 5  # before their share means anything
 LEFT_OUT = 2  # once may be a restart
 LEFT_OUT_OF = 5  # publishes
+QUARANTINED_OF = 20  # publishes
 REASON_CHARS = 120
 LETTERS = 3.0  # in a window: one or two are bad rows
 LETTERS_ERROR = 0.1  # of the issued groups: no longer single rows but the reward function
@@ -40,6 +41,26 @@ def _engine_left_out(view: View) -> Finding | None:
         "old or not whole; slipstream versions shows since when; for slow engines raise "
         "weightbus.timeout_s.",
         "weightbus.timeout_s",
+        "error",
+    )
+
+
+@RULES.add
+def _engine_quarantined(view: View) -> Finding | None:
+    held = [
+        (record.version.label, name, why)
+        for record in view.status.publish_history[-QUARANTINED_OF:]
+        for name, why in sorted(record.quarantined.items())
+    ]
+    if not held:
+        return None
+    label, name, why = held[-1]
+    return Finding(
+        f"{name} was quarantined at {label} ({why[:REASON_CHARS].rstrip('.')}), one of "
+        f"{view.status.quarantines} times in this run: it was started again, its work went to "
+        "others; if it happens again its SGLang settings or kernels compute something else than "
+        "the learner (slipstream align), or noise is larger than weightbus.probe_limit.",
+        "weightbus.probe_limit",
         "error",
     )
 

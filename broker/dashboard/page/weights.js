@@ -9,14 +9,15 @@ const MOST_ENGINES = 8; // on the chart, and named in the words about a publish
 const PHASES = ["digest", "offer", "group", "receive", "pause", "transfer", "load", "verify", "commit"];
 const COLORS = ["--c8", "--c7", "--c6", "--c1", "--c2", "--c4", "--c3", "--c5"];
 
-/** Describe the engines that adopted a publish and those left out. */
+/** Describe the engines that adopted a publish, those left out and those that compute something else. */
 export function outcome(record) {
   const failed = Object.entries(record.failed ?? {}).map(([name, why]) => `${name} left out (${why})`);
   const rest = failed.length > MOST_ENGINES ? [`${failed.length - MOST_ENGINES} more left out`] : [];
   const fetched = Math.max(0, ...Object.values(record.fetched_bytes ?? {}));
   const share = fetched && fetched < record.num_bytes ? `, of which at most ${bytes(fetched)} were fetched` : "";
   const size = record.num_bytes ? bytes(record.num_bytes) + share : "";
-  return [size, adopters(Object.entries(record.adopted_by)), ...failed.slice(0, MOST_ENGINES), ...rest].filter(Boolean).join("; ");
+  const held = Object.entries(record.quarantined ?? {}).map(([name, why]) => `${name} quarantined (${why})`);
+  return [size, adopters(Object.entries(record.adopted_by)), ...failed.slice(0, MOST_ENGINES), ...rest, ...held.slice(0, MOST_ENGINES)].filter(Boolean).join("; ");
 }
 
 function adopters(engines) {
@@ -27,6 +28,7 @@ function adopters(engines) {
 }
 
 const isLeftOut = (record) => Object.keys(record.failed ?? {}).length > 0;
+const isQuarantined = (record) => Object.keys(record.quarantined ?? {}).length > 0;
 
 function series(records) {
   const known = new Set(records.flatMap((record) => Object.keys(record.phase_seconds ?? {})));
@@ -76,8 +78,11 @@ export function create() {
       if (differs("publishes", [s.publish_history.length, s.publish_history.slice(-3)])) {
         records = s.publish_history.slice(-MOST);
         const left = records.filter((record) => isLeftOut(record)).length;
-        publishes.update(records.map((_, i) => i), series(records), { note: (i) => outcome(records[i]), marked: (i) => isLeftOut(records[i]),
-          rest: left ? `An engine was left out of ${left} of these ${plural(records.length, "publish", "publishes")}.` : "" });
+        const held = records.filter((record) => isQuarantined(record)).length;
+        const rest = [left ? `An engine was left out of ${left} of these ${plural(records.length, "publish", "publishes")}.` : "",
+          held ? `An engine was quarantined at ${held} of them: it did not compute what the learner does.` : ""];
+        publishes.update(records.map((_, i) => i), series(records), { note: (i) => outcome(records[i]),
+          marked: (i) => isLeftOut(records[i]) || isQuarantined(records[i]), rest: rest.filter(Boolean).join(" ") });
       }
       if (differs("members", [s.members, Math.floor(s.elapsed_s / 5)])) members(s);
       if (!news.has("time")) return;

@@ -99,6 +99,13 @@ def left_out(*failed: int) -> list[PublishRecord]:
     ]
 
 
+def quarantined(count: int, of_last: int) -> list[PublishRecord]:
+    """Publishes that took no time; at one the engines of some were quarantined."""
+    why = {f"g-{i}": "its logprobs of the probe differ by 0.5 nats" for i in range(of_last)}
+    made = publishes(0.0, count=count)
+    return [*made[:1], replace(made[1], quarantined=why), *made[2:]]
+
+
 def with_alarm(text: str) -> RunStatus:
     return status(survivorship=replace(STATUS.survivorship, alarm=text))
 
@@ -188,6 +195,11 @@ CASES: list[Case] = [
         *(status(publish_history=left_out(0, 0, 0, 1)), history()),
     ),
     (
+        "engine-quarantined",
+        *(status(publish_history=quarantined(5, 2)), history()),
+        *(status(publish_history=quarantined(5, 0)), history()),
+    ),
+    (
         "kv-thrashing",
         *(HERE, history({"answers": rising(10.0), "retracted": rising(0.51)})),
         *(HERE, history({"answers": rising(10.0), "retracted": rising(0.49)})),
@@ -231,7 +243,7 @@ CASES: list[Case] = [
     ),
 ]
 NAMES = [case[0] for case in CASES]
-WITHOUT_WINDOW = {"survivorship-bias", "engine-left-out"}  # a meter that waits; a count of events
+WITHOUT_WINDOW = {"survivorship-bias", "engine-left-out", "engine-quarantined"}  # events
 
 
 def test_every_rule_is_tried_here():

@@ -34,6 +34,7 @@ from slipstream.wire.messages.broker import (
     BatchNotReady,
     DeadLetters,
     Done,
+    EngineQuarantined,
     FetchPayloads,
     FindRelay,
     GetDeadLetters,
@@ -452,6 +453,27 @@ def test_only_a_relay_may_report_engines_and_observers_see_the_report(short_fold
     assert (status.members, status.publish_history) == (MEMBERS, [RECORD])
     assert forbidden == 9
     assert next(one.role for one in status.roles if one.name == "relay") == "relay"
+
+
+def test_a_quarantine_is_in_the_record_of_its_version_and_counted(short_folder: Path):
+    async def body() -> RunStatus:
+        async with running(short_folder) as it:
+            relay = await it.client("relay", "relay")
+            generator = await it.client("generator", "generator-0")
+            await relay.ask(PublishReport(record=RECORD), Done)
+            for reason in ("0.1 nats", "0.2 nats"):  # again after it was started anew
+                found = EngineQuarantined(version=RECORD.version, reason=reason)
+                await generator.ask(found, Done)
+            older = EngineQuarantined(version=V0, reason="0.3 nats")
+            await generator.ask(older, Done)
+            answer, _ = await (await it.client("observer", "o")).ask(GetStatus(), StatusAnswer)
+            return answer.status
+
+    status = asyncio.run(body())
+    known, other = status.publish_history
+    assert known == replace(RECORD, quarantined={"generator-0": "0.2 nats"})
+    assert (other.version, other.quarantined) == (V0, {"generator-0": "0.3 nats"})
+    assert (status.quarantines, status.publishes) == (3, 1)
 
 
 def test_generator_gets_the_address_that_the_relay_reported(short_folder: Path):

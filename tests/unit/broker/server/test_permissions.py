@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.broker.server.permissions import ALLOWED, may_send
 from slipstream.wire.messages.broker import (
+    EngineQuarantined,
     FindRelay,
     GetLedger,
     Hello,
@@ -45,6 +46,7 @@ def test_every_kind_of_request_lists_its_roles():
         (RetryDeadLetters(groups=(1,)), {"operator"}),
         (PublishReport(record=PublishRecord(version=V0, at_s=0.0, adopted_by={})), {"relay"}),
         (RelayReport(members=[]), {"relay"}),
+        (EngineQuarantined(version=V0, reason="noise"), {"generator"}),
         (FindRelay(), {"generator"}),
         (GetLedger(), {*get_args(Role)} - {"relay"}),
     ],

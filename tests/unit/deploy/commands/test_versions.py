@@ -140,6 +140,14 @@ def test_bytes_that_agents_fetched_are_shown_if_any_did():
     assert [row[3:7] for row in rows] == [["269.1", "MB", "-", "2"], ["269.1", "MB", "1.1", "MB"]]
 
 
+def test_a_quarantined_engine_is_named_with_its_version_and_the_reason():
+    why = "its logprobs of the probe differ by 0.5 nats on average"
+    text = shown(changed(publishes=[publish(1), publish(2, quarantined={"generator-1": why})]))
+    assert "these engines did not compute what the learner does" in text
+    assert f"v1.2 generator-1  {why}" in text
+    assert "quarantined" not in shown(changed(publishes=[publish(1)]))
+
+
 def test_only_reported_phases_are_shown_in_their_order():
     late = publish(2, phase_seconds={"receive": 1.5, "digest": 0.1, "swim": 1.0})
     text = shown(changed(publishes=[publish(1), late], members=[]))
