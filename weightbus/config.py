@@ -1,14 +1,17 @@
 """Settings of the weight bus."""
 
 from ipaddress import IPv4Address, ip_address
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from slipstream.weightbus.transports import AUTO, TRANSPORTS, check_transport
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import lora_section
-from slipstream.wire.settings.sections import AtLeast0, AtLeast1, Positive
+from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative, Positive
 
+ProbeTokens = Annotated[int, msgspec.Meta(ge=8)]
 _TCP = "tcp://"
 _MAX_PORT = 65_534  # buckets take the one after it
 
@@ -30,6 +33,16 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     engine_check_every: AtLeast0 = 1
     """Compare every tensor in an engine with the learner's before every Nth version is committed;
     0 is never."""
+    probe_every: AtLeast0 = 1
+    """Publish every Nth version with the learner's logprobs of a few fixed sequences, and compare
+    those of each engine that adopts it; 0 is never."""
+    probe_sequences: AtLeast1 = 4
+    """Sequences of a probe."""
+    probe_tokens: ProbeTokens = 48
+    """Random tokens of each, or as many as the model has positions; half of them are context."""
+    probe_limit: NotNegative = 0.0
+    """Mean difference of logprobs, in nats, that is never taken for noise: 0 is 0.02 in float32 and
+    0.3 in bfloat16."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Carries the buckets of a collective; auto is NCCL to an engine on a GPU and gloo to one on
     a CPU."""

@@ -33,6 +33,7 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_spec, tensor_views
 from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.integration
 LONG = SamplingParams(temperature=1.0, max_new_tokens=420, min_new_tokens=400)
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=8)
 TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
+PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
 TRIES = 20  # to publish while two answers are in the making: a slow machine may do it too late
 _epochs = itertools.count(1)  # one server serves all tests, and its version never goes back
 
@@ -69,6 +71,7 @@ class Bus:
         self.tensors = load_file(folder / "model" / "model.safetensors")
         self.epoch = next(_epochs)
         self.records: asyncio.Queue[PublishRecord] = asyncio.Queue()
+        self.probes: list[tuple[PolicyVersion, ProbeLogprobs | None]] = []
         self.versions = Versions(folder / "weights")
         settings = WeightBusSection(
             timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S
@@ -91,6 +94,7 @@ class Bus:
             fetch_timeout_s=NEVER_S,
             on_pause=lambda: None,
             on_adopt=lambda _version: None,
+            on_probe=lambda version, probe: self.probes.append((version, probe)),
         )
         self._layout: WeightManifest
         self._memory: SharedSlots
@@ -109,13 +113,15 @@ class Bus:
             )
         )
 
-    async def publish(self, step: int, tensors: dict[str, Tensor]) -> PublishRecord:
+    async def publish(
+        self, step: int, tensors: dict[str, Tensor], probe: ProbeLogprobs | None = None
+    ) -> PublishRecord:
         """Publish a version and return the record of the first attempt."""
         slot = self.versions.reserve(self.epoch)
         views = tensor_views(self._layout, self._memory.slot(slot))
         for name, view in views.items():
             view.copy_(tensors[name])
-        self.versions.written(self.epoch, slot, PolicyVersion(self.epoch, step))
+        self.versions.written(self.epoch, slot, PolicyVersion(self.epoch, step), probe)
         return await self.record_of(step)
 
     async def record_of(self, step: int) -> PublishRecord:
@@ -161,11 +167,13 @@ def test_a_publish_into_a_running_generation_is_labelled_verified_and_exact(
                 generation = asyncio.create_task(asked)
                 await until_load(server, lambda load: load.num_running == 2 or generation.done())  # noqa: B023
                 newer = bus.moved(by=0.01 * step)
-                record = await bus.publish(step, newer)
+                record = await bus.publish(step, newer, PROBE)
                 completions = await generation
                 if all(len(one.version_starts) > 1 for one in completions):
                     break
             assert record.transports == {"generator-0": transport}
+            labels = [PolicyVersion(bus.epoch, one) for one in range(step + 1)]
+            assert bus.probes == [(labels[0], None), *((one, PROBE) for one in labels[1:])]
             assert record.num_in_flight == {"generator-0": 2}
             assert record.num_bytes == sum(tensor.nbytes for tensor in newer.values())
             for completion in completions:

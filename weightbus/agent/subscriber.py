@@ -17,7 +17,7 @@ from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.forward import Forwarder
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
-from slipstream.weightbus.agent.updates import EngineUpdates, Order
+from slipstream.weightbus.agent.updates import EngineUpdates, OnProbe, Order, ignore
 from slipstream.weightbus.net.curve import connect, num_connections
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.engine_checksums import holder_of
@@ -47,6 +47,7 @@ class Subscriber:
         fetch_timeout_s: float,
         on_pause: Callable[[], None],
         on_adopt: Callable[[PolicyVersion], None],
+        on_probe: OnProbe = ignore,
         key: ClientKey | None = None,
         adapters: EngineAdapters | None = None,
         forward: str = "",
@@ -57,8 +58,9 @@ class Subscriber:
 
         A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
         ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
-        generates with from now on. The caller closes ``staging``. ``key`` is proved to a relay on
-        another host. ``adapters`` is the engine if its versions are adapters. At ``forward``
+        generates with from now on, ``on_probe`` right after it, once per adopted version, with what
+        the learner computed under it. The caller closes ``staging``. ``key`` is proved to a relay
+        on another host. ``adapters`` is the engine if its versions are adapters. At ``forward``
         (tcp://ADDRESS:PORT) other engines may get the buckets that this one has; ``connections`` go
         to each place where buckets are, 0 chooses.
         """
@@ -90,6 +92,7 @@ class Subscriber:
             "staging": staging,
             "on_pause": on_pause,
             "on_adopt": on_adopt,
+            "on_probe": on_probe,
             "holder": holder_of(join),
         }
         self._updates = (

@@ -17,6 +17,7 @@ from slipstream.weightbus.version.engine_checksums import Holder, check_same, di
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     Abandon,
@@ -37,6 +38,13 @@ Order: TypeAlias = (
 )
 
 
+OnProbe: TypeAlias = Callable[[PolicyVersion, ProbeLogprobs | None], None]
+
+
+def ignore(_version: PolicyVersion, _probe: ProbeLogprobs | None) -> None:
+    """Leave an engine unproven."""
+
+
 class EngineUpdates:
     """Version of one engine, and the publish that it takes part in."""
 
@@ -48,6 +56,7 @@ class EngineUpdates:
         staging: Staging,
         on_pause: Callable[[], None],
         on_adopt: Callable[[PolicyVersion], None],
+        on_probe: OnProbe = ignore,
         holder: Holder | None = None,
     ) -> None:
         """Control an engine with this layout of tensors; None is one rank on a CPU."""
@@ -57,6 +66,7 @@ class EngineUpdates:
         self._staging = staging
         self._on_pause = on_pause
         self._on_adopt = on_adopt
+        self._on_probe = on_probe
         self._manifest: WeightManifest | None = None  # that was offered
         self._received: Path | None = None
         self._expected: Mapping[str, str] | None = None  # checksums of what was received
@@ -81,8 +91,8 @@ class EngineUpdates:
                     await self._open_group(command)
                 case Receive():
                     return await self._receive(command, fetcher)
-                case Adopt(version=version):
-                    return await self._adopt(number, version)
+                case Adopt():
+                    return await self._adopt(command)
                 case Pause():
                     self._pausing()
                     in_flight = await self._engine.pause_for_update()
@@ -176,22 +186,22 @@ class EngineUpdates:
         fetcher.traffic.copied_bytes += manifest.num_bytes
         return folder
 
-    async def _adopt(self, number: int, version: PolicyVersion) -> Outcome:
+    async def _adopt(self, command: Adopt) -> Outcome:
         """Have the engine run the received version, or know that it may hold a mixture.
 
         Raises:
             PublishError: it was not received, or the engine holds something else.
         """
-        received, expected = self._received, self._expected
+        version, received, expected = command.version, self._received, self._expected
         if received is None or self._manifest is None or version != self._manifest.version:
             raise PublishError(f"{version.label} was not received")
         digest = digest_of(expected) if expected is not None else ""
         adoption = await self._swap(received, version, digest)
         if adoption.differing:
             check_same(expected or {}, adoption.differing)
-        self._generates(version)
+        self._generates(version, command.probe)
         return Outcome(
-            command_id=number,
+            command_id=command.command_id,
             num_in_flight=adoption.num_in_flight,
             digest=digest,
             phase_seconds=dict(adoption.phase_seconds),
@@ -206,12 +216,13 @@ class EngineUpdates:
         self._staging.may_be_read = False
         return adoption
 
-    def _generates(self, version: PolicyVersion) -> None:
+    def _generates(self, version: PolicyVersion, probe: ProbeLogprobs | None) -> None:
         """Record that the engine generates with a whole version."""
         self._is_torn = self.is_paused = False
         self.adopted = self._before = version
         self.failures.clear()
         self._on_adopt(version)
+        self._on_probe(version, probe)
 
     async def _verify(self, command: Verify) -> Outcome:
         """Close an update; answer with a digest of the engine, or the checksums of the last."""
@@ -262,7 +273,7 @@ class EngineUpdates:
             self._before = version  # also if the next line fails
             await self._engine.resume()
         self._staging.free()  # the next version arrives over the collective
-        self._generates(version)
+        self._generates(version, command.probe)
         return Outcome(command_id=number, digest=command.digest)
 
     async def abandon(self, why: str) -> None:

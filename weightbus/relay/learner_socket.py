@@ -95,8 +95,8 @@ class LearnerSocket:
                 return Reserved(slot=versions.reserve(epoch))
             case Writing(epoch=epoch, slot=slot):
                 versions.writing(epoch, slot)
-            case Written(epoch=epoch, version=written, slot=slot):
-                versions.written(epoch, slot, written)
+            case Written(epoch=epoch, version=written, slot=slot, probe=probe):
+                versions.written(epoch, slot, written, probe)
             case EndRelay(epoch=epoch):
                 versions.refuse_older(epoch)
                 _log.info("the learner stopped the relay")

@@ -13,6 +13,7 @@ from slipstream.weightbus.version.engine_checksums import Holder, digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
 from slipstream.wire.messages.codec import encode_manifest
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
 
@@ -52,6 +53,7 @@ class Publication:
         pin: Callable[[], None] = lambda: None,
         digests: DigestKind = "xxh3",
         parts: PartsOfLearner | None = None,
+        probe: ProbeLogprobs | None = None,
     ) -> None:
         """Compute nothing yet.
 
@@ -60,10 +62,12 @@ class Publication:
             pin: pins its memory, once.
             digests: those of the manifest.
             parts: that have the rest of it; None: it is the whole version.
+            probe: what the learner computes under it.
         """
         self._digest_kind: DigestKind = digests
         self.pin = pin
         self.parts = parts
+        self.probe = probe
         self.snapshot = snapshot
         self.on_gpu = BucketsOnGpu(snapshot)
         self._manifest: asyncio.Future[WeightManifest] | None = None

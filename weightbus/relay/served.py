@@ -16,6 +16,7 @@ from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError, SupersededError
 from slipstream.wire.messages.parts import PartState
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -131,7 +132,7 @@ class Versions:
                     "than the one that it publishes from"
                 )
             if message.whole is not None:
-                self.written(message.epoch, message.slot, message.whole)
+                self.written(message.epoch, message.slot, message.whole, message.probe)
             return
         own = part_layout(layout, message.part)
         memory = SharedSlots.open(
@@ -141,7 +142,7 @@ class Versions:
         self._sources.append(_LearnerMemory(memory, message, silence_s=self._silence_s))
         self.wake()
         if message.whole is not None:
-            self.written(message.epoch, message.slot, message.whole)
+            self.written(message.epoch, message.slot, message.whole, message.probe)
 
     def reserve(self, epoch: int) -> int:
         """Return the slot that the learner of an epoch may write next.
@@ -183,8 +184,10 @@ class Versions:
         others = self._sources[-1].others if self._sources else None
         return others.lost(now_s) if others is not None else []
 
-    def written(self, epoch: int, slot: int, version: PolicyVersion) -> None:
-        """Serve a version that the learner of an epoch has completed.
+    def written(
+        self, epoch: int, slot: int, version: PolicyVersion, probe: ProbeLogprobs | None = None
+    ) -> None:
+        """Serve a version that the learner of an epoch has completed, with its probe.
 
         Raises:
             PublishError: it has opened no memory, or that slot cannot have been written.
@@ -200,7 +203,7 @@ class Versions:
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot), source.part)
         parts = self._parts if source.others is not None else None
         publication = Publication(
-            snapshot, pin=source.memory.pin, digests=self._digests, parts=parts
+            snapshot, pin=source.memory.pin, digests=self._digests, parts=parts, probe=probe
         )
         source.publications[slot] = publication
         for old in self._sources[:-1]:

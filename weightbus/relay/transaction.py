@@ -158,8 +158,9 @@ class Transaction:
         return (await each(self._course.members, work))[1]
 
     async def _adopt(self, member: Member) -> None:
+        publication = self._publication
         outcome = await member.request(
-            lambda n: Adopt(command_id=n, version=self._publication.version),
+            lambda n: Adopt(command_id=n, version=publication.version, probe=publication.probe),
             timeout_s=self._transport.load_timeout_s,
         )
         self._num_in_flight[member.name] = outcome.num_in_flight
@@ -186,10 +187,11 @@ class Transaction:
     async def _commit(self, member: Member) -> None:
         """Have the engine run the version, if its checksums are the expected ones."""
         holder, version = holder_of(member.join), self._publication.version
+        probe = self._publication.probe
         is_verified = not member.is_checked or member.name in self._digests
         digest = "" if is_verified else self._publication.digest_expected(holder)
         outcome = await member.request(
-            lambda n: Commit(command_id=n, version=version, digest=digest)
+            lambda n: Commit(command_id=n, version=version, digest=digest, probe=probe)
         )
         if outcome.checksums:
             check_same(await self._publication.expected(holder), outcome.checksums)

@@ -18,10 +18,12 @@ from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Abandon, Adopt, Outcome, Receive
 
 _copies = itertools.count(1)
+PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
 SPEC = TensorSpec("a.lora_A.weight", "float32", (2, 3))
 
 
@@ -64,12 +66,14 @@ class Agent:
     def __init__(self, folder: Path) -> None:
         self.engine = Engine()
         self.adopted: list[PolicyVersion] = []
+        self.probes: list[tuple[PolicyVersion, ProbeLogprobs | None]] = []
         self.updates = AdapterUpdates(
             self.engine,  # type: ignore[arg-type]  # no collective reaches it
             tensors=TensorSet({SPEC.name: SPEC.shape}, "float32"),
             staging=Staging(folder, "a"),
             on_pause=self._paused,
             on_adopt=self.adopted.append,
+            on_probe=lambda version, probe: self.probes.append((version, probe)),
         )
         self._folder = folder
 
@@ -90,7 +94,7 @@ class Agent:
         return self.do(Receive(command_id=1, manifest=sent.manifest(), path=str(folder)))
 
     def adopt(self, step: int) -> Outcome:
-        return self.do(Adopt(command_id=2, version=PolicyVersion(1, step)))
+        return self.do(Adopt(command_id=2, version=PolicyVersion(1, step), probe=PROBE))
 
     def publish(self, step: int) -> list[Outcome]:
         return [self.receive(step), self.adopt(step)]
@@ -110,6 +114,7 @@ def test_a_publish_loads_beside_and_relabels_without_a_pause(agent: Agent):
         assert adopted.digest == digest_of(agent.engine.holds)
     assert agent.engine.calls == ["load v1.0", "label v1.0", "load v1.1", "label v1.1"]
     assert agent.adopted == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
+    assert agent.probes == [(version, PROBE) for version in agent.adopted]
     assert not agent.updates.is_paused
 
 
@@ -123,6 +128,7 @@ def test_a_version_that_differs_in_the_engine_is_dropped_and_the_one_before_stay
     assert agent.engine.calls[-2:] == ["load v1.1", "drop v1.1"]
     assert agent.updates.adopted == PolicyVersion(1, 0)
     assert agent.updates.failures == ["tensors differ"]
+    assert agent.probes == [(PolicyVersion(1, 0), PROBE)]
     assert not any(outcome.error for outcome in agent.publish(1))
     assert agent.updates.failures == []
 

@@ -16,6 +16,7 @@ from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     Abandon,
@@ -31,6 +32,7 @@ from slipstream.wire.messages.weightbus import (
 from tests.support.bus.engine import BusEngine, random_tensors
 
 _copies = itertools.count(1)
+PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
 
 
 class Agent:
@@ -40,6 +42,7 @@ class Agent:
         tensors = version(0)
         self.failing = ""
         self.told: list[str] = []
+        self.probes: list[ProbeLogprobs | None] = []
         self.engine = BusEngine(
             tensors, log=folder / "tokens", group_timeout_s=1.0, fault=self._fault
         )
@@ -50,8 +53,13 @@ class Agent:
             staging=self.staging,
             on_pause=lambda: self.told.append("pause"),
             on_adopt=lambda version: self.told.append(f"adopt {version.label}"),
+            on_probe=self._on_probe,
         )
         self._folder = folder
+
+    def _on_probe(self, version: PolicyVersion, probe: ProbeLogprobs | None) -> None:
+        self.told.append(f"probe {version.label}")
+        self.probes.append(probe)
 
     def _fault(self, step: str) -> None:
         if step == self.failing:
@@ -71,8 +79,8 @@ class Agent:
             Receive(command_id=2, manifest=manifest, path=str(folder), is_checked=is_checked)
         )
 
-    def adopt(self, step: int) -> Outcome:
-        return self.do(Adopt(command_id=3, version=PolicyVersion(1, step)))
+    def adopt(self, step: int, probe: ProbeLogprobs | None = None) -> Outcome:
+        return self.do(Adopt(command_id=3, version=PolicyVersion(1, step), probe=probe))
 
     def adopted(self, step: int, tensors: dict[str, Tensor]) -> None:
         assert not self.receive(step, tensors).error
@@ -101,7 +109,24 @@ def test_agent_compares_the_engine_with_what_it_received_and_sends_one_digest(ag
     assert agent.updates.adopted == PolicyVersion(1, 1)
     assert not agent.updates.is_paused
     assert not agent.staging.may_be_read
-    assert agent.told == ["pause", "adopt v1.1"]
+    assert agent.told == ["pause", "adopt v1.1", "probe v1.1"]
+    assert agent.probes == [None]
+
+
+def test_the_probe_of_an_adopted_version_is_handed_on(agent: Agent):
+    agent.receive(1, version(1))
+    assert not agent.adopt(1, PROBE).error
+    assert agent.told == ["pause", "adopt v1.1", "probe v1.1"]
+    assert agent.probes == [PROBE]
+
+
+def test_the_probe_of_a_version_that_is_not_adopted_is_not_handed_on(agent: Agent):
+    agent.adopted(1, version(1))
+    agent.receive(2, version(2))
+    agent.engine.loads_wrongly = "model.layers.1.norm.weight"
+    assert agent.adopt(2, PROBE).error
+    agent.do(Abandon(command_id=4, reason="it differs"))
+    assert agent.probes == [None]
 
 
 def test_a_tensor_that_differs_in_the_engine_is_named_and_the_engine_stays_paused(agent: Agent):
@@ -169,13 +194,17 @@ def collective(agent: Agent, step: int) -> None:
 
 
 def commit(agent: Agent, step: int, digest: str) -> Outcome:
-    return agent.do(Commit(command_id=4, version=PolicyVersion(1, step), digest=digest))
+    return agent.do(
+        Commit(command_id=4, version=PolicyVersion(1, step), digest=digest, probe=PROBE)
+    )
 
 
 def test_commit_compares_with_the_digest_that_it_brings(agent: Agent):
     collective(agent, 1)
     digest = digest_of(expected_checksums(version(1)))
     assert commit(agent, 1, digest) == Outcome(command_id=4, digest=digest)
+    assert agent.told == ["pause", "adopt v1.1", "probe v1.1"]
+    assert agent.probes == [PROBE]
     assert agent.engine.runs
     assert agent.updates.adopted == PolicyVersion(1, 1)
 
@@ -184,6 +213,7 @@ def test_commit_with_another_digest_leaves_the_engine_paused_and_names_its_check
     collective(agent, 1)
     outcome = commit(agent, 1, "d" * 32)
     assert outcome.checksums == expected_checksums(version(1))
+    assert agent.probes == []
     assert agent.updates.adopted is None
     assert agent.updates.is_paused
     assert not agent.engine.runs

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.errors import PublishError, SupersededError
 from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -47,6 +49,23 @@ def test_the_same_memory_may_be_shown_again_and_a_newer_epoch_brings_its_own(tmp
     assert versions.newest == PolicyVersion(2, 4)
     with pytest.raises(SupersededError):
         versions.open(shown(mine, 1, 5))
+
+
+def test_a_version_keeps_its_probe_also_in_another_relay(tmp_path: Path):
+    probe = ProbeLogprobs(sequences=((1, 2, 3),), logprobs=((-0.5,),), num_context=2)
+    mine = memory()
+
+    async def body() -> None:
+        versions = Versions(tmp_path / "first")
+        versions.open(shown(mine, 1, 3))
+        assert versions.read().publication.probe is None
+        versions.written(1, versions.reserve(1), PolicyVersion(1, 4), probe)
+        assert versions.read().publication.probe == probe
+        another = Versions(tmp_path / "second")
+        another.open(replace(shown(mine, 1, 4), probe=probe))
+        assert another.read().publication.probe == probe
+
+    asyncio.run(body())
 
 
 def test_waiter_for_a_change_is_woken_once_per_change(tmp_path: Path):
