@@ -27,6 +27,7 @@ from slipstream.learner.stop import StopRequest
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import StepCommitted
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ class Coordinator:
         """Return the slot to write the next version into."""
         return self.agreed(self._leader.reserve() if self._leader is not None else None, int)
 
-    def publish(self, version: PolicyVersion, slot: int) -> None:
-        """Hand out a version that every rank has written; returns at once."""
+    def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
+        """Hand out a version that every rank has written, with its probe; returns at once."""
         if self._leader is not None:
-            self._leader.publish(version, slot)
+            self._leader.publish(version, slot, probe)
 
     # ---- checkpoints and the end -----------------------------------------------
 

@@ -42,6 +42,7 @@ from slipstream.learner.record.rollout_log import open_rollout_log
 from slipstream.learner.record.throughput import throughput_figures
 from slipstream.learner.training.batch import BatchTraining
 from slipstream.learner.training.policy import Policy
+from slipstream.learner.training.probe import Probe
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete
@@ -111,6 +112,7 @@ class LearnerLoop:
         )
         self._part = part
         self._publishing: Publishing | None = None
+        self._probe: Probe | None = None
         self._rejected_in_a_row = 0
         self._num_orders = 0  # of rank 0; that to wait longer is one of them
         self._reported_s: dict[str, float] = {}  # by phase, as of the last commit
@@ -255,7 +257,7 @@ class LearnerLoop:
         return AdaptersAlone(model) if is_named else WholeModel(model)
 
     def _publish(self, version: PolicyVersion) -> None:
-        """Copy this rank's weights out; the transfer does not wait.
+        """Copy this rank's weights out, with what it computes; the transfer does not wait.
 
         Raises:
             PublishError: on every rank, if a tensor holds NaN or inf.
@@ -276,4 +278,11 @@ class LearnerLoop:
                     epoch=version.epoch,
                 )
             self._policy.bring_weights()
-            self._publishing.publish(version)
+            slot = self._publishing.write(version)
+        if self._probe is None:
+            run_id = self._coordinator.agreed(self._coordinator.run_id, str)
+            self._probe = Probe(self._policy, self._settings.weightbus, run_id=run_id)
+        with self._clock.phase("probe"):
+            probe = self._probe.logprobs()
+        with self._clock.phase("export"):
+            self._publishing.publish(version, slot, probe)

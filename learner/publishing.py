@@ -8,6 +8,7 @@ from slipstream.learner.part_relay import PartRelay
 from slipstream.learner.publish.contents import Contents
 from slipstream.learner.publish.weight_writer import WeightWriter
 from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 
 
@@ -52,8 +53,8 @@ class Publishing:
             keys = [one.decode() for one in gather_bytes(mine.encode()) if one]
         coordinator.open_weights(writer.path, writer.layout, part_keys=keys)
 
-    def publish(self, version: PolicyVersion) -> None:
-        """Write this rank's share and hand it to the relays; the transfer does not wait.
+    def write(self, version: PolicyVersion) -> int:
+        """Write this rank's share of a version; return the slot that it is in.
 
         Raises:
             PublishError: on every rank, if a tensor holds NaN or inf.
@@ -68,9 +69,13 @@ class Publishing:
         if coordinator.on_any(bool(bad)):
             name = bad or "a tensor that another learner rank's log names"
             raise PublishError(f"{version.label} is not published: {name} holds NaN or inf")
+        return slot
+
+    def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
+        """Hand what ``write`` wrote to the relays, with its probe; the transfer does not wait."""
         if self._part is not None:
             self._part.written(version, slot)
-        coordinator.publish(version, slot)
+        self._coordinator.publish(version, slot, probe)
 
     def end(self) -> None:
         """Stop this host's part relay: no version will follow."""

@@ -36,6 +36,7 @@ from slipstream.wire.messages.broker import (
     TookOver,
 )
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
@@ -197,9 +198,9 @@ class LeaderLink(PayloadLink):
         self._loop.check()
         return self._loop.run(self._relay.reserve())
 
-    def publish(self, version: PolicyVersion, slot: int) -> None:
-        """Hand a version to the relay; the transfer does not wait."""
-        self._loop.run(self._relay.written(version, slot))
+    def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
+        """Hand a version to the relay, with its probe; the transfer does not wait."""
+        self._loop.run(self._relay.written(version, slot, probe))
 
     def end(self) -> None:
         """Stop the relay: this learner ends as planned, and no other will follow."""

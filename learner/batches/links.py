@@ -8,6 +8,7 @@ from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete, StepCommitted
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.trajectory import TrajectoryKey
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -77,8 +78,8 @@ class LeadingLink(RankLink, Protocol):
     def reserve(self) -> int:
         """Return the slot to write the next version into."""
 
-    def publish(self, version: PolicyVersion, slot: int) -> None:
-        """Hand out a version that was written whole; returns at once."""
+    def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
+        """Hand out a version that was written whole, with its probe; returns at once."""
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
         """Return the broker's part of a checkpoint of ``version``."""

@@ -32,6 +32,7 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.trajectory import TrajectoryKey
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -232,7 +233,7 @@ class ReplayLink:
         """Return the first slot: there is no reader."""
         return 0
 
-    def publish(self, version: PolicyVersion, slot: int) -> None:
+    def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
         """Do nothing: there are no engines."""
 
     def ledger_snapshot(

@@ -18,6 +18,7 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.errors import PublishError, SupersededError
 from slipstream.wire.messages.codec import decode_relay_answer, encode
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import (
     Alive,
     EndRelay,
@@ -237,10 +238,13 @@ class RelayLink:
                     self._kill()
         return (self._opened().slot + 1) % NUM_SLOTS
 
-    async def written(self, version: PolicyVersion, slot: int) -> None:
-        """Hand over a version that is whole."""
-        memory = msgspec.structs.replace(self._opened(), whole=version, slot=slot)
-        await self._send(memory, Written(epoch=memory.epoch, version=version, slot=slot))
+    async def written(
+        self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None = None
+    ) -> None:
+        """Hand over a version that is whole, with its probe."""
+        memory = msgspec.structs.replace(self._opened(), whole=version, slot=slot, probe=probe)
+        written = Written(epoch=memory.epoch, version=version, slot=slot, probe=probe)
+        await self._send(memory, written)
 
     async def _send(self, memory: OpenMemory, request: RelayRequest) -> None:
         """Send a request to the relay; ``memory`` is the request for a new relay instead."""
