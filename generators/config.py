@@ -138,6 +138,17 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return "cuda" if usable_gpus() else "cpu"
 
     @property
+    def has_experts(self) -> bool:
+        """True if tokens of the policy go to experts."""
+        family = FAMILIES.get(str(_model_config(self.model).get("model_type")))
+        return family is not None and family.has_experts
+
+    @property
+    def num_probe_sequences(self) -> int:
+        """Sequences that the engine computes beside its answers."""
+        return self.weightbus.probe_sequences if self.weightbus.probe_every else 0
+
+    @property
     def transport(self) -> str:
         """Transport of the engine's weights."""
         return chosen(self.weightbus.transport)

@@ -52,6 +52,14 @@ class Completion:
     but the last, for which nothing was computed. None where they were not asked for."""
 
 
+class Scores(NamedTuple):
+    """Log-probabilities that an engine computes of given tokens."""
+
+    version: PolicyVersion | None  # None: the sequences were computed under several
+    logprobs: list[list[float]]  # of each sequence's tokens after its context, at temperature 1
+    num_cached: int  # tokens of one sequence that the prefix cache had, at most
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """Load of an engine; some of it may be a few tokens old."""

@@ -23,6 +23,7 @@ from slipstream.wire.messages.trajectory import (
     Transcript,
     transcript_of,
 )
+from slipstream.wire.messages.versions import PolicyVersion
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
 _TYPECODES: dict[DType, str] = {"uint8": "B", "uint16": "H", "int32": "i"}
@@ -75,6 +76,11 @@ def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:
     """Return a sibling's transcript for a reward function, as the broker would make it."""
     message, frames = submission
     return transcript_of(message.header, prompt, frames[1].decode())
+
+
+def newest_version(submissions: Sequence[Submission]) -> PolicyVersion:
+    """Return the newest version that chose a token of some siblings."""
+    return max(run.version for message, _ in submissions for run in message.header.version_runs)
 
 
 def decision_bytes(submission: Submission) -> int:

@@ -12,6 +12,8 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.lanes import lanes_of
+from slipstream.generators.probe_audit import ProbeAudit
+from slipstream.generators.probe_noise import Noise
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
@@ -23,10 +25,11 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
-from slipstream.wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError, QuarantineError, SlipstreamError
 from slipstream.wire.files.adapters import adapter_shapes
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import Job, running, unless
@@ -82,6 +85,10 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
             return
         client, welcome = connected
         cleanup.callback(client.close)
+        noise = Noise(
+            settings.dtype, has_experts=settings.has_experts, limit=settings.weightbus.probe_limit
+        )
+        audit = ProbeAudit(engine, noise)
         worker = GeneratorWorker(
             client=client,
             sampler=make_sampler(settings, engine, codec),
@@ -91,13 +98,15 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
             rewards=rewards,
             max_credits=settings.reward.credits,
             engine_patience_s=settings.weightbus.timeout_s,
+            audit=audit,
         )
-        subscriber = _subscriber(settings, name, engine, tensors, staging, worker)
+        subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit)
         worker.more_counters = subscriber.traffic.as_counters
         jobs = (
             worker.run(heartbeat_s=welcome.heartbeat_s),
             take_weights(subscriber, settings.run, client),
             watch(process),
+            audit.run(),
         )
         with health.main_loop(worker.signs, worker.missing):
             await _work(worker, jobs, stopping)
@@ -116,7 +125,23 @@ async def _work(
             await asyncio.gather(job, return_exceptions=True)
             await worker.hand_back()
         for task in done:
+            if isinstance(why := task.exception(), QuarantineError):
+                await _leave_quarantined(worker, job, why)
             task.result()
+
+
+async def _leave_quarantined(
+    worker: GeneratorWorker, job: "asyncio.Task[object]", why: QuarantineError
+) -> None:
+    """Give the work of an engine that is not trusted to others, and say why."""
+    _log.error("%s; its work goes back, and its answers since then are not sent", why)
+    job.cancel()
+    await asyncio.gather(job, return_exceptions=True)
+    try:
+        await worker.report_quarantine(str(why))
+        await worker.hand_back()
+    except SlipstreamError as error:  # the leases lapse
+        _log.warning("the broker was not told: %s", error)
 
 
 @asynccontextmanager
@@ -149,6 +174,7 @@ def _subscriber(
     tensors: TensorSet,
     staging: Staging,
     worker: GeneratorWorker,
+    audit: ProbeAudit,
 ) -> Subscriber:
     """Connect an engine to the weight bus, by a transport that reaches the learner's host."""
     bus, wanted = settings.weightbus, settings.transport
@@ -157,6 +183,15 @@ def _subscriber(
     if why:
         _log.warning("weights come over %s instead of %s: %s", FALLBACK, wanted, why)
     libraries = installed_libraries()
+
+    def pausing() -> None:
+        audit.pausing()
+        worker.pausing()
+
+    def adopted(version: PolicyVersion) -> None:
+        audit.resumed()
+        worker.adopted(version)
+
     return Subscriber(
         engine,
         join=Join(
@@ -173,8 +208,9 @@ def _subscriber(
         staging=staging,
         silence_s=bus.member_silence_s,
         fetch_timeout_s=bus.timeout_s,
-        on_pause=worker.pausing,
-        on_adopt=worker.adopted,
+        on_pause=pausing,
+        on_adopt=adopted,
+        on_probe=audit.adopted,
         key=read_client_key(Path(settings.run.key_file)) if is_far else None,
         adapters=engine if isinstance(engine, AdapterEngine) else None,
         forward=bus.forward if is_far else "",  # a learner's host has its relay

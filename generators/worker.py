@@ -16,10 +16,12 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.lanes import Booking, Lanes
+from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.rollout import (
     Sampler,
     Submission,
     decision_bytes,
+    newest_version,
     run_rollouts,
     submitted_transcript,
 )
@@ -27,6 +29,7 @@ from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
 from slipstream.wire.errors import EngineError, RefusedError
 from slipstream.wire.messages.broker import (
     Done,
+    EngineQuarantined,
     Goodbye,
     GroupsLeased,
     Heartbeat,
@@ -67,13 +70,16 @@ class GeneratorWorker:
         rewards: Rewards | None = None,
         max_credits: int = 64,
         engine_patience_s: float = 120.0,
+        audit: ProbeAudit | None = None,
     ) -> None:
         """Start without weights.
 
         An engine that failed has ``engine_patience_s`` to answer again.
         ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
-        another generator could not score; None leaves both to reward workers.
+        another generator could not score; None leaves both to reward workers. Answers are sent once
+        an ``audit`` has passed their versions; None passes all.
         """
+        self._audit = audit
         self._max_credits = max_credits
         self._engine_patience_s = engine_patience_s
         self._rewards = rewards
@@ -251,6 +257,8 @@ class GeneratorWorker:
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
             submissions = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            if self._audit is not None:  # they keep their lanes: what waits is bounded
+                await self._audit.until_proven(newest_version(submissions))
             booking.leave(len(siblings))  # scoring and sending take no lane
             await asyncio.gather(*map(score_and_send, submissions))
 
@@ -312,13 +320,24 @@ class GeneratorWorker:
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
+        counters = {**self._counters, **self.more_counters()}
+        if self._audit is not None:
+            counters |= self._audit.counters
+            gauges |= self._audit.gauges
         report = RoleReport(
             phase_seconds=self._clock.seconds(),
-            counters={**self._counters, **self.more_counters()},
+            counters=counters,
             adopted=self._adopted,
             gauges=gauges,
         )
         await self._client.ask(report, Done)
+
+    async def report_quarantine(self, why: str) -> None:
+        """Have the broker record why the engine is not trusted. Cancel ``run`` before."""
+        await self._report()
+        if self._audit is not None and self._audit.condemned is not None:
+            found = EngineQuarantined(version=self._audit.condemned, reason=why)
+            await self._client.ask(found, Done)
 
     async def hand_back(self) -> None:
         """Return every lease, because this generator ends. Cancel ``run`` before."""

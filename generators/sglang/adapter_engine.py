@@ -15,9 +15,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.engine import Completion, SamplingParams, Scores
 from slipstream.generators.sglang.adapter_versions import AdapterVersions
-from slipstream.generators.sglang.engine import SglangEngine, completion_of
+from slipstream.generators.sglang.engine import SglangEngine, completion_of, scores_of
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.adapters import CONFIG, TENSORS, AdapterFacts, adapter_config
 from slipstream.wire.files.model_files import WEIGHTS
@@ -88,6 +88,20 @@ class AdapterEngine(SglangEngine):
         finally:
             self._tidy_soon()
         return [completion_of(answer, params, len(prompt_ids), version) for answer in answers]
+
+    @override
+    async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
+        """Return logprobs under the version that is the newest now."""
+        version = self._versions.newest
+        if version is None:
+            raise EngineError("the engine has adopted no version yet")
+        body = self._scoring(sequences, num_context) | {"lora_path": version.label}
+        try:
+            with self._versions.used(version, len(sequences)):
+                answers = await self._scores(body)
+        finally:
+            self._tidy_soon()
+        return scores_of(answers, sequences, num_context, version)
 
     # ---- versions ------------------------------------------------------------
 

@@ -19,7 +19,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.generators.engine import Completion, EngineLoad, ExpertLayers, SamplingParams
+from slipstream.generators.engine import (
+    Completion,
+    EngineLoad,
+    ExpertLayers,
+    SamplingParams,
+    Scores,
+)
 from slipstream.generators.sglang.adoption import ALL_STEPS, AdoptionAnswer, AdoptionOrder, Step
 from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
@@ -147,6 +153,36 @@ class SglangEngine:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
+        return answers
+
+    async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
+        """Return the logprobs of tokens after the first ``num_context`` of each sequence.
+
+        Asked as any question is: what the prefix cache has of the context, of whichever version,
+        is used for the tokens after it. Raises EngineError without an answer.
+        """
+        answers = await self._scores(self._scoring(sequences, num_context))
+        return scores_of(answers, sequences, num_context)
+
+    def _scoring(self, sequences: Sequence[Sequence[int]], num_context: int) -> dict[str, Any]:
+        """Return the body of a request for logprobs.
+
+        SGLang takes no more from the cache than precedes the first token that is to have a logprob,
+        and gives the first one none: it would need the output at the token before.
+        """
+        return {
+            "input_ids": [list(one) for one in sequences],
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": num_context - 1,
+        }
+
+    async def _scores(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return answers that are none of those in flight: nobody waits for their tokens."""
+        answers = await self._request("POST", "/generate", body, self._load_timeout)
+        count = len(body["input_ids"])
+        if not isinstance(answers, list) or len(answers) != count:
+            raise EngineError(f"SGLang /generate: {count} scores asked, got {str(answers)[:200]}")
         return answers
 
     async def load(self) -> EngineLoad:
@@ -409,6 +445,36 @@ def completion_of(
             else _experts(answer, num_prompt_tokens + len(token_ids), params.experts_of)
         ),
     )
+
+
+def scores_of(
+    answers: Sequence[dict[str, Any]],
+    sequences: Sequence[Sequence[int]],
+    num_context: int,
+    version: PolicyVersion | None = None,
+) -> Scores:
+    """Return the logprobs in the answers; all are of ``version``, unless the engine labels them.
+
+    Raises:
+        EngineError: an answer is none, or not of its sequence.
+    """
+    versions = set() if version is None else {version}
+    logprobs: list[list[float]] = []
+    num_cached = 0
+    try:
+        for answer, tokens in zip(answers, sequences, strict=True):
+            info = answer["meta_info"]
+            rows = info["input_token_logprobs"][1:]
+            if [row[1] for row in rows] != list(tokens[num_context:]):
+                raise EngineError(f"SGLang /generate: {len(rows)} logprobs of other tokens")
+            logprobs.append([float(row[0]) for row in rows])
+            if version is None:
+                starts = version_starts(info["weight_versions"], len(answer["output_ids"]))
+                versions.update(found for _, found in starts)
+            num_cached = max(num_cached, info["cached_tokens"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineError(f"SGLang /generate: unexpected scores, {error!r}") from error
+    return Scores(versions.pop() if len(versions) == 1 else None, logprobs, num_cached)
 
 
 def _experts(answer: dict[str, Any], num_tokens: int, layers: ExpertLayers) -> NDArray[np.int32]:

@@ -57,7 +57,8 @@ def server_flags(
         "api_key": api_key,
         "device": settings.device,
         "dtype": settings.dtype,
-        "max_running_requests": generators.max_sequences,
+        # A probe is computed beside all answers, and does not wait for one to end.
+        "max_running_requests": generators.max_sequences + settings.num_probe_sequences,
         "skip_server_warmup": True,
         "disable_overlap_schedule": True,  # exact to the token, whatever happens to answers
         "enable_fp32_lm_head": True,  # logits as the learner's, which are not rounded to bfloat16

@@ -119,6 +119,7 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
     assert (run / "model" / "model.safetensors").exists()
     publishes = json.loads((run / SUMMARY).read_text())[PUBLISHES]
     assert any("generator-head/generator-0" in one["adopted_by"] for one in publishes), publishes
+    assert "is proven" in roles.log("generator")  # the head relay handed the probe on
     # Node 0 at the rendezvous, node 1 beside it, the relay; nothing on every interface.
     assert {one.address for one in seen if not one.on_loopback} == {"10.77.0.2", "10.77.0.3"}
     assert ("10.77.0.2", 29400) in {(one.address, one.port) for one in seen}

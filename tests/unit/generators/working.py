@@ -15,6 +15,7 @@ from slipstream.broker.reward_worker.scorer import Rewards
 from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.lanes import Lanes
+from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.worker import GeneratorWorker
@@ -212,6 +213,7 @@ async def working(
     cached_tokens: int = 1 << 20,
     siblings_together: bool = False,
     rewards: Rewards | None = None,
+    audit: ProbeAudit | None = None,
 ) -> AsyncIterator[Working]:
     """Have a worker work for a broker in this process; without ``lanes`` in a fixed number."""
     size = ledger.book.rules.group_size
@@ -234,6 +236,7 @@ async def working(
             siblings_together=siblings_together,
             skips_bad_prompts=False,
             rewards=rewards,
+            audit=audit,
         )
         worker.adopted(ledger.book.version)
         job = asyncio.create_task(worker.run(heartbeat_s=BEAT_S, report_every_s=BEAT_S))

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from slipstream.generators.engine import Completion, ExpertLayers, SamplingParams
-from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.engine import Completion, ExpertLayers, SamplingParams, Scores
+from slipstream.generators.sglang.engine import SglangEngine, scores_of
 from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S
 
 PROMPT = [3, 4]
@@ -125,3 +126,45 @@ def test_experts_are_those_of_layers_that_have_them():
 def test_experts_that_are_missing_or_of_other_sizes_are_an_error(info: dict[str, object]):
     with pytest.raises(EngineError, match="experts of 3 tokens in 3 layers asked, got"):
         sampled(RECORDING, answer(**info))
+
+
+def scored(
+    tokens: list[int], label: str = "v1.4", cached: int = 0, **changed: object
+) -> dict[str, Any]:
+    rows = [[None, 7, None], *([-0.5 * (i + 1), token, None] for i, token in enumerate(tokens))]
+    info = {
+        "input_token_logprobs": rows,
+        "weight_versions": [{"version": label, "start": 0, "end": 1}],
+        "cached_tokens": cached,
+    }
+    return {"output_ids": [3], "meta_info": info | changed}
+
+
+SCORED = [[9, 7, 1, 2], [8, 7, 4, 5]]
+
+
+def test_scores_are_of_the_tokens_after_the_context():
+    found = scores_of([scored([1, 2]), scored([4, 5], cached=1)], SCORED, 2)
+    assert found == Scores(PolicyVersion(1, 4), [[-0.5, -1.0], [-0.5, -1.0]], 1)
+
+
+def test_scores_under_two_versions_have_none():
+    found = scores_of([scored([1, 2]), scored([4, 5], "v1.5")], SCORED, 2)
+    assert found.version is None
+    named = scores_of([scored([1, 2], "x"), scored([4, 5], "x")], SCORED, 2, PolicyVersion(1, 7))
+    assert named.version == PolicyVersion(1, 7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (scored([4, 6]), "logprobs of other tokens"),
+        (scored([4]), "1 logprobs of other tokens"),
+        (scored([4, 5], "default"), "default"),
+        (scored([4, 5], input_token_logprobs=None), "unexpected scores"),
+        ({"meta_info": {}}, "unexpected scores"),
+    ],
+)
+def test_scores_of_something_else_are_refused(answer: dict[str, object], why: str):
+    with pytest.raises(EngineError, match=why):
+        scores_of([scored([1, 2]), answer], SCORED, 2)

@@ -1,0 +1,68 @@
+"""A generator whose engine turns positions by other angles joins a run that is under way."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_run import ROOT, TinyRun, slipstream
+from tests.support.waiting import HANG_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def with_other_rope(model: Path, other: Path) -> Path:
+    """Copy a model, with another base of its rotary embedding."""
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 100.0}))
+    return other
+
+
+def test_an_engine_that_computes_something_else_trains_nobody(short_folder: Path):
+    settings = {"run.steps": 1000, "generators.count": 1}
+    run = TinyRun(short_folder, settings)
+    try:
+        run.wait_until(lambda: run.steps() >= 1, "a step")
+        other = with_other_rope(short_folder / "model", short_folder / "other")
+        joining = subprocess.run(
+            [
+                *(sys.executable, "-m", "slipstream.generators.main"),
+                *(
+                    "--config",
+                    run.folder / "resolved.toml",
+                    "--name",
+                    "generator-9",
+                    f"run.model={other}",
+                ),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANG_S,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
+        )
+        said = joining.stdout + joining.stderr
+        assert joining.returncode == 1, said
+        assert "QuarantineError: the engine does not compute v1." in said
+        assert "its work goes back, and its answers since then are not sent" in said
+        before = run.steps()
+        run.wait_until(lambda: run.steps() > before, "a step without it")
+        shown = slipstream("versions", run.folder, "--last", 200)
+        assert "quarantined: these engines did not compute what the learner does" in shown
+        assert "generator-9  the engine does not compute v1." in shown
+        run.process.send_signal(signal.SIGTERM)
+        run.wait()
+    finally:
+        if run.process.poll() is None:
+            run.kill()
+    summary = run.summary()
+    assert (summary["quarantines"], summary["unaccounted"]) == (1, 0)
+    assert "QuarantineError" not in run.log("generator-0")
+    assert "is proven" in run.log("generator-0")
