@@ -85,7 +85,7 @@ def writes_what_it_holds(policy: "Policy", topology: "Topology", exported: Path)
     """Write a version as a publish does; return whether its bytes are those of the export."""
     from slipstream.learner.publish.weight_writer import WeightWriter
 
-    writer = WeightWriter(policy.model, topology, bucket_bytes=64 * 1024, agree=lambda text: text)
+    writer = WeightWriter(policy.model, topology, bucket_bytes=64 * 1024)
     try:
         assert writer.write(1) == "", "a parameter is not finite"  # noqa: S101
         size = writer.layout.num_bytes
