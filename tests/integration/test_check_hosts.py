@@ -84,7 +84,11 @@ class Hosts:
 
     def __init__(self, head: Host, far: Host) -> None:
         self.head, self.far = head, far
-        self.settings: dict[str, object] = {"weightbus.host": "10.77.0.1", "generators.count": 1}
+        self.settings: dict[str, object] = {
+            "weightbus.host": "10.77.0.1",
+            "weightbus.transport": "collective",
+            "generators.count": 1,
+        }
         self.before = ""  # what the shell on the second host does first
 
     def reports(self) -> tuple[HostReport, HostReport]:
