@@ -69,6 +69,7 @@ class RelayLink:
         self._one_at_a_time = asyncio.Lock()
         self._process = RelayProcess(launch)
         self._served_by = 0  # the relay that knows our memory; 0: none, slots are ours to choose
+        self._was_shown = False  # our memory, to a relay that may live and serve it
         self._memory: OpenMemory | None = None
         self._is_down = asyncio.Event()
         self._is_ending = False
@@ -132,6 +133,7 @@ class RelayLink:
     async def _start(self) -> None:
         self._served_by = 0
         process = self._process.start()
+        self._was_shown = False  # every other has ended
         patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
         answer_s = _FIRST_ANSWER_S
         while process.poll() is None and not self._is_ending:
@@ -161,6 +163,7 @@ class RelayLink:
     def _kill(self) -> None:
         self._served_by = 0
         self._process.kill()
+        self._was_shown = False
 
     # ---- for the learner -----------------------------------------------------
 
@@ -212,8 +215,8 @@ class RelayLink:
         if memory.whole is not None and memory.slot == slot:
             memory = msgspec.structs.replace(memory, whole=None)
         await self._send(memory, Writing(epoch=memory.epoch, slot=slot))
-        if not self._served_by:
-            self._kill()  # it must not read what is written now
+        if not self._served_by and self._was_shown:
+            self._kill()  # it must not read what is written now; one that starts knows no slot
 
     async def reserve(self) -> int:
         """Return the slot to write the next version into.
@@ -308,6 +311,7 @@ class RelayLink:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.connect(self._endpoint)
         socket = self._socket
+        self._was_shown |= isinstance(request, OpenMemory)
         await socket.send(encode(request))
         receiving = asyncio.ensure_future(socket.recv())
         signs = signs_of(lambda: [self._served_by]) if self._served_by else None
