@@ -76,7 +76,7 @@ class Publication:
         self._digest = ""
         self._digests: dict[Holder, str] = {}  # of the expected checksums
         self._encoded: msgspec.Raw | None = None
-        self._begun: list[asyncio.Future[Any]] = []
+        self._begun: set[asyncio.Future[Any]] = set()  # and not done
 
     @property
     def version(self) -> PolicyVersion:
@@ -91,8 +91,7 @@ class Publication:
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
         """Start to compute the result of ``manifest``."""
         if self._manifest is None or _has_failed(self._manifest):  # a part may have it now
-            self._manifest = asyncio.ensure_future(self._held_and_digested())
-            self._begun.append(self._manifest)
+            self._manifest = self._begin(asyncio.ensure_future(self._held_and_digested()))
         return self._manifest
 
     async def _held_and_digested(self) -> WeightManifest:
@@ -166,9 +165,18 @@ class Publication:
 
     def in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Start to compute something from the memory, which stays as it is until that is done."""
-        future = asyncio.ensure_future(asyncio.to_thread(work))
-        self._begun.append(future)
+        return self._begin(asyncio.ensure_future(asyncio.to_thread(work)))
+
+    def _begin(self, future: asyncio.Future[T]) -> asyncio.Future[T]:
+        """Have ``settled`` wait for it; its result is kept by whoever wants it alone."""
+        self._begun.add(future)
+        future.add_done_callback(self._ended)
         return future
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._begun.discard(future)
+        if not future.cancelled():
+            future.exception()  # retrieved, as the caller may be gone
 
     async def settled(self) -> None:
         """Wait until no computation that was started here reads the memory any more."""
