@@ -69,7 +69,7 @@ class Versions:
         folder: Path,
         *,
         digests: DigestKind = "xxh3",
-        parts: "PartsOfLearner | None" = None,
+        parts: PartsOfLearner | None = None,
         silence_s: float = math.inf,
     ) -> None:
         """Start without a version.
@@ -114,8 +114,9 @@ class Versions:
         """Serve this memory as soon as it holds a whole version.
 
         Raises:
-            PublishError: the memory cannot be mapped, is another run's, or its epoch is known with
-                another memory: two learners would publish different weights under one label.
+            PublishError: the memory cannot be mapped, is another run's, has parts that this relay
+                cannot hear of, or its epoch is known with another memory: two learners would
+                publish different weights under one label.
         """
         layout = message.layout
         run_id = message.run_id
@@ -123,6 +124,8 @@ class Versions:
             raise PublishError(
                 f"this relay serves the run with the id {self._run_id}, not {run_id}"
             )
+        if message.part_keys and self._parts is None:
+            raise PublishError("this relay was started for a learner on one host")
         self._run_id = self._run_id or run_id
         self.refuse_older(message.epoch)
         if self._sources and self._sources[-1].epoch == message.epoch:

@@ -51,6 +51,13 @@ def test_the_same_memory_may_be_shown_again_and_a_newer_epoch_brings_its_own(tmp
         versions.open(shown(mine, 1, 5))
 
 
+def test_a_relay_for_one_host_refuses_a_learner_on_several(tmp_path: Path):
+    versions, mine = Versions(tmp_path), memory()
+    with pytest.raises(PublishError, match="for a learner on one host"):
+        versions.open(replace(shown(mine, 1, 3), part_keys=("a-key",)))
+    assert versions.newest is None
+
+
 def test_a_version_keeps_its_probe_also_in_another_relay(tmp_path: Path):
     probe = ProbeLogprobs(sequences=((1, 2, 3),), logprobs=((-0.5,),), num_context=2)
     mine = memory()
