@@ -184,5 +184,5 @@ class PartRelay:
                 self._holds.release(version)
                 digests, error = {}, f"{version.label} was overwritten there"
         answer = PartHeld(command_id=command.command_id, error=error, digests=digests)
-        with suppress(zmq.Again):  # the head gives up at its deadline
+        with suppress(zmq.ZMQError):  # it is full or left: the head gives up at its deadline
             await socket.send(encode(answer), zmq.NOBLOCK)

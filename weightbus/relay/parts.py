@@ -28,6 +28,7 @@ class _Part:
     def __init__(self, state: PartState, send: Send) -> None:
         self.state = state
         self.send = send
+        self.told: Mapping[str, str] | None = None  # who may fetch
         self.waiting: dict[int, asyncio.Future[PartHeld]] = {}
 
     def gone(self, why: str) -> None:
@@ -87,10 +88,23 @@ class Parts:
             if known is not None:
                 known.gone(f"part {part} was restarted")
             _log.info("part %d of the learner is at %s", part, report.door.endpoint)
-            self._parts[part] = _Part(report, send)
-        keys = None if generator_keys is None else dict(generator_keys)
-        send(PartHeard(relay=self.relay, generator_keys=keys))
+            known = self._parts[part] = _Part(report, send)
+        self._tell(known, generator_keys)
         heard(report)
+
+    def tell(self, generator_keys: Mapping[str, str] | None) -> None:
+        """Tell the parts at once who may fetch, where that has changed: an engine has joined."""
+        for number, part in self._parts.items():
+            if part.told is not generator_keys:
+                try:
+                    self._tell(part, generator_keys)
+                except PublishError as error:
+                    _log.warning("part %d does not hear of new keys: %s", number, error)
+
+    def _tell(self, part: _Part, generator_keys: Mapping[str, str] | None) -> None:
+        keys = None if generator_keys is None else dict(generator_keys)
+        part.send(PartHeard(relay=self.relay, generator_keys=keys))
+        part.told = generator_keys
 
     def lost(self, part: int) -> None:
         """Forget a part that is silent."""
@@ -98,9 +112,19 @@ class Parts:
             _log.warning("part %d of the learner is silent", part)
             known.gone(f"part {part} is silent")
 
-    def doors(self) -> dict[int, BulkDoor]:
-        """Return where the buckets of each part are fetched."""
-        return {number: part.state.door for number, part in self._parts.items()}
+    def doors(self) -> list[BulkDoor]:
+        """Return where the buckets of parts 1, 2, ... are fetched.
+
+        Raises:
+            PublishError: a part is not there.
+        """
+        return [part.state.door for part in self._all()]
+
+    def _all(self) -> list[_Part]:
+        numbers = range(1, self.expected + 1)
+        if missing := [number for number in numbers if number not in self._parts]:
+            raise PublishError(f"parts {missing} of the learner are not there")
+        return [self._parts[number] for number in numbers]
 
     async def hold(self, version: PolicyVersion) -> dict[str, str]:
         """Have every part keep a version; return the digests of their tensors.
@@ -108,15 +132,8 @@ class Parts:
         Raises:
             PublishError: a part does not have it, or does not answer in time.
         """
-        numbers = range(1, self.expected + 1)
-        if missing := [number for number in numbers if number not in self._parts]:
-            raise PublishError(f"parts {missing} of the learner are not there")
-        parts = [self._parts[number] for number in numbers]
         answers = await asyncio.gather(
-            *(
-                self._hold(number, part, version)
-                for number, part in zip(numbers, parts, strict=True)
-            ),
+            *(self._hold(number, part, version) for number, part in enumerate(self._all(), 1)),
             return_exceptions=True,
         )
         digests: dict[str, str] = {}

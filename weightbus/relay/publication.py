@@ -11,6 +11,7 @@ from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.engine_checksums import Holder, digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
+from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode_manifest
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
@@ -35,8 +36,12 @@ class PartsOfLearner(Protocol):
         """Have the parts keep it no longer."""
         ...
 
-    def doors(self) -> dict[int, BulkDoor]:
-        """Return where the buckets of each part are fetched."""
+    def doors(self) -> list[BulkDoor]:
+        """Return where the buckets of parts 1, 2, ... are fetched.
+
+        Raises:
+            PublishError: a part is not there.
+        """
         ...
 
 
@@ -97,7 +102,10 @@ class Publication:
     async def _held_and_digested(self) -> WeightManifest:
         own = self._begin_own()
         others = await self.parts.hold(self.version) if self.parts is not None else {}
-        return with_digests(self.snapshot.layout, self.version, {**others, **await own})
+        digests, layout = {**others, **await own}, self.snapshot.layout
+        if missing := [spec.name for spec in layout.tensors if spec.name not in digests]:
+            raise PublishError(f"no part has a digest of {missing[0]}")
+        return with_digests(layout, self.version, digests)
 
     async def digests(self) -> dict[str, str]:
         """Return the digests of what this relay has of the version."""
@@ -111,11 +119,13 @@ class Publication:
         """Return where an engine fetches each part; none if all is in this relay's memory.
 
         ``own`` is this relay's door for it.
+
+        Raises:
+            PublishError: a part is not there.
         """
         if self.parts is None:
             return []
-        others = self.parts.doors()
-        return [(own,), *((others[number],) for number in sorted(others))]
+        return [(own,), *((door,) for door in self.parts.doors())]
 
     def released(self) -> None:
         """Note that no engine fetches it now: other parts need not keep it."""

@@ -297,6 +297,8 @@ class Publisher:
             traffic=self.traffic,
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
+        if self._parts is not None and self._remote is not None and sender.key:
+            self._parts.tell(self._remote.holders)  # it fetches from them next
         self._members[name] = self._by_place[member.place] = member
         seat = Seat(
             name,
