@@ -361,7 +361,7 @@ class Publisher:
             for member in [m for m in self._members.values() if m.key]:
                 if remote is not None and remote.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
-            await self._close_doors()
+            self._close_doors()
 
     async def _admit_parts(self, parts: Parts, remote: RemoteListener) -> None:
         """Admit the parts of the newest learner as soon as it names them: one refused waits."""
@@ -448,13 +448,13 @@ class Publisher:
             before.serves = None
             self._closing.append(before)
 
-    async def _close_doors(self) -> None:
+    def _close_doors(self) -> None:
         """Tell members whose successors have left that they serve nobody."""
         closing, self._closing = self._closing, []
         for member in closing:
             if member.serves is None and (newest := self._versions.newest) is not None:
-                with suppress(PublishError):  # it is gone
-                    await member.send(lambda n: Admit(command_id=n, version=newest, keys=()))
+                with suppress(PublishError):  # it is gone; its outcome decides nothing
+                    member.send(lambda n: Admit(command_id=n, version=newest, keys=()))
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
         """Bring members to a version; the record and the fleet get the results."""
