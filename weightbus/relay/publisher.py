@@ -470,6 +470,7 @@ class Publisher:
             if self._parts is not None and not await self._is_held(reading):
                 self._alone.pop(serving.seats[0], None)
                 self._fleet.postponed(serving, self._now())
+                self._decide()
                 return
             record = await Transaction(reading.publication, members, transport, check_every).run()
             self._alone.pop(serving.seats[0], None)

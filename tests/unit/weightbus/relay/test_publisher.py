@@ -1,0 +1,77 @@
+"""When a relay serves a member again, without another event."""
+
+import asyncio
+from pathlib import Path
+
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import Libraries
+from slipstream.weightbus.relay.parts import Parts
+from slipstream.weightbus.relay.publisher import Publisher, Sender
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.parts import PartState
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import BulkDoor, Join, PublishRecord
+from tests.support.waiting import NEVER_S, until_async
+
+LAYOUT = plan_layout([TensorSpec("w", "float32", (4,))], bucket_bytes=64)
+VERSION = PolicyVersion(1, 3)
+
+
+class LosingParts(Parts):
+    """Parts that do not have what they reported."""
+
+    num_holds = 0
+
+    async def hold(self, version: PolicyVersion) -> dict[str, str]:
+        self.num_holds += 1
+        raise PublishError(f"{version.label} is not whole there")
+
+
+class NoRouter:
+    """Sends nothing."""
+
+    def send(self, _peer: bytes, *_frames: object) -> None:
+        raise AssertionError("no engine is touched before every part keeps the version")
+
+
+async def forget(_record: PublishRecord) -> None:
+    pass
+
+
+def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event(tmp_path: Path):
+    async def body() -> None:
+        parts = LosingParts(relay="head", timeout_s=NEVER_S)
+        versions = Versions(tmp_path, parts=parts)
+        memory = SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
+        versions.open(
+            OpenMemory(
+                epoch=1,
+                path=memory.path,
+                layout=LAYOUT,
+                num_slots=3,
+                whole=VERSION,
+                part_keys=("a-key",),
+            )
+        )
+        door = BulkDoor(endpoint="tcp://10.0.0.2:5600", key="k")
+        versions.heard(
+            PartState(part=1, epoch=1, incarnation="first", door=door, whole=(VERSION,)), 0.0
+        )
+        publisher = Publisher(
+            WeightBusSection(), versions, on_record=forget, libraries=Libraries("2"), parts=parts
+        )
+        join = Join(name="g", incarnation="one", device="cpu", torch_version="2", transport="tcp")
+        publisher._joined(Sender(b"peer", NoRouter(), "", ""), join)  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(publisher._serve_due(group))
+            await until_async(lambda: parts.num_holds == 2)
+            serving.cancel()
+        (state,) = publisher.states()
+        assert (state.state, state.reason) == ("behind", "")
+
+    asyncio.run(body())
