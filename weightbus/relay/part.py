@@ -59,6 +59,7 @@ class PartRelay:
         self._stop = stop
         self._incarnation = secrets.token_hex(8)
         self._holds = Holds(linger_s=linger_s)
+        versions.held = lambda: self._holds.held(time.monotonic())
         self._head: ServeHead | None = None
         self._moved = asyncio.Event()  # the head is another
         self._last_message_s = 0.0  # of the head, monotonic
@@ -124,6 +125,7 @@ class PartRelay:
                 )
             finally:
                 socket.close()
+            self._versions.let_go()  # holds of a head that is silent lapse
 
     async def _silence(self) -> None:
         """Return once the head is silent."""
@@ -161,6 +163,7 @@ class PartRelay:
                 case PartHeard(relay=relay, generator_keys=keys):
                     if self._holds.heard(relay, time.monotonic()):
                         _log.info("another head relay leads the publishes now")
+                        self._versions.let_go()
                     if keys is not None:  # those of a head before are good until then
                         self._listener.admit(keys)
                 case Hold():
@@ -169,6 +172,7 @@ class PartRelay:
                     task.add_done_callback(self._answering.discard)
                 case Release(version=version):
                     self._holds.release(version)
+                    self._versions.let_go()
 
     async def _hold(self, socket: zmq.asyncio.Socket, command: Hold) -> None:
         """Answer with the digests of a version that is whole here, and still is then."""

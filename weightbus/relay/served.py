@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from slipstream.weightbus.relay.publication import PartsOfLearner, Publication
@@ -89,6 +89,8 @@ class Versions:
         self._sources: list[_LearnerMemory] = []  # the newest learner's last; an old one till idle
         self._reading: Counter[Publication] = Counter()
         self._changed = asyncio.Event()
+        self.held: Callable[[], Collection[PolicyVersion]] = frozenset
+        """Returns what another relay's engines fetch here, at a part."""
 
     @property
     def newest(self) -> PolicyVersion | None:
@@ -209,10 +211,22 @@ class Versions:
             snapshot, pin=source.memory.pin, digests=self._digests, parts=parts, probe=probe
         )
         source.publications[slot] = publication
-        for old in self._sources[:-1]:
-            old.memory.close()
-        self._sources = self._sources[-1:]  # transactions of an old one keep their source
+        self.let_go()
         self.wake()
+
+    def let_go(self) -> None:
+        """Let go of the memories of former learners, once the newest has written a version.
+
+        Transactions of this relay keep their source; one with a version that is held stays.
+        """
+        former = self._sources[:-1]
+        if not former or not self._sources[-1].publications:
+            return
+        held = self.held()
+        for old in former:
+            if not any(one.version in held for one in old.publications.values()):
+                old.memory.close()
+                self._sources.remove(old)
 
     def read(self) -> "Reading | None":
         """Return the newest version, which is kept from being overwritten until its ``end``.

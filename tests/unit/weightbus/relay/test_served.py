@@ -58,6 +58,24 @@ def test_a_relay_for_one_host_refuses_a_learner_on_several(tmp_path: Path):
     assert versions.newest is None
 
 
+def test_a_former_learners_version_stays_at_a_part_while_it_is_held(tmp_path: Path):
+    versions, mine, next_one = Versions(tmp_path), memory(), memory()
+    before, held = PolicyVersion(1, 3), {PolicyVersion(1, 3)}
+    versions.held = lambda: held
+    versions.open(shown(mine, 1, 3))
+    versions.open(replace(shown(next_one, 2, 4), whole=None))
+    held.clear()
+    versions.let_go()
+    assert versions.newest == before  # there is no other yet
+    held.add(before)
+    versions.written(2, 0, PolicyVersion(2, 4))
+    assert versions.newest == PolicyVersion(2, 4)
+    assert versions.find(before) is not None
+    held.clear()
+    versions.let_go()
+    assert versions.find(before) is None
+
+
 def test_a_version_keeps_its_probe_also_in_another_relay(tmp_path: Path):
     probe = ProbeLogprobs(sequences=((1, 2, 3),), logprobs=((-0.5,),), num_context=2)
     mine = memory()
