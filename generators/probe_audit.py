@@ -138,7 +138,9 @@ class ProbeAudit:
         is_new = self._scored is None or self._scored < found
         is_first = is_new and not self._is_unsure and num_pauses == self._num_pauses
         self._scored, self._is_unsure = found, False
-        if found not in self._probes or (self._passed is not None and found <= self._passed):
+        # One that was proven is pending again after a repair.
+        is_due = found == self._pending or self._is_open(found)
+        if found not in self._probes or not is_due:
             return f"the engine computed it under {found.label}"
         self._judge(found, self._probes[found], scores, is_first=is_first)
         return ""

@@ -180,6 +180,23 @@ def test_an_engine_that_never_answers_for_its_version_is_quarantined():
     asyncio.run(scenario())
 
 
+def test_a_proven_version_that_is_adopted_again_is_proven_again():
+    """As after an Adopt whose outcome came too late: the relay repairs the engine."""
+
+    async def scenario() -> None:
+        async with audited() as it:
+            for num_probes in (1, 2):
+                it.audit.adopted(version(0), probe(-1.0))
+                it.engine.computes(-1.0, 0)
+                await until_async(lambda: it.audit.counters["probes"] == num_probes)  # noqa: B023
+            assert not await it.waits(0)
+            it.audit.adopted(version(0), probe(-1.0))
+            it.engine.computes(-1.25, 0)
+            assert "differ by 0.25 nats" in await it.verdict()
+
+    asyncio.run(scenario())
+
+
 def test_versions_without_a_probe_are_passed():
     async def scenario() -> None:
         async with audited() as it:
