@@ -131,7 +131,7 @@ def server(model: Path, mode: Mode, **sglang: bool) -> Iterator[SglangProcess]:
                     "max_sequences": SEQUENCES,
                     "sglang": sglang,
                 },
-                "weightbus": {"in_flight": mode},
+                "weightbus": {"in_flight": mode, "probe_every": 0},  # which has lanes of its own
             }
         )
         process = SglangProcess.start(settings, "generator-0")
