@@ -123,7 +123,9 @@ def test_a_host_that_is_lost_in_mid_write_leaves_engines_the_version_before(two_
     assert bus.labels("b") == ["v2.3"]
 
 
-def test_a_part_relay_that_is_killed_is_replaced_by_one_with_the_newest_version(two_hosts: HostsBus):
+def test_a_part_relay_that_is_killed_is_replaced_by_one_with_the_newest_version(
+    two_hosts: HostsBus,
+):
     bus = two_hosts.bus
     two_hosts.start("a")
     bus.publish(1)
