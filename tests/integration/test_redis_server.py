@@ -764,7 +764,7 @@ def test_the_append_only_file_stays_bounded(folder: Path, binary: Path):
                 await store.commit(changes)
                 peak_bytes = max(peak_bytes, (await store.figures())["aof_bytes"])
                 await until_async(is_rewritten)  # what is written meanwhile is in the new file
-            assert peak_bytes < 75_000_000
+            assert peak_bytes < 110_000_000, "of 150; Redis looks ten times a second"
             assert (await store.figures())["memory_bytes"] < 40_000_000
 
     with running(launch(folder, fsync="no", binary=binary)) as server:

@@ -135,13 +135,16 @@ class WeightBus:
     @property
     def relay(self) -> int:
         """Return the process of the relay, 0 if there was none yet."""
-        with suppress(OSError, ValueError):
-            return int((self.folder / "sockets" / "relay.lock").read_text())
+        return self._pid_in("relay.lock")
+
+    def _pid_in(self, lock: str) -> int:
+        with suppress(OSError, ValueError):  # it is written anew by the next relay
+            return int((self.folder / "sockets" / lock).read_text())
         return 0
 
     def part(self, number: int) -> int:
-        """Return the process of the relay of another host than the first."""
-        return int((self.folder / "sockets" / f"relay-{number}.lock").read_text())
+        """Return the process of the relay of another host than the first, 0 between two."""
+        return self._pid_in(f"relay-{number}.lock")
 
     def kill_at(self, number: int, count: int) -> Path:
         """Have the relay of a host killed at a message, counted from now; then the file is gone."""
