@@ -34,7 +34,7 @@ from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
 from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective, text_of
 from slipstream.learner.nodes.watch import NodeWatch
-from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.learner.starting_policy import start_policy
@@ -329,13 +329,14 @@ def _head_door(settings: LearnerSettings, place: Place, rank: int) -> Iterator[H
 @contextmanager
 def _open_part(
     settings: LearnerSettings, place: Place, launch: Launch, door: HeadDoor | None, rank: int
-) -> Iterator[PartRelay | None]:
+) -> Iterator[PartLink | None]:
     """Open the relay of a host's part on its first rank, but on rank 0, whose is the head."""
     if door is None or rank == 0 or launch.replay is not None:
         yield None
         return
     relay = _relay_launch(settings, place, launch.relay)
-    with PartRelay(settings.run, relay, door) as part:
+    with BackgroundLoop() as loop:
+        part = PartLink(loop, settings.run, relay, door)
         try:
             yield part
         except SystemExit:  # stopped at once

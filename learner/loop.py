@@ -34,7 +34,7 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model import device
 from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.contents import AdaptersAlone, Contents, WholeModel
 from slipstream.learner.publishing import Publishing
 from slipstream.learner.record.profiling import StepProfiler
@@ -74,7 +74,7 @@ class LearnerLoop:
         coordinator: Coordinator,
         clock: PhaseClock,
         *,
-        part: PartRelay | None = None,
+        part: PartLink | None = None,
         observe_saves: Callable[[Stage], None] = ignore,
     ) -> None:
         """Prepare to train; one rank of each replica has a ``link`` that payloads come from.

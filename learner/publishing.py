@@ -4,7 +4,7 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.contents import Contents
 from slipstream.learner.publish.weight_writer import WeightWriter
 from slipstream.wire.errors import PublishError
@@ -24,7 +24,7 @@ class Publishing:
         bucket_bytes: int,
         contents: Contents,
         in_parts: bool,
-        part: PartRelay | None,
+        part: PartLink | None,
         epoch: int,
     ) -> None:
         """Make the memories and start the relays.

@@ -23,11 +23,6 @@ class Slots:
         whole = [(v, slot) for slot, v in enumerate(self._versions) if v is not None]
         return max(whole)[1] if whole else None
 
-    @property
-    def version_of_newest(self) -> PolicyVersion | None:
-        """The newest whole version."""
-        return max((v for v in self._versions if v is not None), default=None)
-
     def version(self, slot: int) -> PolicyVersion | None:
         """Return the whole version in a slot."""
         return self._versions[slot]

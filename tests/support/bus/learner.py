@@ -4,14 +4,13 @@ import argparse
 import dataclasses
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from slipstream.learner.batches.background import BackgroundLoop
-from slipstream.learner.part_relay import PartRelay
+from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
@@ -54,10 +53,9 @@ def main() -> None:
     folder, epoch, door = arguments.folder, arguments.epoch, HeadDoor(HashStore())
     launch = launch_of(arguments)
     run = RunSection(socket_dir=str(folder / "sockets"))
-    with ExitStack() as stack:
-        loop = stack.enter_context(BackgroundLoop())
+    with BackgroundLoop() as loop:
         parts = [
-            stack.enter_context(PartRelay(run, dataclasses.replace(launch, part=number), door))
+            PartLink(loop, run, dataclasses.replace(launch, part=number), door)
             for number in range(1, arguments.parts)
         ]
 

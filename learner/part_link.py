@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-from types import TracebackType
-from typing import Self
 
 import zmq
 
@@ -21,13 +19,15 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 
 
-class PartRelay:
-    """A thread without a loop's view of it. Use as a context manager."""
+class PartLink:
+    """A thread without a loop's view of it."""
 
-    def __init__(self, run: RunSection, launch: RelayLaunch, head: HeadDoor) -> None:
+    def __init__(
+        self, loop: BackgroundLoop, run: RunSection, launch: RelayLaunch, head: HeadDoor
+    ) -> None:
         """Prepare to start a relay, which proves a key of its own to the head."""
         run.make_socket_folder()
-        self._loop = BackgroundLoop()
+        self._loop = loop
         self._link = RelayLink(run.endpoint(part_name(launch.part)), launch)
         self._part = launch.part
         self._head = head
@@ -35,18 +35,6 @@ class PartRelay:
         self.public = public.decode()
         """Its public key (Z85)."""
         self._secret = secret.decode()
-
-    def __enter__(self) -> Self:
-        self._loop.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._loop.__exit__(kind, error, trace)
 
     def open(self, path: str, layout: WeightManifest, *, epoch: int, run_id: str) -> None:
         """Start the relay, with the place of this host's part."""
