@@ -133,8 +133,8 @@ def wait_for_process(job: Job, name: str) -> psutil.Process:
         assert job.process.poll() is None, job.logs()
         for process in psutil.Process(job.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                words = process.cmdline()
-                if any("start-generator" in word for word in words) and name in words:
+                words = process.cmdline()  # of srun too, which has not noted the step at first
+                if words[1:2] and words[1].endswith("/start-generator") and name in words:
                     found.append(process)
         return bool(found)
 
