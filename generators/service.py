@@ -188,9 +188,9 @@ def _subscriber(
         audit.pausing()
         worker.pausing()
 
-    def adopted(version: PolicyVersion) -> None:
+    def adopted(version: PolicyVersion, stood_s: float | None) -> None:
         audit.resumed()
-        worker.adopted(version)
+        worker.adopted(version, stood_s)
 
     return Subscriber(
         engine,

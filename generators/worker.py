@@ -106,19 +106,25 @@ class GeneratorWorker:
     def pausing(self) -> None:
         """The engine is about to stop for new weights."""
         self._paused = True
-        self._enter_phase()
+        self._clock.enter_within("adopt")
 
-    def adopted(self, version: PolicyVersion) -> None:
-        """The engine runs ``version``."""
+    def adopted(self, version: PolicyVersion, stood_s: float | None = None) -> None:
+        """The engine runs ``version``, and stood still for this long; None is since ``pausing``.
+
+        An engine that computes a batch generates until it is done, and again before its answer is
+        here.
+        """
         self._adopted = version
         self._paused = False
+        if stood_s is not None:
+            self._clock.settle(stood_s)
         self._situation_changed.set()
         self._enter_phase()
         _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
 
     def _enter_phase(self) -> None:
-        phase = "adopt" if self._paused else "generate" if self._groups else WAIT
-        self._clock.enter(phase)
+        if not self._paused:
+            self._clock.enter("generate" if self._groups else WAIT)
 
     # ---- health --------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Bus(Source):
             silence_s=TIMEOUT_S,
             fetch_timeout_s=TIMEOUT_S,
             on_pause=lambda: None,
-            on_adopt=lambda _version: None,
+            on_adopt=lambda _version, _stood_s: None,
         )
 
 

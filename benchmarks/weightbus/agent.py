@@ -133,7 +133,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         silence_s=20.0,
         fetch_timeout_s=20.0,
         on_pause=lambda: None,
-        on_adopt=lambda version: _report(step=version.step, at_s=time.monotonic()),
+        on_adopt=lambda version, _stood_s: _report(step=version.step, at_s=time.monotonic()),
     )
     sockets = arguments.folder / "sockets"
     _report(joins=True, at_s=time.monotonic())

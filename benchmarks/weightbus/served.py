@@ -158,7 +158,7 @@ class ServedBus:
             silence_s=30,
             fetch_timeout_s=30,
             on_pause=lambda: None,
-            on_adopt=lambda _version: None,
+            on_adopt=lambda _version, _stood_s: None,
         )
 
     async def publish(self) -> tuple[float, PublishRecord]:

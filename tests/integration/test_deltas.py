@@ -127,7 +127,7 @@ class Agent:
             silence_s=NEVER_S,
             fetch_timeout_s=NEVER_S,
             on_pause=lambda: None,
-            on_adopt=lambda _version: None,
+            on_adopt=lambda _version, _stood_s: None,
         )
 
     async def adopts(self, step: int) -> None:

@@ -115,7 +115,7 @@ class Bus:
             silence_s=NEVER_S,
             fetch_timeout_s=NEVER_S,
             on_pause=self._paused,
-            on_adopt=lambda _version: None,
+            on_adopt=lambda _version, _stood_s: None,
             adapters=engine,
         )
         specs = [tensor_spec(name, tensor) for name, tensor in self.random(0).items()]

@@ -76,7 +76,7 @@ async def _publish_one(folder: Path, transport: str) -> tuple[PublishRecord, str
         silence_s=NEVER_S,
         fetch_timeout_s=NEVER_S,
         on_pause=lambda: None,
-        on_adopt=lambda _version: None,
+        on_adopt=lambda _version, _stood_s: None,
     )
     address = RelayAddress(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
     tasks = [

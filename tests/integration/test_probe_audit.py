@@ -198,7 +198,7 @@ class Bus:
             silence_s=NEVER_S,
             fetch_timeout_s=NEVER_S,
             on_pause=self.audit.pausing,
-            on_adopt=lambda _version: self.audit.resumed(),
+            on_adopt=lambda _version, _stood_s: self.audit.resumed(),
             on_probe=self.audit.adopted,
             adapters=engine if isinstance(engine, AdapterEngine) else None,
         )

@@ -93,7 +93,7 @@ class Bus:
             silence_s=NEVER_S,
             fetch_timeout_s=NEVER_S,
             on_pause=lambda: None,
-            on_adopt=lambda _version: None,
+            on_adopt=lambda _version, _stood_s: None,
             on_probe=lambda version, probe: self.probes.append((version, probe)),
         )
         self._layout: WeightManifest

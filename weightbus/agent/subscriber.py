@@ -17,7 +17,7 @@ from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.forward import Forwarder
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
-from slipstream.weightbus.agent.updates import EngineUpdates, OnProbe, Order, ignore
+from slipstream.weightbus.agent.updates import EngineUpdates, OnAdopt, OnProbe, Order, ignore
 from slipstream.weightbus.net.curve import connect, num_connections
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.engine_checksums import holder_of
@@ -46,7 +46,7 @@ class Subscriber:
         silence_s: float,
         fetch_timeout_s: float,
         on_pause: Callable[[], None],
-        on_adopt: Callable[[PolicyVersion], None],
+        on_adopt: OnAdopt,
         on_probe: OnProbe = ignore,
         key: ClientKey | None = None,
         adapters: EngineAdapters | None = None,
@@ -58,11 +58,11 @@ class Subscriber:
 
         A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
         ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
-        generates with from now on, ``on_probe`` right after it, once per adopted version, with what
-        the learner computed under it. The caller closes ``staging``. ``key`` is proved to a relay
-        on another host. ``adapters`` is the engine if its versions are adapters. At ``forward``
-        (tcp://ADDRESS:PORT) other engines may get the buckets that this one has; ``connections`` go
-        to each place where buckets are, 0 chooses.
+        generates with from now on (see ``EngineUpdates``), ``on_probe`` right after it, once per
+        adopted version, with what the learner computed under it. The caller closes ``staging``.
+        ``key`` is proved to a relay on another host. ``adapters`` is the engine if its versions are
+        adapters. At ``forward`` (tcp://ADDRESS:PORT) other engines may get the buckets that this
+        one has; ``connections`` go to each place where buckets are, 0 chooses.
         """
         self._join = join
         self._silence_s = silence_s

@@ -38,6 +38,7 @@ Order: TypeAlias = (
 )
 
 
+OnAdopt: TypeAlias = Callable[[PolicyVersion, float | None], None]
 OnProbe: TypeAlias = Callable[[PolicyVersion, ProbeLogprobs | None], None]
 
 
@@ -55,11 +56,15 @@ class EngineUpdates:
         tensors: TensorSet,
         staging: Staging,
         on_pause: Callable[[], None],
-        on_adopt: Callable[[PolicyVersion], None],
+        on_adopt: OnAdopt,
         on_probe: OnProbe = ignore,
         holder: Holder | None = None,
     ) -> None:
-        """Control an engine with this layout of tensors; None is one rank on a CPU."""
+        """Control an engine with this layout of tensors; ``holder`` None is one rank on a CPU.
+
+        ``on_adopt`` gets the version that the engine generates with, and for how many seconds the
+        engine stood still for it, None if that is all the time since ``on_pause``.
+        """
         self._engine = engine
         self._holder = holder or Holder()
         self._tensors = tensors
@@ -199,7 +204,8 @@ class EngineUpdates:
         adoption = await self._swap(received, version, digest)
         if adoption.differing:
             check_same(expected or {}, adoption.differing)
-        self._generates(version, command.probe)
+        stood_s = sum(adoption.phase_seconds.values())
+        self._generates(version, command.probe, stood_s)
         return Outcome(
             command_id=command.command_id,
             num_in_flight=adoption.num_in_flight,
@@ -216,12 +222,14 @@ class EngineUpdates:
         self._staging.may_be_read = False
         return adoption
 
-    def _generates(self, version: PolicyVersion, probe: ProbeLogprobs | None) -> None:
+    def _generates(
+        self, version: PolicyVersion, probe: ProbeLogprobs | None, stood_s: float | None = None
+    ) -> None:
         """Record that the engine generates with a whole version."""
         self._is_torn = self.is_paused = False
         self.adopted = self._before = version
         self.failures.clear()
-        self._on_adopt(version)
+        self._on_adopt(version, stood_s)
         self._on_probe(version, probe)
 
     async def _verify(self, command: Verify) -> Outcome:
@@ -291,7 +299,7 @@ class EngineUpdates:
             else:
                 self.is_paused = False
                 self.adopted = self._before
-                self._on_adopt(self._before)
+                self._on_adopt(self._before, None)
 
     @property
     def _offered(self) -> WeightManifest:

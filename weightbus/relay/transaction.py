@@ -107,7 +107,7 @@ class Transaction:
         names = {
             Phase.OFFER: "offer",
             Phase.PREPARE: self._transport.prepare_phase,
-            Phase.ADOPT: "commit",  # and what agents report of the phases before
+            Phase.ADOPT: "order",  # besides what agents report of it
             Phase.PREPARE_AGAIN: "pause",
             Phase.LOAD: self._transport.load_phase,
             Phase.VERIFY: "verify",

@@ -250,7 +250,8 @@ AgentMessage: TypeAlias = Join | Leave | Outcome
 
 
 PUBLISH_PHASES = (  # in their order
-    *("digest", "offer", "group", "receive", "expect", "pause"),
+    # `order` is the way to a staged engine and back, and its wait for the batch that is computed.
+    *("digest", "offer", "group", "receive", "expect", "order", "pause"),
     *("transfer", "load", "verify", "commit"),
 )
 

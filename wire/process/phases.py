@@ -8,6 +8,9 @@ WAIT = "wait"
 PHASE_TIME = "time/phase/"  # before the name of a phase, in a learner step's figures
 
 
+_OPEN_S = 1.0
+
+
 class PhaseClock:
     """Adds up seconds by phase. A role is always in one phase; ``wait`` is idleness."""
 
@@ -16,6 +19,7 @@ class PhaseClock:
         self._phase = WAIT
         self._since = now()
         self._seconds: dict[str, float] = {WAIT: 0.0}
+        self._around = ""  # the phase around one that is not settled
         self.num_changes = 0  # of phase
 
     def enter(self, phase: str) -> str:
@@ -23,9 +27,30 @@ class PhaseClock:
         now = self._now()
         before = self._phase
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        self._phase, self._since, self._around = phase, now, ""
         self.num_changes += 1
         return before
+
+    def enter_within(self, phase: str) -> None:
+        """Switch to ``phase``, of which ``settle`` says later how much of the time it had.
+
+        The rest is of the phase before. Until then a second of it is nobody's: ``seconds`` never
+        takes back what it has counted. Without ``settle`` all of it is of ``phase``.
+        """
+        around = self._around if phase == self._phase else self._phase
+        self.enter(phase)
+        self._around = around
+
+    def settle(self, seconds: float) -> None:
+        """Count this much since ``enter_within``, at most, and return to the phase before."""
+        around = self._around
+        if not around:
+            return
+        elapsed = self._now() - self._since
+        owned = min(elapsed, max(seconds, elapsed - _OPEN_S))
+        self._seconds[around] = self._seconds.get(around, 0.0) + elapsed - owned
+        self._since += elapsed - owned
+        self.enter(around)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,7 +65,8 @@ class PhaseClock:
         """Return the seconds spent so far in each phase, the current one included."""
         seconds = dict(self._seconds)
         phase, since = self._phase, self._since
-        seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self._now() - since)
+        nobodys = _OPEN_S if self._around else 0.0
+        seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self._now() - since - nobodys)
         return seconds
 
 

@@ -77,7 +77,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         silence_s=NEVER_S,
         fetch_timeout_s=NEVER_S,
         on_pause=lambda: _log.info("paused"),
-        on_adopt=lambda version: _log.info("adopted %s", version.label),
+        on_adopt=lambda version, _stood_s: _log.info("adopted %s", version.label),
         key=read_client_key(arguments.key_file) if arguments.key_file else None,
     )
     sockets = folder / "sockets"

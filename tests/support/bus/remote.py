@@ -172,7 +172,7 @@ def agent(
         silence_s=NEVER_S,
         fetch_timeout_s=fetch_timeout_s,
         on_pause=lambda: None,
-        on_adopt=lambda _version: None,
+        on_adopt=lambda _version, _stood_s: None,
         key=key,
         forward=forward,
         connections=connections,

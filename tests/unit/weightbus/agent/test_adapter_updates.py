@@ -72,7 +72,7 @@ class Agent:
             tensors=TensorSet({SPEC.name: SPEC.shape}, "float32"),
             staging=Staging(folder, "a"),
             on_pause=self._paused,
-            on_adopt=self.adopted.append,
+            on_adopt=lambda version, _stood_s: self.adopted.append(version),
             on_probe=lambda version, probe: self.probes.append((version, probe)),
         )
         self._folder = folder

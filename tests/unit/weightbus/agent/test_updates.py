@@ -52,7 +52,7 @@ class Agent:
             tensors=TensorSet({name: tuple(t.shape) for name, t in tensors.items()}, "float32"),
             staging=self.staging,
             on_pause=lambda: self.told.append("pause"),
-            on_adopt=lambda version: self.told.append(f"adopt {version.label}"),
+            on_adopt=lambda version, _stood_s: self.told.append(f"adopt {version.label}"),
             on_probe=self._on_probe,
         )
         self._folder = folder
