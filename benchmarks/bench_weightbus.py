@@ -27,6 +27,7 @@ from benchmarks.weightbus.served import (
     measure_control,
     measure_end_to_end,
     measure_loss,
+    measure_probe,
     sglang,
 )
 from benchmarks.weightbus.wire_phase import RAW_BUCKETS, WireFigures, measure_wire
@@ -38,6 +39,8 @@ NEEDS_LOSS = 0.02
 NEEDS_LATE_JOIN = 1.3
 NEEDS_CONTROL_MS = 15.0
 NEEDS_MANY_CPU_S = 0.5
+NEEDS_PROBE_SHARE = 0.01
+PUBLISH_EVERY_S = 10.0
 MANY = 1_000
 _FREE_FOR_1B = 12 * 1024**3
 _EXAMPLES = """examples:
@@ -130,6 +133,7 @@ class Bench:
         with sglang(smollm2=False) as server:
             self._control(server)
             self._end_to_end(server, "tiny policy", epoch=10, has_bars=True)
+            self._probe(server, "tiny policy", "probe_tiny")
             self._generation(server)
 
     def served_smollm2(self) -> None:
@@ -139,6 +143,7 @@ class Bench:
         _show("served: SGLang starts with 135M parameters")
         with sglang(smollm2=True) as server:
             self._end_to_end(server, "135M parameters in bfloat16", epoch=1)
+            self._probe(server, "135M parameters in bfloat16", "probe_135m")
 
     def _control(self, server: Server) -> None:
         _show("control calls")
@@ -165,6 +170,17 @@ class Bench:
         for transport in ("collective", "tcp") if has_bars else ():
             control_ms = 1e3 * statistics.median(figures.seconds[transport])
             self.bars.at_most(f"control_{transport}", control_ms, "ms", needs=NEEDS_CONTROL_MS)
+
+    def _probe(self, server: Server, name: str, bar: str) -> None:
+        seconds = measure_probe(server, rounds=3 if self._quick else 21)
+        self._row(f"the probe of a version, {name}: ms", spread(seconds, unit=1e3, digits=1))
+        share = statistics.median(seconds) / PUBLISH_EVERY_S
+        self.bars.at_most(
+            bar,
+            share,
+            f"of an engine's time, at one publish per {PUBLISH_EVERY_S:g} s",
+            needs=NEEDS_PROBE_SHARE,
+        )
 
     def _generation(self, server: Server) -> None:
         _show("generation under constant load")

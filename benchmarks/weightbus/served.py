@@ -28,6 +28,7 @@ from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.learner.batches.probe_sequences import probe_sequences
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
@@ -270,6 +271,40 @@ async def _median_s(what: Callable[[], Coroutine[Any, Any, None]], rounds: int) 
 def measure_control(server: Server, *, rounds: int) -> ControlFigures:
     """Count the messages of one publish over a collective, and time what does nothing."""
     return asyncio.run(_control(server, rounds))
+
+
+# ---- the probe -----------------------------------------------------------------
+
+
+def measure_probe(server: Server, *, rounds: int) -> list[float]:
+    """Return the seconds that an engine without other work takes for the probe of a version.
+
+    A probe has the default size, and other tokens each time: none of it is in the prefix cache.
+    """
+    return asyncio.run(_probe(server, rounds))
+
+
+async def _probe(server: Server, rounds: int) -> list[float]:
+    bus = WeightBusSection()
+    vocabulary = json.loads((server.model / "config.json").read_bytes())["vocab_size"]
+    engine = SglangEngine(
+        server.process.url, server.process.api_key, request_timeout_s=60, control_timeout_s=60
+    )
+    spent = []
+    try:
+        for number in range(rounds + 1):
+            sequences = probe_sequences(
+                str(number),
+                vocab_size=vocabulary,
+                count=bus.probe_sequences,
+                length=bus.probe_tokens,
+            )
+            began_s = time.monotonic()
+            await engine.score(sequences, num_context=bus.probe_tokens // 2)
+            spent.append(time.monotonic() - began_s)
+    finally:
+        await engine.close()
+    return spent[1:]  # the first makes connections
 
 
 # ---- end to end ----------------------------------------------------------------

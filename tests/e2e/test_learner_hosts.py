@@ -1,4 +1,4 @@
-"""A learner on two hosts, broker and generator on a third, over TCP with keys."""
+"""A learner on several hosts, broker and generator on another, over TCP with keys."""
 
 import json
 import signal
@@ -28,8 +28,9 @@ BROKER, RENDEZVOUS = "tcp://10.77.0.1:5555", "10.77.0.2:29400"
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[Host]]:
-    with several_hosts(tmp_path, "head", "one", "two") as hosts:
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+    names = ("one", "two", "three", "four")[: getattr(request, "param", 2)]
+    with several_hosts(tmp_path, "head", *names) as hosts:
         yield hosts
 
 
@@ -64,14 +65,17 @@ class Roles:
                 end(process)
 
 
-def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
+@pytest.mark.parametrize(
+    "hosts", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True, ids=lambda n: f"hosts{n}"
+)
+def test_a_learner_on_several_hosts_trains_and_publishes_for_a_generator_on_another(
     hosts: list[Host], sockets: Path
 ):
-    head, one, two = hosts
+    head, *learning = hosts
     tiny_inputs(head.folder)
     settings = tiny_settings(head.folder) | {
         "run.steps": 3,
-        "learner.ranks": 2,
+        "learner.ranks": len(learning),
         "learner.ranks_per_node": 1,
         "broker.listen": BROKER,
         "weightbus.listen": "tcp://10.77.0.2:5600",
@@ -81,7 +85,8 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
     for host in hosts:
         own = settings | {"run.socket_dir": sockets / host.folder.name}
         (host.folder / "run.toml").write_text(toml_of(own))
-    for host, role in ((one, "learner"), (two, "learner"), (head, "generator")):
+    for host in hosts:
+        role = "generator" if host is head else "learner"
         head.run(f"slipstream keys make {role}-{host.folder.name} --role {role} --config run.toml")
     keys = head.folder / "runs" / "keys" / "clients"
 
@@ -95,7 +100,7 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
         roles.start(head, "reward-worker", f"start-reward-worker {near} --name judge")
         generator = f"start-generator {far}/generator-head.key --name generator-0"
         roles.start(head, "generator", generator)
-        for node, host in ((1, two), (0, one)):
+        for node, host in reversed(list(enumerate(learning))):
             key = f"{far}/learner-{host.folder.name}.key"
             learner = f"start-learner {key} --node {node} --rendezvous {RENDEZVOUS}"
             learners[node] = roles.start(host, f"learner-{node}", learner)
@@ -105,7 +110,7 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
                 seen |= listeners_of(tree_of(process.pid))
             assert broker.poll() is None, roles.logs()
             time.sleep(0.2)
-        for name in ("learner-0", "learner-1", "generator", "reward-worker"):
+        for name in (*(f"learner-{node}" for node in learners), "generator", "reward-worker"):
             assert roles.processes[name].wait(HANG_S) == 0, roles.logs()
         broker.send_signal(signal.SIGINT)
         assert broker.wait(HANG_S) in {0, 130}, roles.logs()
@@ -120,8 +125,11 @@ def test_a_learner_on_two_hosts_trains_and_publishes_for_a_generator_on_a_third(
     publishes = json.loads((run / SUMMARY).read_text())[PUBLISHES]
     assert any("generator-head/generator-0" in one["adopted_by"] for one in publishes), publishes
     assert "is proven" in roles.log("generator")  # the head relay handed the probe on
-    # Node 0 at the rendezvous, node 1 beside it, the relay; nothing on every interface.
-    assert {one.address for one in seen if not one.on_loopback} == {"10.77.0.2", "10.77.0.3"}
+    parts = roles.log("learner-0").count("of the learner is at tcp://10.77.0.")
+    assert parts == len(learning) - 1, roles.log("learner-0")
+    # Node 0 at the rendezvous, the others beside it, the relays; nothing on every interface.
+    addresses = {f"10.77.0.{number}" for number in range(2, 2 + len(learning))}
+    assert {one.address for one in seen if not one.on_loopback} == addresses
     assert ("10.77.0.2", 29400) in {(one.address, one.port) for one in seen}
 
 
