@@ -21,6 +21,7 @@ from benchmarks.weightbus.late_join import measure_late_join
 from benchmarks.weightbus.learner_side import measure_stall, measure_steps
 from benchmarks.weightbus.many_members import measure_many
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, QUICK, SMOLLM2, Sizes
+from benchmarks.weightbus.plain_bulk import measure_plain
 from benchmarks.weightbus.rebuild import TIMEOUT_S, measure_rebuild
 from benchmarks.weightbus.served import (
     Server,
@@ -41,6 +42,7 @@ NEEDS_CONTROL_MS = 15.0
 NEEDS_MANY_CPU_S = 0.5
 NEEDS_PROBE_SHARE = 0.01
 PUBLISH_EVERY_S = 10.0
+NEEDS_PLAIN_SHARE = 0.5
 MANY = 1_000
 _FREE_FOR_1B = 12 * 1024**3
 _EXAMPLES = """examples:
@@ -123,6 +125,27 @@ class Bench:
             f"{1e3 * statistics.median(turn.cpu_s for turn in turns):.0f}, of which digests "
             f"{1e3 * statistics.median(turn.digest_cpu_s for turn in turns):.0f}; raw "
             f"{1e3 * statistics.median(figures.raw_cpu[size]):.0f}",
+        )
+
+    def plain(self) -> None:
+        """Buckets over tcp to another host, encrypted and plain."""
+        _show("buckets over tcp, encrypted and plain")
+        figures = measure_plain(self._sizes, rounds=3 if self._quick else 15)
+        for name, one in (("encrypted, xxh3", figures.encrypted), ("plain, keyed", figures.plain)):
+            self._row(
+                f"buckets to another host, {name}: CPU s per GB, both ends",
+                f"{spread(one.wire)}; with digests of both ends {spread(one.received)}; the wire "
+                f"took {spread(one.seconds)} s",
+            )
+        self._row("the same, plain of encrypted, best of each", f"{figures.wire_share:.3f}")
+        self.bars.at_most(
+            "plain_cpu", figures.wire_share, "of encrypted's", needs=NEEDS_PLAIN_SHARE
+        )
+        self.bars.at_most(
+            "plain_cpu_with_digests",
+            figures.received_share,
+            "of encrypted's",
+            needs=NEEDS_PLAIN_SHARE,
         )
 
     # ---- a real engine -------------------------------------------------------
@@ -305,7 +328,17 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a small version, few rounds")
-    parts = ("wire", "stall", "steps", "late-join", "rebuild", "many", "served", "served-smollm2")
+    parts = (
+        "wire",
+        "plain",
+        "stall",
+        "steps",
+        "late-join",
+        "rebuild",
+        "many",
+        "served",
+        "served-smollm2",
+    )
     parser.add_argument(
         "--only", action="append", choices=parts, default=[], metavar="PART", help=", ".join(parts)
     )

@@ -214,5 +214,7 @@ def _subscriber(
         key=read_client_key(Path(settings.run.key_file)) if is_far else None,
         adapters=engine if isinstance(engine, AdapterEngine) else None,
         forward=bus.forward if is_far else "",  # a learner's host has its relay
+        forwards_plain=bus.bulk == "plain",
+        trusts_xxh3=bus.digests == "xxh3",
         connections=bus.connections,
     )

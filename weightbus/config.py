@@ -79,10 +79,18 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     fanout: AtLeast0 = 0
     """Generators with `weightbus.forward` that fetch from the relay itself; the others stand behind
     them in chains, each fetching from the one before. 0: all fetch from the relay."""
-    digests: Literal["xxh3", "blake2b"] = "xxh3"
-    """Of each tensor, computed by the relay and checked where it is received: xxh3 finds accidents
-    at the speed of memory, blake2b also what a hostile generator in a chain made up. That takes a
-    core for about 1 GB/s."""
+    bulk: Literal["encrypted", "plain"] = "encrypted"
+    """How the side that serves buckets to other hosts does so, a relay or a generator with
+    `weightbus.forward`. plain encrypts nothing, for about half of the CPU time: who can listen in
+    that network reads the weights. Commands, manifests and digests stay encrypted, and keys are
+    proved for each request."""
+    digests: Literal["auto", "xxh3", "keyed", "blake2b"] = "auto"
+    """Of each tensor, computed by the relay and checked where it is received. xxh3 finds accidents;
+    keyed also what strangers in a network without encryption made up, as its keys come encrypted;
+    blake2b also what a hostile generator made up, which knows these. The first two cost little,
+    blake2b a core for about 1 GB/s. auto is xxh3, and where `weightbus.bulk` is plain keyed, or
+    blake2b with chains (`weightbus.fanout`). A generator takes xxh3 from a plain door only if it is
+    set to xxh3 itself."""
     parts: Literal["auto", "off"] = "auto"
     """Of a learner on several hosts: with auto each keeps and serves the tensors that it writes,
     over tcp; with off the first host keeps all of them, for every transport."""
@@ -91,6 +99,20 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     empty is DIR/NAME/weights."""
     linger_s: Positive = 60.0
     """How long the relay outlives a learner that died."""
+
+    @property
+    def digest_kind(self) -> Literal["xxh3", "keyed", "blake2b"]:
+        """How digests are computed."""
+        if self.digests != "auto":
+            return self.digests
+        if self.bulk == "encrypted":
+            return "xxh3"
+        return "blake2b" if self.fanout else "keyed"
+
+    @property
+    def takes_plain(self) -> bool:
+        """True if no stranger can change what goes unencrypted unnoticed, or that is accepted."""
+        return self.digests == "xxh3" or self.digest_kind != "xxh3"
 
 
 def weightbus_section(table: Table) -> WeightBusSection:

@@ -19,11 +19,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 from slipstream.deploy.check.network import towards
 from slipstream.deploy.check.requests import Invitation, Listen, Passage, Receive
 from slipstream.weightbus.net import groups
-from slipstream.weightbus.net.curve import RemoteListener, connect
+from slipstream.weightbus.net.curve import RemoteListener, connect_to_door
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.weightbus import BulkDoor
 
 NUM_BYTES = 16 << 20
 _GROUP = "check"
@@ -164,7 +165,7 @@ async def _receive_over_tcp(request: Receive, timeout_s: float) -> Passage:
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, int(1e3 * timeout_s))
         endpoint = f"tcp://{invitation.address}:{invitation.port}"
-        connect(socket, endpoint, server_key=invitation.key, key=key, has_buckets=True)
+        connect_to_door(socket, BulkDoor(endpoint=endpoint, key=invitation.key), key)
         try:
             async with asyncio.timeout(timeout_s):
                 await socket.send(b"hello")

@@ -27,7 +27,7 @@ from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
 from slipstream.wire.messages.relay import OpenMemory, ServeHead
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord, RelayAddress
-from tests.support.bus.remote import EPOCH, TENSORS, agent, client_key, running
+from tests.support.bus.remote import EPOCH, TENSORS, Bulk, agent, client_key, running
 from tests.support.waiting import NEVER_S, until_async
 
 pytestmark = pytest.mark.integration
@@ -44,7 +44,11 @@ def folder() -> Iterator[Path]:
 class Learner:
     """Memory on two hosts, a head relay and that of part 1; tensors take turns between them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bulk: Bulk) -> None:
+        is_plain = bulk == "plain"
+        settings = WeightBusSection(
+            timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S, bulk=bulk
+        )
         self.records: list[PublishRecord] = []
         self._tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
         layout = plan_layout(
@@ -56,19 +60,13 @@ class Learner:
         self.num_buckets = len(self._layout.buckets)
         self.key = client_key("part-1")
         parts = Parts(relay=secrets.token_hex(8), timeout_s=NEVER_S)
-        self.heads = Versions(folder / "head", parts=parts)
-        self.others = Versions(folder / "part")
+        self.heads = Versions(folder / "head", parts=parts, digests=settings.digest_kind)
+        self.others = Versions(folder / "part", digests=settings.digest_kind)
         self._memories = [self._open(self.heads, 0), self._open(self.others, 1)]
         self.publisher = Publisher(
-            WeightBusSection(
-                timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S
-            ),
-            self.heads,
-            on_record=self._keep,
-            libraries=installed_libraries(),
-            parts=parts,
+            settings, self.heads, on_record=self._keep, libraries=installed_libraries(), parts=parts
         )
-        self.listener = RemoteListener(ANY_PORT)
+        self.listener = RemoteListener(ANY_PORT, is_plain=is_plain)
         self.near = RelayAddress(
             endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk"
         )
@@ -78,7 +76,7 @@ class Learner:
         self.part = PartRelay(
             1,
             self.others,
-            RemoteListener(ANY_PORT),
+            RemoteListener(ANY_PORT, is_plain=is_plain),
             self.deltas_of_part,
             stop=asyncio.Event(),
             linger_s=NEVER_S,
@@ -118,9 +116,10 @@ class Learner:
         return {name: tensor.clone() for name, tensor in self._tensors.items()}
 
 
-def test_every_part_sends_what_changed_in_its_buckets(folder: Path):
+@pytest.mark.parametrize("bulk", ["encrypted", "plain"])
+def test_every_part_sends_what_changed_in_its_buckets(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        learner = Learner(folder)
+        learner = Learner(folder, bulk)
         async with (
             running(learner.publisher.run(learner.near, learner.listener)),
             running(learner.part.run(f"ipc://{folder}/part")),

@@ -15,7 +15,6 @@ import zmq.asyncio
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
-from slipstream.weightbus.version.digests import DigestKind
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.manifest import WeightManifest
@@ -24,6 +23,8 @@ from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
 from tests.support.bus.remote import (
     EPOCH,
     TENSORS,
+    Bulk,
+    Digests,
     Relay,
     adopts,
     agent,
@@ -46,11 +47,17 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture(params=["encrypted", "plain"])
+def bulk(request: pytest.FixtureRequest) -> Bulk:
+    return request.param
+
+
 class Chain:
     """A relay, and agents that joined one after the other."""
 
-    def __init__(self, relay: Relay, folder: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, relay: Relay, folder: Path, stack: AsyncExitStack, bulk: Bulk) -> None:
         self.relay = relay
+        self._bulk = bulk
         self.agents: list[Subscriber] = []
         self.keys: list[ClientKey] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -67,6 +74,7 @@ class Chain:
         self.keys.append(key)
         self.admit()
         options: dict[str, object] = {"transport": "tcp", "forward": ANY_PORT, "connections": 2}
+        options |= {"bulk": self._bulk, "trusts_xxh3": self._bulk == "plain"}
         made = agent(
             self._folder,
             key,
@@ -94,19 +102,19 @@ class Chain:
 
 @asynccontextmanager
 async def chain(
-    folder: Path, *, fanout: int = 1, digests: DigestKind = "xxh3"
+    folder: Path, bulk: Bulk, *, fanout: int = 1, digests: Digests = "auto"
 ) -> AsyncIterator[Chain]:
-    async with (
-        running_relay(folder, bucket_bytes=BUCKET, fanout=fanout, digests=digests) as relay,
-        AsyncExitStack() as stack,
-    ):
-        yield Chain(relay, folder, stack)
+    made = running_relay(folder, bucket_bytes=BUCKET, fanout=fanout, digests=digests, bulk=bulk)
+    async with made as relay, AsyncExitStack() as stack:
+        yield Chain(relay, folder, stack, bulk)
 
 
 @pytest.mark.parametrize(("fanout", "from_relay"), [(0, 4), (1, 1), (2, 2), (9, 4)])
-def test_only_so_many_engines_fetch_from_the_relay(folder: Path, fanout: int, from_relay: int):
+def test_only_so_many_engines_fetch_from_the_relay(
+    folder: Path, bulk: Bulk, fanout: int, from_relay: int
+):
     async def scenario() -> None:
-        async with chain(folder, fanout=fanout) as bus:
+        async with chain(folder, bulk, fanout=fanout) as bus:
             for _ in range(4):
                 await bus.join()
             for step in range(3):
@@ -124,12 +132,12 @@ def test_only_so_many_engines_fetch_from_the_relay(folder: Path, fanout: int, fr
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("digests", ["xxh3", "blake2b"])
+@pytest.mark.parametrize("digests", ["xxh3", "keyed", "blake2b"])
 def test_deltas_reach_the_first_of_a_chain_and_whole_buckets_those_behind(
-    folder: Path, digests: DigestKind
+    folder: Path, bulk: Bulk, digests: Digests
 ):
     async def scenario() -> None:
-        async with chain(folder, digests=digests) as bus:
+        async with chain(folder, bulk, digests=digests) as bus:
             stagings = [Staging(folder, f"s{i}", uses_deltas=True) for i in range(2)]
             for one in stagings:
                 await bus.join(one)
@@ -149,9 +157,9 @@ def test_deltas_reach_the_first_of_a_chain_and_whole_buckets_those_behind(
     asyncio.run(scenario())
 
 
-def test_an_engine_that_offers_no_door_gets_all_from_the_relay(folder: Path):
+def test_an_engine_that_offers_no_door_gets_all_from_the_relay(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             await bus.join()
             doorless = await bus.join(forward="")
             await bus.join()
@@ -163,9 +171,9 @@ def test_an_engine_that_offers_no_door_gets_all_from_the_relay(folder: Path):
     asyncio.run(scenario())
 
 
-def test_one_that_joins_late_stands_behind_one_that_has_the_version(folder: Path):
+def test_one_that_joins_late_stands_behind_one_that_has_the_version(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             await bus.join()
             bus.relay.publish(0)
             await bus.adopts(0)
@@ -176,9 +184,9 @@ def test_one_that_joins_late_stands_behind_one_that_has_the_version(folder: Path
     asyncio.run(scenario())
 
 
-def test_nobody_waits_behind_an_engine_that_refused_the_version(folder: Path):
+def test_nobody_waits_behind_an_engine_that_refused_the_version(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             few = {name: TENSORS[name] for name in list(TENSORS)[1:]}
             await bus.join(tensors=few)  # its model lacks a tensor
             heir = await bus.join(fetch_timeout_s=NEVER_S)
@@ -203,16 +211,16 @@ class Tampering(Staging):
         self._on_read(data, self._num_read)
 
 
-@pytest.mark.parametrize("digests", ["xxh3", "blake2b"])
+@pytest.mark.parametrize("digests", ["xxh3", "keyed", "blake2b"])
 def test_wrong_bytes_are_refused_named_counted_and_fetched_from_the_relay(
-    folder: Path, caplog: pytest.LogCaptureFixture, digests: DigestKind
+    folder: Path, bulk: Bulk, caplog: pytest.LogCaptureFixture, digests: Digests
 ):
     def flip(data: memoryview, number: int) -> None:
         if number > 3:
             data[17] ^= 1
 
     async def scenario() -> None:
-        async with chain(folder, digests=digests) as bus:
+        async with chain(folder, bulk, digests=digests) as bus:
             await bus.join(Tampering(folder, flip))
             victim = await bus.join()
             last = await bus.join()
@@ -226,15 +234,15 @@ def test_wrong_bytes_are_refused_named_counted_and_fetched_from_the_relay(
             assert last.traffic.forwarded_bytes == SIZE
             assert last.traffic.rejected_buckets == 0, "wrong bytes were passed on"
             assert bus.door_of(0).endpoint in caplog.text
-            assert "arrived with digest" in caplog.text
+            assert "arrived with" in caplog.text
             assert not any(record.failed for record in bus.relay.records)
 
     asyncio.run(scenario())
 
 
-def test_a_predecessor_that_dies_in_mid_version_is_replaced_by_the_relay(folder: Path):
+def test_a_predecessor_that_dies_in_mid_version_is_replaced_by_the_relay(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             loop = asyncio.get_running_loop()
 
             def die(_data: memoryview, number: int) -> None:
@@ -255,7 +263,7 @@ def test_a_predecessor_that_dies_in_mid_version_is_replaced_by_the_relay(folder:
     asyncio.run(scenario())
 
 
-def test_a_predecessor_that_is_late_is_left(folder: Path):
+def test_a_predecessor_that_is_late_is_left(folder: Path, bulk: Bulk):
     async def scenario() -> None:
         never = asyncio.Event()
 
@@ -266,7 +274,7 @@ def test_a_predecessor_that_is_late_is_left(folder: Path):
                 super().read_into(data, start)
 
         slow_loop = asyncio.get_running_loop()
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             await bus.join(Slow(folder, "slow"))
             heir = await bus.join(fetch_timeout_s=1.0)
             bus.relay.publish(0)
@@ -292,9 +300,9 @@ async def _fetched(door: BulkDoor, key: ClientKey, manifest: WeightManifest) -> 
         context.destroy(linger=0)
 
 
-def test_a_door_serves_the_one_behind_it_and_nobody_else(folder: Path):
+def test_a_door_serves_the_one_behind_it_and_nobody_else(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             for _ in range(3):
                 await bus.join()
             stranger = client_key("stranger")
@@ -331,9 +339,9 @@ def test_a_door_serves_the_one_behind_it_and_nobody_else(folder: Path):
     asyncio.run(scenario())
 
 
-def test_a_door_gives_no_version_but_the_one_that_was_admitted(folder: Path):
+def test_a_door_gives_no_version_but_the_one_that_was_admitted(folder: Path, bulk: Bulk):
     async def scenario() -> None:
-        async with chain(folder) as bus:
+        async with chain(folder, bulk) as bus:
             for _ in range(2):
                 await bus.join()
             manifests: Mapping[int, WeightManifest] = {}

@@ -32,7 +32,7 @@ class HostsBus:
 
 
 @contextmanager
-def hosts_bus(folder: Path, parts: int) -> Iterator[HostsBus]:
+def hosts_bus(folder: Path, parts: int, bulk: str = "encrypted") -> Iterator[HostsBus]:
     key = client_key("gpu-7")
     file = folder / "gpu-7.key"
     text = "".join(f'{name} = "{getattr(key, name)}"\n' for name in key.__struct_fields__)
@@ -42,14 +42,14 @@ def hosts_bus(folder: Path, parts: int) -> Iterator[HostsBus]:
     script = Script(batches={}, steps=1, generator_keys={key.public: key.name})
     with (
         ScriptedBroker(f"ipc://{folder}/sockets/broker.sock", script),
-        weight_bus(folder, parts=parts, sizes=SIZES) as bus,
+        weight_bus(folder, parts=parts, sizes=SIZES, bulk=bulk) as bus,
     ):
         yield HostsBus(bus, file)
 
 
 @pytest.fixture
-def three_hosts(short_folder: Path) -> Iterator[HostsBus]:
-    with hosts_bus(short_folder, 3) as hosts:
+def three_hosts(short_folder: Path, request: pytest.FixtureRequest) -> Iterator[HostsBus]:
+    with hosts_bus(short_folder, 3, request.param) as hosts:
         yield hosts
 
 
@@ -59,6 +59,7 @@ def two_hosts(short_folder: Path) -> Iterator[HostsBus]:
         yield hosts
 
 
+@pytest.mark.parametrize("three_hosts", ["encrypted", "plain"], indirect=True)
 def test_engines_fetch_each_part_from_its_host_and_late_ones_too(three_hosts: HostsBus):
     bus = three_hosts.bus
     three_hosts.start("a")
@@ -73,6 +74,8 @@ def test_engines_fetch_each_part_from_its_host_and_late_ones_too(three_hosts: Ho
     bus.check_tokens()
     assert "part 1 of the learner is at tcp://" in three_hosts.log()
     assert "part 2 of the learner is at tcp://" in three_hosts.log()
+    num_plain = three_hosts.log().count("buckets go unencrypted")
+    assert num_plain == (3 if bus.bulk == "plain" else 0)
 
 
 def test_an_engine_that_wants_a_collective_gets_tcp_and_why(two_hosts: HostsBus):

@@ -15,6 +15,7 @@ from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.settings.sections import RunSection
 from tests.support.bus.remote import (
     EPOCH,
+    Bulk,
     adopts,
     agent,
     client_key,
@@ -33,10 +34,17 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(folder: Path):
+@pytest.fixture(params=["encrypted", "plain"])
+def bulk(request: pytest.FixtureRequest) -> Bulk:
+    return request.param
+
+
+def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(
+    folder: Path, bulk: Bulk
+):
     async def scenario() -> None:
         known, stranger = client_key("gpu-7"), client_key("gpu-8")
-        async with running_relay(folder) as relay:
+        async with running_relay(folder, bulk=bulk) as relay:
             relay.listener.admit({known.public: known.name})
             place = await relay.place()
             relay.publish(0)
@@ -73,18 +81,22 @@ class Broker:
 RUN = RunSection(broker="tcp://head:5555")
 
 
-def test_an_engine_finds_a_relay_that_took_the_place_of_its_own_with_another_key(folder: Path):
+def test_an_engine_finds_a_relay_that_took_the_place_of_its_own_with_another_key(
+    folder: Path, bulk: Bulk
+):
     async def scenario() -> None:
         key, broker = client_key("gpu-7"), Broker()
         with agent(folder, key) as subscriber:
             async with running(take_weights(subscriber, RUN, broker)):
-                async with running_relay(folder, free_ports()) as first:
+                async with running_relay(folder, free_ports(), bulk=bulk) as first:
                     first.listener.admit({key.public: key.name})
                     first.publish(0)
                     place = await first.place()
                     broker.place = RelayPlace(is_known=True, door=place)
                     await adopts(subscriber, 0)
-                async with running_relay(folder, place.endpoint) as second:  # the same port
+                async with running_relay(
+                    folder, place.endpoint, bulk=bulk
+                ) as second:  # the same port
                     second.listener.admit({key.public: key.name})
                     second.publish(1)
                     broker.place = RelayPlace(is_known=True, door=await second.place())
@@ -96,10 +108,10 @@ def test_an_engine_finds_a_relay_that_took_the_place_of_its_own_with_another_key
     asyncio.run(scenario())
 
 
-def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path):
+def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path, bulk: Bulk):
     async def scenario() -> None:
         key, broker = client_key("gpu-7"), Broker()
-        async with running_relay(folder) as relay:
+        async with running_relay(folder, bulk=bulk) as relay:
             relay.publish(0)
             broker.place = RelayPlace(is_known=True, door=await relay.place())
             with agent(folder, key) as subscriber:

@@ -89,7 +89,10 @@ MEMBERS = [
     ),
 ]
 DOOR = weightbus.RelayAddress(
-    endpoint="tcp://10.0.0.1:7000", bulk_endpoint="tcp://10.0.0.1:7001", key="k" * 40
+    endpoint="tcp://10.0.0.1:7000",
+    bulk_endpoint="tcp://10.0.0.1:7001",
+    key="k" * 40,
+    is_bulk_plain=True,
 )
 MANIFEST = WeightManifest(
     version=VERSION,
@@ -311,7 +314,12 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.Receive(
         command_id=10,
         manifest=MANIFEST,
-        sources=((weightbus.BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),),),
+        sources=(
+            (
+                weightbus.BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40, is_plain=True),
+                weightbus.BulkDoor(endpoint="tcp://10.0.0.1:7001", key="k" * 40),
+            ),
+        ),
         first_part=3,
     ),
     weightbus.Admit(command_id=11, version=VERSION, keys=("k" * 40,)),

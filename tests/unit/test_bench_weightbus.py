@@ -15,6 +15,7 @@ from benchmarks.weightbus.late_join import JoinFigures
 from benchmarks.weightbus.learner_side import StepFigures
 from benchmarks.weightbus.many_members import ManyFigures
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, SMOLLM2
+from benchmarks.weightbus.plain_bulk import BulkFigures, PlainFigures
 from benchmarks.weightbus.served import ControlFigures, LossFigures
 from benchmarks.weightbus.wire_phase import Turn, WireFigures
 from slipstream.weightbus.config import WeightBusSection
@@ -124,3 +125,12 @@ def test_a_mean_comes_with_what_it_could_have_seen_and_a_verdict():
 def test_heartbeats_are_no_cost_of_a_publish():
     figures = ManyFigures(1_000, cpu_s=[0.5, 0.7, 0.6], seconds=[2.0, 3.0, 2.0], idle_cpu_s=0.1)
     assert figures.median_cpu_s == pytest.approx(0.4)
+
+
+def test_plain_bytes_are_compared_with_encrypted_ones_by_the_best_turn_of_each():
+    figures = PlainFigures(
+        encrypted=BulkFigures(1, wire=[2.0, 3.0], received=[2.5, 9.0]),
+        plain=BulkFigures(1, wire=[4.0, 0.5], received=[2.0, 2.0]),
+    )
+    assert figures.wire_share == pytest.approx(0.25)
+    assert figures.received_share == pytest.approx(0.8)

@@ -11,9 +11,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.weightbus.net.curve import FETCH_AHEAD, connect, num_connections
+from slipstream.weightbus.net.curve import FETCH_AHEAD, connect_to_door, num_connections
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.delta import BucketDelta, num_bytes_of
+from slipstream.weightbus.version.digests import kind_of
 from slipstream.wire.errors import ConfigError, ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import Frame, decode_bucket_answer, encode
@@ -23,6 +24,7 @@ from slipstream.wire.messages.weightbus import BucketAnswer, BulkDoor, FetchBuck
 
 _log = logging.getLogger(__name__)
 _UNIX = "ipc://"
+_HEAD_BYTES = 64 << 10  # of an answer, apart from a bucket; deltas are shorter than it
 _NO_DELTAS = msgspec.UNSET
 Base: TypeAlias = PolicyVersion | msgspec.UnsetType | None  # as in FetchBucket
 _GONE = {
@@ -47,6 +49,7 @@ class _Connection:
         door: BulkDoor,
         key: ClientKey | None,
         on_break: Callable[[str], None] | None,
+        max_bytes: int,
     ) -> None:
         self.waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame | BucketDelta]] = {}
         self._socket = context.socket(zmq.DEALER)
@@ -57,7 +60,7 @@ class _Connection:
             if on_break is not None:
                 self._monitor = self._socket.get_monitor_socket(sum(_GONE))
                 self._tasks.append(asyncio.create_task(_watch(self._monitor, on_break)))
-            connect(self._socket, door.endpoint, server_key=door.key, key=key, has_buckets=True)
+            self._proof = connect_to_door(self._socket, door, key, max_bytes=max_bytes)
         except ConfigError:
             self.close()
             raise
@@ -81,10 +84,11 @@ class _Connection:
     ) -> Frame | BucketDelta:
         future: asyncio.Future[Frame | BucketDelta] = asyncio.get_running_loop().create_future()
         self.waiting[version, index] = future
-        request = FetchBucket(version=version, index=index, base=base)
+        request = encode(FetchBucket(version=version, index=index, base=base))
+        frames = [request] if self._proof is None else [self._proof.of(request), request]
         try:
             async with asyncio.timeout(timeout_s):
-                await self._socket.send(encode(request))
+                await self._socket.send_multipart(frames)
                 return await future
         except TimeoutError as error:
             raise DoorFailedError(
@@ -130,14 +134,16 @@ class _OpenDoor:
         *,
         num_connections: int,
         heals: bool,
+        max_bytes: int,
     ) -> None:
         self.door = door
+        self.max_bytes = max_bytes
         self.failure = ""
         self._connections: list[_Connection] = []
         on_break = None if heals else self._broke
         try:
             for _ in range(num_connections):
-                self._connections.append(_Connection(context, door, key, on_break))
+                self._connections.append(_Connection(context, door, key, on_break, max_bytes))
         except ConfigError:
             self.close()
             raise
@@ -182,6 +188,7 @@ class BucketFetcher:
         timeout_s: float,
         connections: int = 0,
         traffic: Traffic | None = None,
+        trusts_xxh3: bool = False,
     ) -> None:
         """Connect to nothing yet.
 
@@ -190,8 +197,11 @@ class BucketFetcher:
             timeout_s: of one bucket at the last of its doors; half of it at those before.
             connections: to each door; 0 is 1 on this host and 4 to others.
             traffic: counts what is fetched.
+            trusts_xxh3: also of what comes unencrypted, where others can make bytes that fit.
         """
         self._context = context
+        self._trusts_xxh3 = trusts_xxh3
+        self._max_bytes = _HEAD_BYTES  # of a frame that is expected
         self._timeout_s = timeout_s
         self._num_connections = connections
         self.traffic = traffic or Traffic()
@@ -211,7 +221,7 @@ class BucketFetcher:
             self._relay.close()
             self._relay = None
         self._address, self._key = address, key
-        self._relay = self._open(BulkDoor(endpoint=address.bulk_endpoint, key=address.key), True)
+        self._relay = self._open(address.bulk, True)
 
     def reconnect(self) -> None:
         """Connect again to a relay that requires a key: it may have refused ours before."""
@@ -240,8 +250,11 @@ class BucketFetcher:
         """Prepare to fetch a version; ``sources`` are those of Receive.
 
         Raises:
-            PublishError: there is no relay, a part has no door, or a door takes no key.
+            PublishError: there is no relay, a part has no door, a door takes no key, or others
+                could make what comes from it.
         """
+        largest = max((bucket.num_bytes for bucket in manifest.buckets), default=0)
+        self._expect(largest + _HEAD_BYTES)
         if self._relay is None:
             raise PublishError("there is no relay to receive from")
         num_parts = 1 + max((bucket.part for bucket in manifest.buckets), default=0)
@@ -249,6 +262,7 @@ class BucketFetcher:
         if len(wanted) < num_parts or not all(wanted):
             raise PublishError(f"a part of {manifest.version.label} has no door")
         self._close_others({door for doors in wanted for door in doors})
+        self._refuse_forgeable(manifest, wanted)
         for door in (door for doors in wanted for door in doors):
             if door != self._relay.door and door not in self._others:
                 if not door.key and not door.endpoint.startswith(_UNIX):
@@ -267,9 +281,38 @@ class BucketFetcher:
             traffic=self.traffic,
         )
 
+    def _expect(self, max_bytes: int) -> None:
+        """Have plain doors take frames of this size, and no larger ones."""
+        if max_bytes <= self._max_bytes:
+            return
+        self._max_bytes = max_bytes
+        self._close_others({door for door in self._others if not door.is_plain})
+        if self._address is not None and self._address.is_bulk_plain:
+            self.connect(self._address, self._key)
+
+    def _refuse_forgeable(
+        self, manifest: WeightManifest, wanted: Sequence[Sequence[BulkDoor]]
+    ) -> None:
+        plain = next((door for doors in wanted for door in doors if door.is_plain), None)
+        if plain is None or self._trusts_xxh3:
+            return
+        if any(kind_of(spec.digest) == "xxh3" for spec in manifest.tensors):
+            raise PublishError(
+                f"{plain.endpoint} is not encrypted, and {manifest.version.label} has digests of "
+                'which others can make bytes that fit: set weightbus.digests = "keyed" or '
+                '"blake2b" at the learner, or "xxh3" here, too'
+            )
+
     def _open(self, door: BulkDoor, heals: bool) -> _OpenDoor:
         number = self._connections_to(door)
-        return _OpenDoor(self._context, door, self._key, num_connections=number, heals=heals)
+        return _OpenDoor(
+            self._context,
+            door,
+            self._key,
+            num_connections=number,
+            heals=heals,
+            max_bytes=self._max_bytes,
+        )
 
     def _connections_to(self, door: BulkDoor) -> int:
         return num_connections(self._num_connections, is_far=bool(door.key))

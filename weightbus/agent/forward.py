@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 
 from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.net.curve import ForwardListener, proved
+from slipstream.weightbus.net.curve import ForwardListener
+from slipstream.weightbus.net.proofs import Refusals
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_fetch, encode
@@ -37,13 +38,14 @@ class Forwarder:
         patience_s: float,
         traffic: Traffic,
         is_relay_heard: Callable[[], bool],
+        is_plain: bool = False,
     ) -> None:
-        """Make a key; ``open`` listens at ``listen``, tcp://ADDRESS:PORT.
+        """Make a key; ``open`` listens at ``listen``, tcp://ADDRESS:PORT, unencrypted if plain.
 
         A request waits at most ``patience_s``. Nobody is served while the relay that admitted them
         is not heard.
         """
-        self._listener = ForwardListener(listen)
+        self._listener = ForwardListener(listen, is_plain=is_plain, refusals=Refusals(traffic))
         self._staging = staging
         self._patience_s = patience_s
         self._traffic = traffic
@@ -82,9 +84,11 @@ class Forwarder:
         async with asyncio.TaskGroup() as group:
             while True:
                 peer, *frames = await socket.recv_multipart(copy=False)
-                key = proved(peer)
+                if (received := self._listener.request(peer, frames)) is None:
+                    continue
+                key, body = received
                 try:
-                    request = decode_fetch(b"".join(frame.buffer for frame in frames))
+                    request = decode_fetch(body)
                 except ProtocolError as error:
                     _log.warning("malformed request for a bucket: %s", error)
                     continue

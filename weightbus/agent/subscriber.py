@@ -51,6 +51,8 @@ class Subscriber:
         key: ClientKey | None = None,
         adapters: EngineAdapters | None = None,
         forward: str = "",
+        forwards_plain: bool = False,
+        trusts_xxh3: bool = False,
         connections: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +64,8 @@ class Subscriber:
         adopted version, with what the learner computed under it. The caller closes ``staging``.
         ``key`` is proved to a relay on another host. ``adapters`` is the engine if its versions are
         adapters. At ``forward`` (tcp://ADDRESS:PORT) other engines may get the buckets that this
-        one has; ``connections`` go to each place where buckets are, 0 chooses.
+        one has, unencrypted with ``forwards_plain``; ``connections`` go to each place where buckets
+        are, 0 chooses. ``trusts_xxh3`` is that of BucketFetcher.
         """
         self._join = join
         self._silence_s = silence_s
@@ -75,6 +78,7 @@ class Subscriber:
         self._last_message_s = now()
         self._fetcher: BucketFetcher | None = None
         self._connections = connections
+        self._trusts_xxh3 = trusts_xxh3
         self.traffic = Traffic()
         self._forwarder = (
             Forwarder(
@@ -83,6 +87,7 @@ class Subscriber:
                 patience_s=fetch_timeout_s / 2,
                 traffic=self.traffic,
                 is_relay_heard=lambda: self.silent_s < silence_s,
+                is_plain=forwards_plain,
             )
             if forward
             else None
@@ -124,6 +129,7 @@ class Subscriber:
             timeout_s=self._fetch_timeout_s,
             connections=self._connections,
             traffic=self.traffic,
+            trusts_xxh3=self._trusts_xxh3,
         )
         commands: asyncio.Queue[Order | Heard] = asyncio.Queue(_MAX_COMMANDS)
         forwarder = self._forwarder

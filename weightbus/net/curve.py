@@ -1,4 +1,7 @@
-"""Listeners for other hosts, and connections to them; both sides prove a CURVE key."""
+"""Listeners for other hosts, and connections to them; both sides prove a CURVE key.
+
+A plain door is not encrypted, and only the side that fetches proves its key there.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,9 +9,15 @@ from collections.abc import Mapping, Sequence
 import zmq
 import zmq.asyncio
 from typing_extensions import override
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from slipstream.broker.curve import ping, prove_key, require_keys
+from slipstream.weightbus.net.proofs import (
+    Authenticator,
+    Proof,
+    ProofsAtDoor,
+    Refusals,
+    proof_of_member,
+)
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
@@ -24,20 +33,37 @@ _FAR_CONNECTIONS = 4  # to a door on another host: one core encrypts a connectio
 FETCH_AHEAD = 2  # buckets that an agent requests at a time on a connection
 _MAX_BYTES = 16 << 20  # of a message from an agent: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
+_PLAIN_FRAMES = 2  # of a request at a plain door: MAC, body
 _TCP = "tcp://"
 
 
 class KeyedListener:
     """Listens at sockets of its own key for clients whose keys were admitted."""
 
-    def __init__(self, listen: str, *, setting: str) -> None:
-        """Make a key; ``listen`` is tcp://ADDRESS:PORT, the value of ``setting``."""
+    def __init__(
+        self, listen: str, *, setting: str, is_plain: bool = False, refusals: Refusals | None = None
+    ) -> None:
+        """Make a key.
+
+        Args:
+            listen: tcp://ADDRESS:PORT.
+            setting: whose value that is.
+            is_plain: where buckets are fetched nothing is encrypted.
+            refusals: counts what gets no answer.
+        """
         self._listen = listen
         self._setting = setting
+        self.is_plain = is_plain
         self._public, self._secret = zmq.curve_keypair()
         self._holders: dict[str, str] = {}
         self._is_informed = False
-        self._authenticator: AsyncioAuthenticator | None = None
+        self._authenticator: Authenticator | None = None
+        self._proofs = ProofsAtDoor(
+            public=self._public.decode(),
+            secret=self._secret.decode(),
+            is_admitted=lambda key: self.name_of(key) is not None,
+        )
+        self.refusals = refusals or Refusals()
 
     def admit(self, holders: Mapping[str, str]) -> None:
         """Admit these keys (Z85) only; values are names."""
@@ -52,8 +78,42 @@ class KeyedListener:
         """True if a connection that proved this key is admitted; called by zmq.auth."""
         return self.name_of(key.decode()) is not None
 
+    def may_connect(self, key: str, password: str) -> bool:
+        """True if a connection to a plain door is admitted."""
+        is_known = self.is_plain and self._proofs.may_connect(key, password)
+        if not is_known:
+            self.refusals.add("a connection without proof of an admitted key")
+        return is_known
+
+    def request(self, peer: zmq.Frame, frames: Sequence[zmq.Frame]) -> tuple[str, bytes] | None:
+        """Return the key that proved a message to where buckets are fetched, and the message.
+
+        None where no key did. Whether it is admitted, now, ``name_of`` says.
+        """
+        key = proved(peer)
+        if not self.is_plain:
+            return key, b"".join(frame.buffer for frame in frames)
+        if len(frames) == _PLAIN_FRAMES:
+            mac, body = (frame.bytes for frame in frames)
+            if self._proofs.sent(key, body, mac):
+                return key, body
+        self.refusals.add("a request without proof of its key")
+        return None
+
+    def admitted_request(
+        self, peer: zmq.Frame, frames: Sequence[zmq.Frame]
+    ) -> tuple[str, bytes] | None:
+        """Return the same of a key that is admitted now, else None."""
+        if (received := self.request(peer, frames)) is None:
+            return None
+        if self.name_of(received[0]) is None:
+            self.refusals.add("a request of a key that was revoked")
+            return None
+        return received
+
     def _check_keys(self, context: zmq.asyncio.Context) -> None:
-        self._authenticator = AsyncioAuthenticator(context)
+        self._authenticator = Authenticator(context)
+        self._authenticator.may_connect = self.may_connect
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=self)
 
@@ -74,7 +134,12 @@ class KeyedListener:
         detect_dead_peers(socket, has_buckets=has_buckets)
         if has_buckets:
             socket.setsockopt(zmq.SNDHWM, max_waiting)
-        require_keys(socket, secret=self._secret, domain=_DOMAIN)
+        if has_buckets and self.is_plain:
+            socket.plain_server = True
+            socket.zap_domain = _DOMAIN.encode()
+            _log.info("buckets go unencrypted from here (weightbus.bulk)")
+        else:
+            require_keys(socket, secret=self._secret, domain=_DOMAIN)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -95,12 +160,14 @@ class RemoteListener(KeyedListener):
     Each instance makes its own key.
     """
 
-    def __init__(self, listen: str) -> None:
+    def __init__(
+        self, listen: str, *, is_plain: bool = False, refusals: Refusals | None = None
+    ) -> None:
         """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
 
-        Buckets go over the port after it, or any if it is 0.
+        Buckets go over the port after it, or any if it is 0; with ``is_plain`` unencrypted.
         """
-        super().__init__(listen, setting="weightbus.listen")
+        super().__init__(listen, setting="weightbus.listen", is_plain=is_plain, refusals=refusals)
         self.address: RelayAddress | None = None  # once it listens
         self._parts: dict[str, int] = {}
 
@@ -120,9 +187,7 @@ class RemoteListener(KeyedListener):
     @property
     def door(self) -> BulkDoor | None:
         """Where buckets are fetched, once it listens."""
-        if self.address is None:
-            return None
-        return BulkDoor(endpoint=self.address.bulk_endpoint, key=self.address.key)
+        return self.address.bulk if self.address is not None else None
 
     @override
     def callback(self, _domain: str, key: bytes) -> bool:
@@ -148,6 +213,7 @@ class RemoteListener(KeyedListener):
             endpoint=socket.getsockopt_string(zmq.LAST_ENDPOINT),
             bulk_endpoint=bulk.getsockopt_string(zmq.LAST_ENDPOINT),
             key=self._public.decode(),
+            is_bulk_plain=self.is_plain,
         )
         _log.info("other hosts find this relay at %s", self.address.endpoint)
         return socket, bulk
@@ -162,7 +228,9 @@ class RemoteListener(KeyedListener):
         socket = self._bind(context, self._listen, has_buckets=True)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         key = self._public.decode()
-        self.address = RelayAddress(endpoint="", bulk_endpoint=endpoint, key=key)
+        self.address = RelayAddress(
+            endpoint="", bulk_endpoint=endpoint, key=key, is_bulk_plain=self.is_plain
+        )
         return socket
 
     @override
@@ -174,9 +242,11 @@ class RemoteListener(KeyedListener):
 class ForwardListener(KeyedListener):
     """Listens for other engines that fetch what this one has received."""
 
-    def __init__(self, listen: str) -> None:
+    def __init__(
+        self, listen: str, *, is_plain: bool = False, refusals: Refusals | None = None
+    ) -> None:
         """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT, or any port if it is 0."""
-        super().__init__(listen, setting="weightbus.forward")
+        super().__init__(listen, setting="weightbus.forward", is_plain=is_plain, refusals=refusals)
 
     def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, BulkDoor]:
         """Listen; return the socket, and where others find it.
@@ -187,7 +257,8 @@ class ForwardListener(KeyedListener):
         self._check_keys(context)
         socket = self._bind(context, self._listen, has_buckets=True, max_waiting=FETCH_AHEAD)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return socket, BulkDoor(endpoint=endpoint, key=self._public.decode())
+        door = BulkDoor(endpoint=endpoint, key=self._public.decode(), is_plain=self.is_plain)
+        return socket, door
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:
@@ -212,14 +283,9 @@ def detect_dead_peers(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
 
 
 def connect(
-    socket: zmq.asyncio.Socket,
-    endpoint: str,
-    *,
-    server_key: str,
-    key: ClientKey | None,
-    has_buckets: bool = False,
+    socket: zmq.asyncio.Socket, endpoint: str, *, server_key: str, key: ClientKey | None
 ) -> None:
-    """Connect a DEALER to one of a relay's sockets; prove ``key`` if the relay proves one.
+    """Connect a DEALER to a relay's socket for commands; prove ``key`` if the relay proves one.
 
     ``server_key`` is empty on a Unix socket.
 
@@ -227,8 +293,37 @@ def connect(
         ConfigError: the relay requires a key, and none is given.
     """
     if server_key:
-        if key is None:
-            raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
-        detect_dead_peers(socket, has_buckets=has_buckets)
-        prove_key(socket, key, server_key=server_key)
+        detect_dead_peers(socket, has_buckets=False)
+        prove_key(socket, _required(key, endpoint), server_key=server_key)
     socket.connect(endpoint)
+
+
+def connect_to_door(
+    socket: zmq.asyncio.Socket, door: BulkDoor, key: ClientKey | None, *, max_bytes: int = -1
+) -> Proof | None:
+    """Connect a DEALER to where buckets are fetched; return what proves requests there, if any.
+
+    ``max_bytes`` limits a frame that a plain door sends, as another may send it; -1 is no limit.
+
+    Raises:
+        ConfigError: the door requires a key, and none is given.
+    """
+    proof: Proof | None = None
+    if door.key:
+        known = _required(key, door.endpoint)
+        detect_dead_peers(socket, has_buckets=True)
+        if door.is_plain:
+            proof = proof_of_member(public=known.public, secret=known.secret, door=door.key)
+            socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            socket.plain_username = known.public.encode()
+            socket.plain_password = proof.password.encode()
+        else:
+            prove_key(socket, known, server_key=door.key)
+    socket.connect(door.endpoint)
+    return proof
+
+
+def _required(key: ClientKey | None, endpoint: str) -> ClientKey:
+    if key is None:
+        raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
+    return key

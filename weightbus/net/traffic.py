@@ -12,6 +12,7 @@ class Traffic:
     bucket_requests: int = 0  # answered
     sent_bytes: int = 0  # to whoever fetched them here
     refused_requests: int = 0  # for buckets that are not served, or not to that key
+    unproved_requests: int = 0  # and connections, of strangers or revoked keys: no answer
     relay_bytes: int = 0  # fetched from a relay
     forwarded_bytes: int = 0  # fetched from another engine's agent
     copied_bytes: int = 0  # within this host, by the bus itself

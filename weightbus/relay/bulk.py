@@ -7,7 +7,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from slipstream.weightbus.net.curve import RemoteListener, proved
+from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.publication import Publication
@@ -41,11 +41,15 @@ async def serve_buckets(
         waiting: set[asyncio.Task[None]] = set()  # for deltas that are being computed
         while True:
             peer, *frames = await socket.recv_multipart(copy=False)
-            key = proved(peer) if listener is not None else ""
-            if listener is not None and listener.name_of(key) is None:
-                continue  # it was revoked
+            key, body = "", b""
+            if listener is None:
+                body = b"".join(frame.buffer for frame in frames)
+            elif (received := listener.admitted_request(peer, frames)) is not None:
+                key, body = received
+            else:
+                continue  # it was revoked, or is another's
             try:
-                request = decode_fetch(b"".join(frame.buffer for frame in frames))
+                request = decode_fetch(body)
             except ProtocolError as error:
                 _log.warning("malformed request on the bulk socket: %s", error)
                 continue

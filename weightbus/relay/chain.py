@@ -21,7 +21,7 @@ class Chains:
 
     def __init__(self, fanout: int) -> None:
         """Start without engines; 0 is a star: all fetch from the relay."""
-        self._fanout = fanout
+        self.fanout = fanout
         self._version: PolicyVersion | None = None
         self._chains: list[list[str]] = []
         self._placed: set[str] = set()
@@ -31,14 +31,14 @@ class Chains:
 
         Engines that offer no door to others are not to be placed.
         """
-        if self._fanout == 0:
+        if self.fanout == 0:
             return None
         if self._version != version:
             self._version, self._chains, self._placed = version, [], set()
         if name in self._placed:
             return None
         self._placed.add(name)
-        if len(self._chains) < self._fanout:
+        if len(self._chains) < self.fanout:
             self._chains.append([name])
             return None
         shortest = min(self._chains, key=len)
@@ -47,7 +47,7 @@ class Chains:
 
     def leave(self, name: str) -> None:
         """Have no other engine stand behind one: it failed, or left."""
-        if self._fanout == 0:
+        if self.fanout == 0:
             return
         self._placed.add(name)  # also one that was served alone
         for chain in self._chains:
@@ -56,9 +56,14 @@ class Chains:
         self._chains = [chain for chain in self._chains if chain]
 
 
-def may_be_source(door: BulkDoor | None) -> bool:
-    """True if others can be sent to the door that an engine offers: it proves a key, over TCP."""
-    return door is not None and door.endpoint.startswith(_TCP) and len(door.key) == _KEY_CHARS
+def may_be_source(door: BulkDoor | None, *, takes_plain: bool) -> bool:
+    """True if others can be sent to the door that an engine offers: it has a key, over TCP.
+
+    ``takes_plain`` is whether it may go without encryption.
+    """
+    if door is None or not door.endpoint.startswith(_TCP) or len(door.key) != _KEY_CHARS:
+        return False
+    return takes_plain or not door.is_plain
 
 
 def sources_behind(

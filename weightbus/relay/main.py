@@ -19,6 +19,7 @@ from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
+from slipstream.weightbus.net.proofs import Refusals
 from slipstream.weightbus.net.threads import are_done
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.deltas import Deltas
@@ -86,7 +87,7 @@ class Relay:
         if parts > 1:
             others = Parts(relay=secrets.token_hex(8), timeout_s=bus.timeout_s)
         versions = Versions(
-            settings.folder, parts=others, silence_s=bus.member_silence_s, digests=bus.digests
+            settings.folder, parts=others, silence_s=bus.member_silence_s, digests=bus.digest_kind
         )
         self._stop = stop
         traffic = Traffic()
@@ -99,7 +100,7 @@ class Relay:
             parts=others,
             traffic=traffic,
         )
-        self._remote = RemoteListener(bus.listen) if bus.listen else None
+        self._remote = _listener(bus, traffic) if bus.listen else None
         self._learner = LearnerSocket(
             versions,
             stop=stop,
@@ -119,10 +120,21 @@ class Relay:
         await run_until(self._stop.wait(), *jobs)
 
 
+def _listener(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
+    is_plain = bus.bulk == "plain"
+    if is_plain and bus.digest_kind == "xxh3":
+        _log.warning(
+            "weights go unencrypted, with digests that find no forgery: who can write in that "
+            'network can change them (weightbus.bulk, weightbus.digests = "xxh3")'
+        )
+    return RemoteListener(bus.listen, is_plain=is_plain, refusals=Refusals(traffic))
+
+
 async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -> None:
     bus = settings.weightbus
-    listener = RemoteListener(bus.listen)
-    versions = Versions(settings.folder, digests=bus.digests)
+    traffic = Traffic()
+    listener = _listener(bus, traffic)
+    versions = Versions(settings.folder, digests=bus.digest_kind)
     deltas = Deltas(
         versions,
         most_steps=bus.delta_versions,
@@ -130,7 +142,9 @@ async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -
         wait_s=bus.timeout_s / 2,
         holds=False,
     )
-    relay = PartRelay(part, versions, listener, deltas, stop=stop, linger_s=bus.linger_s)
+    relay = PartRelay(
+        part, versions, listener, deltas, stop=stop, linger_s=bus.linger_s, traffic=traffic
+    )
     await relay.run(settings.run.endpoint(part_name(part)))
 
 

@@ -41,6 +41,7 @@ class PartRelay:
         *,
         stop: asyncio.Event,
         linger_s: float,
+        traffic: Traffic | None = None,
     ) -> None:
         """Create a relay; ``run`` serves until ``stop``, which it may also set.
 
@@ -51,6 +52,7 @@ class PartRelay:
             deltas: of its versions, which they do not hold.
             stop: ends it.
             linger_s: that it outlives the learner, and its holds the head.
+            traffic: counts what is sent.
         """
         self._part = part
         self._versions = versions
@@ -66,7 +68,7 @@ class PartRelay:
         self._learner = LearnerSocket(
             versions, stop=stop, linger_s=linger_s, on_head=self._found_head
         )
-        self._traffic = Traffic()
+        self._traffic = traffic or Traffic()
         self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self, endpoint: str) -> None:

@@ -297,6 +297,12 @@ class Publisher:
             traffic=self.traffic,
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
+        if self._chains.fanout and join.forward is not None and not self._may_be_source(join):
+            _log.warning(
+                "nobody fetches from %s: it encrypts nothing, and digests are xxh3, to which "
+                "others can make bytes (weightbus.digests, weightbus.bulk)",
+                name,
+            )
         if self._parts is not None and self._remote is not None and sender.key:
             self._parts.tell(self._remote.holders)  # it fetches from them next
         self._members[name] = self._by_place[member.place] = member
@@ -315,8 +321,7 @@ class Publisher:
         """Return the door at which a member fetches buckets from this relay."""
         if not is_far:
             return self._near
-        address = self._remote.address if self._remote is not None else None
-        return BulkDoor(endpoint=address.bulk_endpoint, key=address.key) if address else None
+        return self._remote.door if self._remote is not None else None
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
         """Return the transport of a member: the requested one, or the fallback."""
@@ -436,10 +441,13 @@ class Publisher:
         is_repair = bool(member.failure)
         if serving.group is not None or are_adapters(reading.publication.snapshot.tensors):
             return None
-        if is_repair or not member.key or not may_be_source(member.join.forward):
+        if is_repair or not member.key or not self._may_be_source(member.join):
             return None
         name = self._chains.place(serving.version, member.name)
         return self._members.get(name) if name is not None else None
+
+    def _may_be_source(self, join: Join) -> bool:
+        return may_be_source(join.forward, takes_plain=self._settings.takes_plain)
 
     def _leave_chain(self, member: Member) -> None:
         """Have the member before one in its chain serve it no more."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from slipstream.weightbus.version.digests import digest_of, kind_of
+from slipstream.weightbus.version.digests import difference
 from slipstream.weightbus.version.layout import safetensors_header, tensor_offsets
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.model_files import WEIGHTS
@@ -121,6 +121,5 @@ def check_digest(name: str, digest: str, data: memoryview) -> None:
     Raises:
         PublishError: they are not.
     """
-    found = digest_of(data, kind_of(digest))
-    if found != digest:
-        raise PublishError(f"{name} arrived with digest {found}, expected {digest}")
+    if found := difference(data, digest):
+        raise PublishError(f"{name} arrived with {found}")

@@ -17,7 +17,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str  # torch's name without prefix, e.g. float32
     shape: tuple[int, ...]
-    digest: str = ""  # of its bytes: xxh3-128, hexadecimal; or as weightbus/version/digests.py
+    digest: str = ""  # of its bytes, as weightbus/version/digests.py has it
 
     @property
     def num_bytes(self) -> int:

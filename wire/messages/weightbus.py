@@ -19,19 +19,27 @@ NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = EngineName  # a key of weightbus/transports.py
 
 
+class BulkDoor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where buckets are fetched: a relay's bulk socket, or that of an agent which has them."""
+
+    endpoint: str
+    key: str = ""  # its public key; empty on Unix sockets
+    # Buckets come unencrypted, and a request is two frames, a MAC and a FetchBucket.
+    is_plain: bool = False
+
+
 class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses at which engines reach a relay."""
 
     endpoint: str
     bulk_endpoint: str
     key: str = ""  # the public key that the relay proves; empty on Unix sockets
+    is_bulk_plain: bool = False  # as is_plain of a door
 
-
-class BulkDoor(msgspec.Struct, frozen=True, kw_only=True):
-    """Where buckets are fetched: a relay's bulk socket, or that of an agent which has them."""
-
-    endpoint: str
-    key: str = ""  # the public key that is proved there; empty on Unix sockets
+    @property
+    def bulk(self) -> BulkDoor:
+        """Where the relay's buckets are fetched."""
+        return BulkDoor(endpoint=self.bulk_endpoint, key=self.key, is_plain=self.is_bulk_plain)
 
 
 class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -84,7 +92,7 @@ class Outcome(BusMessage, frozen=True):
 
 
 class FetchBucket(BusMessage, frozen=True):
-    """Over the bulk socket: send one bucket.
+    """Over the bulk socket: send one bucket. At a plain door a MAC precedes it.
 
     It comes whole unless a ``base`` is set: the version whose bytes of this bucket the agent has,
     None while it has none, from which it can be sent as deltas.

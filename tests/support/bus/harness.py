@@ -28,6 +28,7 @@ receive_timeout_s = {never_s}
 member_silence_s = {member_silence_s}
 linger_s = {linger_s}
 engines_per_group = {engines_per_group}
+bulk = "{bulk}"
 """
 
 
@@ -50,6 +51,7 @@ class WeightBus:
         sizes: Sequence[str] = (),
         bucket_bytes: int = 2 * 4096 * 4,
         parts: int = 1,
+        bulk: str = "encrypted",
     ) -> None:
         """Start a learner, which starts its relay.
 
@@ -62,8 +64,10 @@ class WeightBus:
             sizes: --count and --size of the model.
             bucket_bytes: weightbus.bucket_bytes.
             parts: hosts of the learner, each with a relay.
+            bulk: weightbus.bulk.
         """
         self.folder = folder
+        self.bulk = bulk
         self._parts = str(parts)
         self.agents: dict[str, Forked] = {}
         self.sizes = list(sizes)
@@ -79,6 +83,7 @@ class WeightBus:
             member_silence_s=member_silence_s,
             never_s=NEVER_S,
             linger_s=linger_s,
+            bulk=bulk,
         )
         (folder / "run.toml").write_text(config)
         (folder / "sockets").mkdir(mode=0o700, exist_ok=True)

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import zmq
 from torch import Tensor
@@ -16,9 +17,10 @@ from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
+from slipstream.weightbus.net.proofs import Refusals
+from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
@@ -30,6 +32,8 @@ from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
 from tests.support.bus.engine import BusEngine, random_tensors
 from tests.support.waiting import NEVER_S, until_async
 
+Bulk: TypeAlias = Literal["encrypted", "plain"]
+Digests: TypeAlias = Literal["auto", "xxh3", "keyed", "blake2b"]
 TENSORS = random_tensors(seed=1)
 EPOCH = 1
 
@@ -51,13 +55,18 @@ def free_ports() -> str:
 class WatchedListener(RemoteListener):
     """Counts the peers that it refuses."""
 
-    def __init__(self, listen: str) -> None:
-        super().__init__(listen)
-        self.num_refused = 0
+    def __init__(self, listen: str, *, is_plain: bool = False) -> None:
+        self.traffic = Traffic()
+        super().__init__(listen, is_plain=is_plain, refusals=Refusals(self.traffic))
+        self._num_by_curve = 0
+
+    @property
+    def num_refused(self) -> int:
+        return self._num_by_curve + self.traffic.unproved_requests
 
     def callback(self, _domain: str, key: bytes) -> bool:
         is_known = super().callback(_domain, key)
-        self.num_refused += not is_known
+        self._num_by_curve += not is_known
         return is_known
 
 
@@ -73,12 +82,22 @@ class Relay:
         fanout: int = 0,
         tensors: Mapping[str, Tensor] = TENSORS,
         engine_check_every: int = 1,
-        digests: DigestKind = "xxh3",
+        digests: Digests = "auto",
+        bulk: Bulk = "encrypted",
     ) -> None:
         self._tensors = tensors
-        self.listener = WatchedListener(listen)
+        self.listener = WatchedListener(listen, is_plain=bulk == "plain")
         self.records: list[PublishRecord] = []
-        self.versions = Versions(folder / "weights", digests=digests)
+        settings = WeightBusSection(
+            timeout_s=NEVER_S,
+            receive_timeout_s=NEVER_S,
+            member_silence_s=NEVER_S,
+            fanout=fanout,
+            engine_check_every=engine_check_every,
+            digests=digests,
+            bulk=bulk,
+        )
+        self.versions = Versions(folder / "weights", digests=settings.digest_kind)
         specs = [tensor_spec(*item) for item in tensors.items()]
         self._layout = plan_layout(specs, bucket_bytes=bucket_bytes)
         self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
@@ -86,13 +105,6 @@ class Relay:
             OpenMemory(
                 epoch=EPOCH, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
             )
-        )
-        settings = WeightBusSection(
-            timeout_s=NEVER_S,
-            receive_timeout_s=NEVER_S,
-            member_silence_s=NEVER_S,
-            fanout=fanout,
-            engine_check_every=engine_check_every,
         )
         self.publisher = Publisher(
             settings, self.versions, on_record=self._keep, libraries=installed_libraries()
@@ -123,9 +135,12 @@ async def running_relay(
     *,
     bucket_bytes: int = 4096,
     fanout: int = 0,
-    digests: DigestKind = "xxh3",
+    digests: Digests = "auto",
+    bulk: Bulk = "encrypted",
 ) -> AsyncIterator[Relay]:
-    relay = Relay(folder, listen, bucket_bytes=bucket_bytes, fanout=fanout, digests=digests)
+    relay = Relay(
+        folder, listen, bucket_bytes=bucket_bytes, fanout=fanout, digests=digests, bulk=bulk
+    )
     async with running(relay.publisher.run(relay.near, relay.listener)):
         yield relay
 
@@ -153,6 +168,8 @@ def agent(
     fault: Callable[[str], None] = lambda _step: None,
     staging: Staging | None = None,
     forward: str = "",
+    bulk: Bulk = "encrypted",
+    trusts_xxh3: bool = False,
     connections: int = 0,
 ) -> Iterator[Subscriber]:
     engine = BusEngine(
@@ -175,6 +192,8 @@ def agent(
         on_adopt=lambda _version, _stood_s: None,
         key=key,
         forward=forward,
+        forwards_plain=bulk == "plain",
+        trusts_xxh3=trusts_xxh3,
         connections=connections,
     )
     engine.close()
