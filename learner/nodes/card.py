@@ -12,6 +12,7 @@ from slipstream.learner.config import LearnerSettings
 
 _OF_A_HOST = frozenset({"threads"})  # of [learner]: may differ between nodes
 _RUN = ("mode", "steps", "group_size", "groups_per_step", "seed")
+_BUS = ("bucket_bytes", "parts", "probe_every", "probe_sequences", "probe_tokens")
 _PACKAGES = ("torch", "megatron-core")
 _MOST_DIFFERENCES = 3  # in one line
 _DIGEST = 12  # hexadecimal digits of a fact that is too long, or not for others, to be shown
@@ -55,6 +56,9 @@ def facts_of(
     evaluation = msgspec.to_builtins(settings.eval)
     facts["eval.file or eval.sets"] = "given" if settings.eval.enabled else "not given"
     facts |= _flat("eval", {k: v for k, v in evaluation.items() if k not in {"file", "sets"}})
+    bus = settings.weightbus
+    facts["weightbus.digests"] = bus.digest_kind  # with auto it depends on weightbus.bulk
+    facts |= {f"weightbus.{name}": json.dumps(getattr(bus, name)) for name in _BUS}
     facts["sampling.temperature"] = json.dumps(settings.sampling.temperature)
     return facts
 

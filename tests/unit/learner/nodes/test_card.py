@@ -42,6 +42,13 @@ def test_nodes_of_one_run_have_all_in_common_wherever_the_model_is(tmp_path: Pat
         ({"algo": {"surrogate": {"clip_high": 0.3}}}, "algo.surrogate is unknown there"),
         ({"checkpoint": {"every_steps": 3}}, "checkpoint.every_steps is 3 there, expected 0"),
         ({"run": {"seed": 7}}, "run.seed is 7 there, expected 0"),
+        (
+            {"weightbus": {"digests": "blake2b"}},
+            "weightbus.digests is blake2b there, expected xxh3",
+        ),
+        ({"weightbus": {"bulk": "plain"}}, "weightbus.digests is keyed there, expected xxh3"),
+        ({"weightbus": {"bucket_bytes": 9}}, "weightbus.bucket_bytes is 9 there, expected 67108"),
+        ({"weightbus": {"parts": "off"}}, 'weightbus.parts is "off" there, expected "auto"'),
     ],
 )
 def test_what_differs_is_named_with_both_values(
