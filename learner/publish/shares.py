@@ -1,7 +1,7 @@
 """Pure: which host of the learner keeps which tensors of a version, and which rank writes them.
 
 Every replica holds the whole model, so most tensors could be written on several hosts. They are
-shared out by size: no host writes, keeps and sends much more than another.
+shared out by bytes: no host writes, keeps and sends much more than another.
 """
 
 import math
@@ -39,6 +39,7 @@ def share_out(
     held: Sequence[Iterable[ShardFacts]],
     tensors_of: Callable[[str], Sequence[str]],
     *,
+    item_bytes: Callable[[str], int],
     ranks_per_host: int,
     hosts: int,
 ) -> Shares:
@@ -51,16 +52,17 @@ def share_out(
     Args:
         held: what each rank holds, by rank. Copies are equal.
         tensors_of: returns the names of the tensors that a parameter is published as.
+        item_bytes: returns the size of an item of a parameter as it is published.
         ranks_per_host: ranks are numbered host by host.
         hosts: at least 1, at most as many as there are.
     """
     holders: dict[Piece, list[int]] = defaultdict(list)
-    size: dict[Piece, int] = {}
+    size: dict[Piece, int] = {}  # bytes
     for rank, facts in enumerate(held):
         for one in facts:
             piece = Piece(one.name, one.rank)
             holders[piece].append(rank)
-            size[piece] = math.prod(one.shape)
+            size[piece] = math.prod(one.shape) * item_bytes(one.name)
     host_of: dict[str, int] = {}
     writes: list[set[Piece]] = [set() for _ in held]
     transfers: list[Transfer] = []

@@ -16,6 +16,7 @@ from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
+from slipstream.wire.messages.manifest import ITEM_BYTES
 
 
 class WeightWriter:
@@ -49,18 +50,19 @@ class WeightWriter:
         hosts = topology.world_size // here if in_parts and self._contents.in_parts else 1
         shards = {Piece(name, one.rank): one for name, one in self._contents.held()}
         held = facts_of_all([(piece.name, one) for piece, one in shards.items()])
+        specs = self._contents.specs()
+        item_bytes = {spec.name: ITEM_BYTES[spec.dtype] for spec in specs}
         shares = share_out(
             held,
             lambda name: self._contents.parameter(name).names,
+            item_bytes=lambda name: item_bytes[self._contents.parameter(name).names[0]],
             ranks_per_host=here,
             hosts=hosts,
         )
         self.num_parts = hosts
         self.part = topology.rank // here
         """Number of this host's part; there is none from ``num_parts`` on."""
-        self.layout = plan_layout(
-            self._contents.specs(), bucket_bytes=bucket_bytes, part_of=shares.host_of
-        )
+        self.layout = plan_layout(specs, bucket_bytes=bucket_bytes, part_of=shares.host_of)
         """Of the whole version."""
         self._own_layout = part_layout(self.layout, self.part)
         self._shards = shards

@@ -17,9 +17,20 @@ def own_name(name: str) -> list[str]:
     return [name]
 
 
+def one_byte(_name: str) -> int:
+    return 1
+
+
+def test_what_counts_is_bytes_and_not_items():
+    held = [[fact("router", 6), fact("a", 5), fact("b", 5), fact("c", 4)]] * 2
+    item_bytes = {"router": 4, "a": 2, "b": 2, "c": 2}
+    shares = share_out(held, own_name, item_bytes=item_bytes.__getitem__, ranks_per_host=1, hosts=2)
+    assert shares.host_of == {"router": 0, "a": 1, "b": 1, "c": 1}
+
+
 def test_replicas_on_two_hosts_share_tensors_out_by_size():
     held = [[fact("a", 10), fact("b", 6), fact("c", 4)]] * 2
-    shares = share_out(held, own_name, ranks_per_host=1, hosts=2)
+    shares = share_out(held, own_name, item_bytes=one_byte, ranks_per_host=1, hosts=2)
     assert shares.host_of == {"a": 0, "b": 1, "c": 1}
     assert shares.writes == [{Piece("a", 0)}, {Piece("b", 0), Piece("c", 0)}]
     assert not shares.transfers
@@ -27,14 +38,14 @@ def test_replicas_on_two_hosts_share_tensors_out_by_size():
 
 def test_one_host_for_all_has_the_rest_sent_to_its_ranks():
     held = [[fact("a", 2)], [fact("b", 2)], [fact("c", 2)], [fact("d", 2)]]
-    shares = share_out(held, own_name, ranks_per_host=2, hosts=1)
+    shares = share_out(held, own_name, item_bytes=one_byte, ranks_per_host=2, hosts=1)
     assert set(shares.host_of.values()) == {0}
     assert shares.transfers == [Transfer(Piece("c", 0), 2, 0), Transfer(Piece("d", 0), 3, 1)]
 
 
 def test_a_tensor_whose_shards_no_host_has_all_of_goes_to_the_host_with_most_of_it():
     held = [[fact("w", 5, 0, 3), fact("w", 5, 1, 3)], [fact("w", 5, 2, 3)]]
-    shares = share_out(held, own_name, ranks_per_host=1, hosts=2)
+    shares = share_out(held, own_name, item_bytes=one_byte, ranks_per_host=1, hosts=2)
     assert shares.host_of == {"w": 0}
     assert shares.transfers == [Transfer(Piece("w", 2), 1, 0)]
 
@@ -42,7 +53,7 @@ def test_a_tensor_whose_shards_no_host_has_all_of_goes_to_the_host_with_most_of_
 def test_tensors_of_one_parameter_and_parameters_of_one_tensor_stay_together():
     names = {"qkv": ["q", "k", "v"], "up": ["stack"], "down": ["stack"], "norm": ["norm"]}
     held = [[fact(name, size) for name, size in (("qkv", 9), ("up", 5), ("down", 5), ("norm", 1))]]
-    shares = share_out(held * 2, names.__getitem__, ranks_per_host=1, hosts=2)
+    shares = share_out(held * 2, names.__getitem__, item_bytes=one_byte, ranks_per_host=1, hosts=2)
     assert len({shares.host_of[name] for name in "qkv"}) == 1
     assert {Piece("up", 0), Piece("down", 0)} <= shares.writes[shares.host_of["stack"]]
 
@@ -64,8 +75,12 @@ def test_every_piece_is_written_once_on_the_host_of_its_tensors(
         for rank in data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
             held[rank].append(one)
     used = data.draw(st.integers(1, hosts))
-    shares = share_out(held, own_name, ranks_per_host=ranks_per_host, hosts=used)
-    assert shares == share_out(held, own_name, ranks_per_host=ranks_per_host, hosts=used)
+    shares = share_out(
+        held, own_name, item_bytes=one_byte, ranks_per_host=ranks_per_host, hosts=used
+    )
+    assert shares == share_out(
+        held, own_name, item_bytes=one_byte, ranks_per_host=ranks_per_host, hosts=used
+    )
     assert shares.host_of.keys() == sizes.keys()
     assert all(host < used for host in shares.host_of.values())
     written: Counter[Piece] = Counter()
@@ -87,7 +102,7 @@ def test_where_every_host_has_all_none_keeps_more_than_a_largest_tensor_above_th
     sizes: list[int], hosts: int
 ):
     held = [[fact(str(i), size) for i, size in enumerate(sizes)]] * hosts
-    shares = share_out(held, own_name, ranks_per_host=1, hosts=hosts)
+    shares = share_out(held, own_name, item_bytes=one_byte, ranks_per_host=1, hosts=hosts)
     load = Counter(dict.fromkeys(range(hosts), 0))
     for i, size in enumerate(sizes):
         load[shares.host_of[str(i)]] += size
