@@ -17,7 +17,7 @@ class HeadDoor:
         self._store = PrefixStore("weights", store)
 
     def post(self, door: RelayAddress) -> None:
-        """Show the address to the others.
+        """Show the address to the others. Blocks; any thread.
 
         Raises:
             PublishError: the store is gone, and rank 0 of the learner with it.
@@ -28,7 +28,7 @@ class HeadDoor:
             raise PublishError(f"the ranks' store is gone: {error}") from error
 
     def read(self) -> RelayAddress | None:
-        """Return the posted address, if one is.
+        """Return the posted address, if one is. Blocks; any thread.
 
         Raises:
             PublishError: the store is gone.

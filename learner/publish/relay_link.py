@@ -61,7 +61,7 @@ class RelayLink:
     ) -> None:
         """Prepare to start a relay, which listens for us at ``endpoint``.
 
-        ``on_door`` is told where each relay listens for other hosts.
+        ``on_door`` is told where each relay listens for other hosts, in a thread: it may wait.
         """
         self._endpoint = endpoint
         self._context: zmq.asyncio.Context | None = None
@@ -75,6 +75,7 @@ class RelayLink:
         self._is_ending = False
         self._on_door = on_door
         self._door: RelayAddress | None = None
+        self._has_moved = asyncio.Event()  # ``on_door`` is to be told
         self._head: ServeHead | None = None
 
     # ---- keeping a relay -----------------------------------------------------
@@ -86,6 +87,7 @@ class RelayLink:
             ChildDiedError: it dies again and again.
             SupersededError: a newer learner uses it.
         """
+        telling = asyncio.create_task(self._tell_door())
         try:
             await self._adopt(_FIRST_ANSWER_S)  # an earlier learner may have left one
             while not self._is_ending:
@@ -99,9 +101,21 @@ class RelayLink:
                     await self._check_alive()
             await asyncio.Event().wait()  # the socket is open until we are cancelled: for ``end``
         finally:
+            telling.cancel()
             self._close_socket()
             if self._context is not None:
                 self._context.term()
+
+    async def _tell_door(self) -> None:
+        """Tell of one door after the other, the newest where several came meanwhile."""
+        while self._on_door is not None:
+            await self._has_moved.wait()
+            self._has_moved.clear()
+            if self._door is not None:
+                try:
+                    await asyncio.to_thread(self._on_door, self._door)
+                except PublishError as error:
+                    _log.warning("other hosts do not hear where the relay listens: %s", error)
 
     async def _check_alive(self) -> None:
         with suppress(PublishError):  # a relay that fails no longer serves us
@@ -335,7 +349,7 @@ class RelayLink:
             self._process.pid = answer.pid or self._process.pid
             if self._on_door is not None and answer.door not in {None, self._door}:
                 self._door = answer.door
-                self._on_door(answer.door)
+                self._has_moved.set()
         return answer
 
     def _close_socket(self) -> None:

@@ -1,6 +1,9 @@
-"""Which relay a learner ends before it writes a slot."""
+"""Which relay a learner ends before it writes a slot, and that it waits for no other host."""
 
 import asyncio
+import itertools
+import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +16,8 @@ from slipstream.learner.publish.relay_process import RelayLaunch, is_relay
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.wire.messages.codec import decode_relay_request, encode
 from slipstream.wire.messages.manifest import TensorSpec
-from slipstream.wire.messages.relay import Alive, Ok, OpenMemory, RelayRequest
+from slipstream.wire.messages.relay import Alive, Ok, OpenMemory, RelayRequest, Reserve, Reserved
+from slipstream.wire.messages.weightbus import RelayAddress
 from tests.support.waiting import until_async
 
 LAYOUT = plan_layout([TensorSpec("w", "float32", (4,))], bucket_bytes=64)
@@ -77,3 +81,53 @@ def test_a_relay_that_may_serve_what_is_written_is_ended(tmp_path: Path):
         context.term()
 
     asyncio.run(body())
+
+
+def test_a_store_that_does_not_answer_delays_no_publish_and_gets_the_newest_door(tmp_path: Path):
+    """A relay that this process plays moves from door to door while the store hangs."""
+    doors = [
+        RelayAddress(endpoint=f"tcp://10.0.0.1:{port}", bulk_endpoint="", key="k" * 40)
+        for port in range(4)
+    ]
+    told: list[RelayAddress] = []
+    answers = threading.Event()
+
+    def post(door: RelayAddress) -> None:
+        told.append(door)
+        answers.wait()
+
+    async def body() -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"ipc://{tmp_path}/relay")
+
+        async def answer() -> None:
+            while True:
+                peer, *frames = await socket.recv_multipart()
+                request = decode_relay_request(b"".join(frames))
+                reply = Ok(pid=os.getpid(), door=next(at))
+                is_slot = isinstance(request, Reserve)
+                await socket.send_multipart([peer, encode(Reserved(slot=1) if is_slot else reply)])
+
+        link = RelayLink(f"ipc://{tmp_path}/relay", RelayLaunch(), on_door=post)
+        await link.open("/proc/1/fd/3", LAYOUT, epoch=1)
+        at = itertools.chain(doors, itertools.repeat(doors[-1]))
+        tasks = [asyncio.create_task(answer()), asyncio.create_task(link.run())]
+        await until_async(lambda: len(told) == 1)
+        for _ in doors:
+            await link.open("/proc/1/fd/3", LAYOUT, epoch=1)  # answered while the store is not
+            assert await link.reserve() == 1
+        answers.set()
+        await until_async(lambda: len(told) == 2)
+        assert told == [doors[0], doors[-1]]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        socket.close()
+        context.term()
+
+    try:
+        asyncio.run(body())
+    finally:
+        answers.set()
