@@ -387,11 +387,13 @@ RELAY_ANSWERS: list[relay.RelayAnswer] = [
 ]
 DOOR = weightbus.BulkDoor(endpoint="tcp://10.0.0.2:5601", key="k")
 PART_REPORTS: list[parts.PartReport] = [
-    parts.PartState(part=1, epoch=2, incarnation="a1", door=DOOR, whole=(VERSION,)),
+    parts.PartState(
+        part=1, epoch=2, incarnation="a1", door=DOOR, whole=(VERSION,), keys_digest="0f"
+    ),
     parts.PartHeld(command_id=1, error="it is not whole there", digests={"norm": "00ff"}),
 ]
 HEAD_COMMANDS: list[parts.HeadCommand] = [
-    parts.PartHeard(relay="b2", generator_keys={"k": "gpu-7"}),
+    parts.PartHeard(relay="b2", keys_digest="0f", generator_keys={"k": "gpu-7"}),
     parts.Hold(command_id=1, epoch=2, version=VERSION),
     parts.Release(epoch=2, version=VERSION),
 ]

@@ -15,7 +15,7 @@ from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.parts import Holds
+from slipstream.weightbus.version.parts import Holds, KnownKeys
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_head_command, encode
@@ -51,7 +51,7 @@ class PartRelay:
             listener: where engines fetch.
             deltas: of its versions, which they do not hold.
             stop: ends it.
-            linger_s: that it outlives the learner, and its holds the head.
+            linger_s: that it outlives the learner, and what the head said the head.
             traffic: counts what is sent.
         """
         self._part = part
@@ -61,6 +61,7 @@ class PartRelay:
         self._stop = stop
         self._incarnation = secrets.token_hex(8)
         self._holds = Holds(linger_s=linger_s)
+        self._keys = KnownKeys(linger_s=linger_s)
         versions.held = lambda: self._holds.held(time.monotonic())
         self._head: ServeHead | None = None
         self._moved = asyncio.Event()  # the head is another
@@ -82,6 +83,7 @@ class PartRelay:
                 self._learner.watch(),
                 serve_buckets(bulk, self._versions, self._deltas, self._listener, self._traffic),
                 self._deltas.run(),
+                self._watch_keys(),
                 self._report(context),
             )
         finally:
@@ -145,6 +147,7 @@ class PartRelay:
                     incarnation=self._incarnation,
                     door=door,
                     whole=self._versions.whole(),
+                    keys_digest=self._keys.digest,
                 )
                 with suppress(zmq.Again):  # its queue is full: the head is gone
                     await socket.send(encode(state), zmq.NOBLOCK)
@@ -162,12 +165,8 @@ class PartRelay:
                 _log.error("the head relay sent a malformed command: %s", error)
                 continue
             match command:
-                case PartHeard(relay=relay, generator_keys=keys):
-                    if self._holds.heard(relay, time.monotonic()):
-                        _log.info("another head relay leads the publishes now")
-                        self._versions.let_go()
-                    if keys is not None:  # those of a head before are good until then
-                        self._listener.admit(keys)
+                case PartHeard():
+                    self._heard(command, time.monotonic())
                 case Hold():
                     task = asyncio.create_task(self._hold(socket, command))
                     self._answering.add(task)
@@ -175,6 +174,24 @@ class PartRelay:
                 case Release(version=version):
                     self._holds.release(version)
                     self._versions.let_go()
+
+    def _heard(self, command: PartHeard, now_s: float) -> None:
+        if self._holds.heard(command.relay, now_s):
+            _log.info("another head relay leads the publishes now")
+            self._versions.let_go()
+        keys = command.generator_keys  # those of a head before are good until then
+        if self._keys.heard(command.keys_digest, keys, now_s) and keys is not None:
+            self._listener.admit(keys)
+
+    async def _watch_keys(self) -> None:
+        """Admit nobody any more when no head has said for long who may fetch."""
+        while True:
+            left_s = self._keys.lapses_in_s(time.monotonic())
+            if left_s is not None and left_s <= 0:
+                _log.warning("no head says who may fetch (weightbus.linger_s): nobody may")
+                self._keys.lapse()
+                self._listener.admit({})
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def _hold(self, socket: zmq.asyncio.Socket, command: Hold) -> None:
         """Answer with the digests of a version that is whole here, and still is then."""

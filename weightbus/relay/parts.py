@@ -5,7 +5,10 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 
+from slipstream.weightbus.version.layout import names_by_part
+from slipstream.weightbus.version.parts import digest_of_keys
 from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.parts import (
     HeadCommand,
     Hold,
@@ -25,15 +28,21 @@ Send = Callable[[HeadCommand], None]
 class _Part:
     """One part, where it was heard of last."""
 
-    def __init__(self, state: PartState, send: Send) -> None:
+    def __init__(self, state: PartState, peer: bytes, send: Send) -> None:
         self.state = state
+        self.peer = peer  # its connection
         self.send = send
-        self.told: Mapping[str, str] | None = None  # who may fetch
-        self.waiting: dict[int, asyncio.Future[PartHeld]] = {}
+        self.waiting: dict[int, tuple[Hold, asyncio.Future[PartHeld]]] = {}
+
+    def moved(self, peer: bytes, send: Send) -> None:
+        """Ask again what it may have answered over a connection that is gone."""
+        self.peer, self.send = peer, send
+        for hold, _ in self.waiting.values():
+            send(hold)
 
     def gone(self, why: str) -> None:
         """Fail what waits for it."""
-        for future in self.waiting.values():
+        for _, future in self.waiting.values():
             if not future.done():
                 future.set_exception(PublishError(why))
 
@@ -52,6 +61,8 @@ class Parts:
         self._timeout_s = timeout_s
         self._parts: dict[int, _Part] = {}
         self._numbers = itertools.count(1)
+        self._keys: Mapping[str, str] | None = None  # who may fetch
+        self._keys_digest = ""
         self.expected = 0
         """How many there are to be."""
 
@@ -61,6 +72,7 @@ class Parts:
         report: PartReport,
         send: Send,
         *,
+        peer: bytes,
         generator_keys: Mapping[str, str] | None,
         heard: Callable[[PartState], None],
     ) -> None:
@@ -70,41 +82,56 @@ class Parts:
             part: number of the part that the key is of.
             report: that it sent.
             send: sends it a command.
+            peer: its connection.
             generator_keys: who may fetch from it; None: not known yet.
             heard: is told of its state.
         """
         known = self._parts.get(part)
         if isinstance(report, PartHeld):
-            future = known.waiting.get(report.command_id) if known is not None else None
-            if future is not None and not future.done():
-                future.set_result(report)
+            waiting = known.waiting.get(report.command_id) if known is not None else None
+            if waiting is not None and not waiting[1].done():
+                waiting[1].set_result(report)
             return
         if report.part != part:
             _log.warning("part %d reports as part %d: refused", part, report.part)
             return
         if known is not None and known.state.incarnation == report.incarnation:
-            known.state, known.send = report, send
+            known.state = report
+            if known.peer != peer:
+                _log.info("part %d has connected again", part)
+                known.moved(peer, send)
         else:
             if known is not None:
                 known.gone(f"part {part} was restarted")
             _log.info("part %d of the learner is at %s", part, report.door.endpoint)
-            known = self._parts[part] = _Part(report, send)
-        self._tell(known, generator_keys)
+            known = self._parts[part] = _Part(report, peer, send)
+        self._keep(generator_keys)
+        self._tell(known, has_keys=report.keys_digest == self._keys_digest)
         heard(report)
 
     def tell(self, generator_keys: Mapping[str, str] | None) -> None:
-        """Tell the parts at once who may fetch, where that has changed: an engine has joined."""
+        """Tell the parts at once who may fetch, if that has changed: an engine has joined."""
+        if not self._keep(generator_keys):
+            return
         for number, part in self._parts.items():
-            if part.told is not generator_keys:
-                try:
-                    self._tell(part, generator_keys)
-                except PublishError as error:
-                    _log.warning("part %d does not hear of new keys: %s", number, error)
+            try:
+                self._tell(part, has_keys=False)
+            except PublishError as error:
+                _log.warning("part %d does not hear of new keys: %s", number, error)
 
-    def _tell(self, part: _Part, generator_keys: Mapping[str, str] | None) -> None:
-        keys = None if generator_keys is None else dict(generator_keys)
-        part.send(PartHeard(relay=self.relay, generator_keys=keys))
-        part.told = generator_keys
+    def _keep(self, generator_keys: Mapping[str, str] | None) -> bool:
+        """Keep who may fetch; True if that has changed."""
+        if generator_keys is None or generator_keys == self._keys:
+            return False
+        self._keys = dict(generator_keys)
+        self._keys_digest = digest_of_keys(self._keys)
+        return True
+
+    def _tell(self, part: _Part, *, has_keys: bool) -> None:
+        """Answer a heartbeat, with the keys if the part has others."""
+        keys = None if has_keys or self._keys is None else dict(self._keys)
+        heard = PartHeard(relay=self.relay, keys_digest=self._keys_digest, generator_keys=keys)
+        part.send(heard)
 
     def lost(self, part: int) -> None:
         """Forget a part that is silent."""
@@ -126,14 +153,19 @@ class Parts:
             raise PublishError(f"parts {missing} of the learner are not there")
         return [self._parts[number] for number in numbers]
 
-    async def hold(self, version: PolicyVersion) -> dict[str, str]:
+    async def hold(self, version: PolicyVersion, layout: WeightManifest) -> dict[str, str]:
         """Have every part keep a version; return the digests of their tensors.
 
         Raises:
-            PublishError: a part does not have it, or does not answer in time.
+            PublishError: a part does not have it, does not answer in time, or answers with
+                digests of others than its own tensors of the ``layout``.
         """
+        names = names_by_part(layout)
         answers = await asyncio.gather(
-            *(self._hold(number, part, version) for number, part in enumerate(self._all(), 1)),
+            *(
+                self._hold(number, part, version, names.get(number, frozenset()))
+                for number, part in enumerate(self._all(), 1)
+            ),
             return_exceptions=True,
         )
         digests: dict[str, str] = {}
@@ -144,12 +176,15 @@ class Parts:
             digests |= answer
         return digests
 
-    async def _hold(self, number: int, part: _Part, version: PolicyVersion) -> dict[str, str]:
+    async def _hold(
+        self, number: int, part: _Part, version: PolicyVersion, names: frozenset[str]
+    ) -> dict[str, str]:
         command_id = next(self._numbers)
         future: asyncio.Future[PartHeld] = asyncio.get_running_loop().create_future()
-        part.waiting[command_id] = future
+        hold = Hold(command_id=command_id, epoch=part.state.epoch, version=version)
+        part.waiting[command_id] = hold, future
         try:
-            part.send(Hold(command_id=command_id, epoch=part.state.epoch, version=version))
+            part.send(hold)
             async with asyncio.timeout(self._timeout_s):
                 answer = await future
         except TimeoutError as error:
@@ -161,6 +196,11 @@ class Parts:
             del part.waiting[command_id]
         if answer.error:
             raise PublishError(f"part {number} of the learner: {answer.error}")
+        if strange := sorted(answer.digests.keys() ^ names):
+            name = strange[0]
+            what = "has no digest of its tensor" if name in names else "has a digest of"
+            whose = "" if name in names else ", which is not one of its tensors"
+            raise PublishError(f"part {number} of the learner {what} {name}{whose}")
         return answer.digests
 
     def release(self, version: PolicyVersion) -> None:

@@ -24,8 +24,8 @@ T = TypeVar("T")
 class PartsOfLearner(Protocol):
     """The parts on other hosts of a learner."""
 
-    async def hold(self, version: PolicyVersion) -> dict[str, str]:
-        """Have every part keep a version; return the digests of their tensors.
+    async def hold(self, version: PolicyVersion, layout: WeightManifest) -> dict[str, str]:
+        """Have every part keep a version; return the digests of their tensors in the layout.
 
         Raises:
             PublishError: a part does not have it.
@@ -101,8 +101,9 @@ class Publication:
 
     async def _held_and_digested(self) -> WeightManifest:
         own = self._begin_own()
-        others = await self.parts.hold(self.version) if self.parts is not None else {}
-        digests, layout = {**others, **await own}, self.snapshot.layout
+        layout = self.snapshot.layout
+        others = await self.parts.hold(self.version, layout) if self.parts is not None else {}
+        digests = {**others, **await own}
         if missing := [spec.name for spec in layout.tensors if spec.name not in digests]:
             raise PublishError(f"no part has a digest of {missing[0]}")
         return with_digests(layout, self.version, digests)

@@ -113,6 +113,7 @@ class Publisher:
         self._members: dict[str, Member] = {}
         self._by_place: dict[tuple[Router, bytes], Member] = {}
         self._num_events = 0  # after which another serving may be due
+        self._waits_because = ""  # why a part did not keep a version, last
         self._is_starved = False  # a serving was due, and no version could be read
         self._probed = 0  # members, in their order
         self._fleet = Fleet(
@@ -245,6 +246,7 @@ class Publisher:
                 part,
                 report,
                 send,
+                peer=peer,
                 generator_keys=listener.holders,
                 heard=lambda state: self._versions.heard(state, self._now()),
             )
@@ -421,17 +423,19 @@ class Publisher:
     def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
-        for member in members:
-            self._leave_chain(member)
-            member.before = self._before(member, serving, reading)
-            if member.before is not None:
-                member.first_part = member.before.first_part
-            else:
-                member.first_part = next(self._turns)  # not all from one host at once
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
         if serving.group is None:
             self._alone[serving.seats[0]] = task
+
+    def _place(self, member: Member, serving: Serving, reading: Reading) -> None:
+        """Decide where a member fetches a version that every part keeps."""
+        self._leave_chain(member)
+        member.before = self._before(member, serving, reading)
+        if member.before is not None:
+            member.first_part = member.before.first_part
+        else:
+            member.first_part = next(self._turns)  # not all from one host at once
 
     def _before(self, member: Member, serving: Serving, reading: Reading) -> Member | None:
         """Return the member from which another fetches a version; None for the relay.
@@ -480,6 +484,8 @@ class Publisher:
                 self._fleet.postponed(serving, self._now())
                 self._decide()
                 return
+            for member in members:
+                self._place(member, serving, reading)
             record = await Transaction(reading.publication, members, transport, check_every).run()
             self._alone.pop(serving.seats[0], None)
             self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
@@ -500,8 +506,11 @@ class Publisher:
         try:
             await reading.publication.manifest()
         except PublishError as error:
-            _log.warning("%s waits: %s", reading.publication.version.label, error)
+            if self._waits_because != str(error):
+                self._waits_because = str(error)
+                _log.warning("%s waits: %s", reading.publication.version.label, error)
             return False
+        self._waits_because = ""
         return True
 
     def _open(self, name: str) -> Transport:

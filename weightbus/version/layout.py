@@ -67,6 +67,14 @@ def part_layout(manifest: WeightManifest, part: int) -> WeightManifest:
     return msgspec.structs.replace(manifest, buckets=own)
 
 
+def names_by_part(manifest: WeightManifest) -> dict[int, frozenset[str]]:
+    """Return the names of the tensors of each part."""
+    names: dict[int, set[str]] = {}
+    for bucket in manifest.buckets:
+        names.setdefault(bucket.part, set()).update(spec.name for spec in bucket.tensors)
+    return {part: frozenset(found) for part, found in names.items()}
+
+
 def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:
     """Return each tensor's offset in bytes from the start of the version."""
     starts = accumulate((spec.num_bytes for spec in manifest.tensors), initial=0)

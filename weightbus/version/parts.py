@@ -4,7 +4,8 @@ A version exists when every part has it whole, under one epoch and step. Time co
 seconds.
 """
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slipstream.wire.messages.versions import PolicyVersion
@@ -58,6 +59,41 @@ class PartBook:
     def is_complete(self, version: PolicyVersion) -> bool:
         """True if every part has a version whole."""
         return not self.missing(version)
+
+
+def digest_of_keys(keys: Mapping[str, str]) -> str:
+    """Return a digest of who may fetch, public key -> name."""
+    lines = "".join(f"{key} {name}\n" for key, name in sorted(keys.items()))
+    return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+class KnownKeys:
+    """Who may fetch from a part, as far as a living head says so."""
+
+    def __init__(self, *, linger_s: float) -> None:
+        """Know nobody; what a head that is silent for ``linger_s`` said lapses."""
+        self._linger_s = linger_s
+        self._confirmed_s = 0.0
+        self.digest = ""
+        """Of the keys that are known; empty before the first."""
+
+    def heard(self, digest: str, keys: Mapping[str, str] | None, now_s: float) -> bool:
+        """Record what a head says; return True if ``keys`` are to be admitted from now on.
+
+        A head that does not know them itself, or ours of another, confirms nothing.
+        """
+        is_news = keys is not None and digest_of_keys(keys) == digest
+        if digest and (is_news or digest == self.digest):
+            self.digest, self._confirmed_s = digest, now_s
+        return is_news
+
+    def lapses_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until nobody may fetch any more; None where nobody may."""
+        return self._confirmed_s + self._linger_s - now_s if self.digest else None
+
+    def lapse(self) -> None:
+        """Know nobody."""
+        self.digest = ""
 
 
 class Holds:

@@ -30,6 +30,7 @@ class PartState(PartMessage, frozen=True):
     incarnation: str  # differs after each restart of the part relay
     door: BulkDoor  # where its buckets are fetched
     whole: tuple[PolicyVersion, ...]
+    keys_digest: str = ""  # as in PartHeard, of the keys that it admits; empty before the first
 
 
 class PartHeld(PartMessage, frozen=True):
@@ -47,7 +48,9 @@ class PartHeard(PartMessage, frozen=True):
     """The answer to a heartbeat."""
 
     relay: str  # differs after each restart of the head
-    # Public key -> name of who may fetch; None: this head has not heard from the broker yet.
+    # Of the keys of who may fetch now; empty while this head has not heard from the broker.
+    keys_digest: str = ""
+    # Those, public key -> name, where the part reported another digest; None: it has them.
     generator_keys: dict[str, str] | None = None
 
 

@@ -5,7 +5,10 @@ import asyncio
 import pytest
 
 from slipstream.weightbus.relay.parts import Parts
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.parts import digest_of_keys
 from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.messages.parts import (
     HeadCommand,
     Hold,
@@ -20,11 +23,22 @@ from tests.support.waiting import NEVER_S
 
 VERSION = PolicyVersion(1, 3)
 KEYS = {"a-key": "gpu-7"}
+LAYOUT = plan_layout(
+    [TensorSpec(f"w{part}", "float32", (4,)) for part in range(3)],
+    bucket_bytes=16,
+    part_of={f"w{part}": part for part in range(3)},
+)
 
 
-def state(part: int, incarnation: str = "first") -> PartState:
-    door = BulkDoor(endpoint=f"tcp://10.0.0.{part}:5600", key="k")
-    return PartState(part=part, epoch=1, incarnation=incarnation, door=door, whole=(VERSION,))
+def state(part: int, incarnation: str = "first", keys: dict[str, str] | None = None) -> PartState:
+    return PartState(
+        part=part,
+        epoch=1,
+        incarnation=incarnation,
+        door=BulkDoor(endpoint=f"tcp://10.0.0.{part}:5600", key="k"),
+        whole=(VERSION,),
+        keys_digest="" if keys is None else digest_of_keys(keys),
+    )
 
 
 class Head:
@@ -35,27 +49,40 @@ class Head:
         self.parts.expected = 2
         self.sent: dict[int, list[HeadCommand]] = {1: [], 2: []}
 
-    def take(self, part: int, report: PartState | PartHeld) -> None:
+    def take(self, part: int, report: PartState | PartHeld, peer: bytes = b"first") -> None:
         self.parts.take(
-            part, report, self.sent[part].append, generator_keys=KEYS, heard=lambda _: None
+            part,
+            report,
+            self.sent[part].append,
+            peer=peer,
+            generator_keys=KEYS,
+            heard=lambda _: None,
         )
 
     def holds_of(self, part: int) -> list[Hold]:
         return [one for one in self.sent[part] if isinstance(one, Hold)]
 
+    async def holding(self) -> "asyncio.Task[dict[str, str]]":
+        """Begin to hold the version at both parts."""
+        for part in (2, 1):
+            self.take(part, state(part))
+        task = asyncio.create_task(self.parts.hold(VERSION, LAYOUT))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+    def answer(self, part: int, **digests: str) -> None:
+        (hold, *_) = self.holds_of(part)
+        self.take(part, PartHeld(command_id=hold.command_id, digests=digests))
+
 
 def test_a_version_is_held_once_every_part_has_answered_with_its_digests():
     async def body() -> None:
         head = Head()
-        for part in (2, 1):
-            head.take(part, state(part))
-        holding = asyncio.create_task(head.parts.hold(VERSION))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        holding = await head.holding()
         for part in (1, 2):
-            (hold,) = head.holds_of(part)
             assert not holding.done()
-            head.take(part, PartHeld(command_id=hold.command_id, digests={f"w{part}": "d"}))
+            head.answer(part, **{f"w{part}": "d"})
         assert await holding == {"w1": "d", "w2": "d"}
         assert [door.endpoint for door in head.parts.doors()] == [
             "tcp://10.0.0.1:5600",
@@ -68,13 +95,8 @@ def test_a_version_is_held_once_every_part_has_answered_with_its_digests():
 def test_a_part_that_is_restarted_fails_a_hold_at_once_and_the_others_are_released():
     async def body() -> None:
         head = Head()
-        for part in (1, 2):
-            head.take(part, state(part))
-        holding = asyncio.create_task(head.parts.hold(VERSION))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        (hold,) = head.holds_of(1)
-        head.take(1, PartHeld(command_id=hold.command_id))
+        holding = await head.holding()
+        head.answer(1, w1="d")
         head.take(2, state(2, "second"))
         with pytest.raises(PublishError, match="part 2 was restarted"):
             await holding
@@ -93,12 +115,77 @@ def test_no_part_takes_the_place_of_one_that_is_missing():
         head.parts.doors()
 
 
+def heard(keys: dict[str, str], *, sent: bool) -> PartHeard:
+    return PartHeard(
+        relay="head", keys_digest=digest_of_keys(keys), generator_keys=keys if sent else None
+    )
+
+
 def test_parts_hear_of_new_keys_before_their_next_report_and_once():
     head = Head()
     head.take(1, state(1))
-    head.parts.tell(KEYS)
-    assert head.sent[1] == [PartHeard(relay="head", generator_keys=KEYS)]
+    head.parts.tell(dict(KEYS))
+    assert head.sent[1] == [heard(KEYS, sent=True)]
     more = {**KEYS, "another": "gpu-8"}
     head.parts.tell(more)
-    head.parts.tell(more)
-    assert head.sent[1][1:] == [PartHeard(relay="head", generator_keys=more)]
+    head.parts.tell(dict(more))
+    assert head.sent[1][1:] == [heard(more, sent=True)]
+
+
+def test_keys_are_sent_to_a_part_that_has_others_and_to_no_part_that_has_them():
+    head = Head()
+    for _ in range(3):
+        head.take(1, state(1, keys=KEYS))
+    assert head.sent[1] == [heard(KEYS, sent=False)] * 3
+    head.take(1, state(1, keys={"revoked": "gpu-9"}))  # what was sent to it was lost
+    assert head.sent[1][3:] == [heard(KEYS, sent=True)]
+
+
+def test_a_head_without_a_broker_sends_no_keys_and_confirms_none():
+    sent: list[HeadCommand] = []
+    parts = Parts(relay="head", timeout_s=NEVER_S)
+    parts.take(
+        1, state(1, keys=KEYS), sent.append, peer=b"", generator_keys=None, heard=lambda _: None
+    )
+    assert sent == [PartHeard(relay="head")]
+
+
+def test_a_part_that_connects_again_is_asked_again_and_its_late_answer_counts():
+    async def body() -> None:
+        head = Head()
+        holding = await head.holding()
+        head.answer(1, w1="d")
+        (asked,) = head.holds_of(2)
+        head.take(2, state(2), peer=b"second")  # its answer went into the first connection
+        assert head.holds_of(2) == [asked, asked]
+        assert len(head.holds_of(1)) == 1
+        head.take(2, state(2), peer=b"second")
+        assert head.holds_of(2) == [asked, asked], "asked at every report"
+        head.answer(2, w2="d")
+        head.answer(2, w2="d")  # both came
+        assert await holding == {"w1": "d", "w2": "d"}
+        head.take(2, state(2), peer=b"third")
+        assert head.holds_of(2) == [asked, asked], "asked for what was answered"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("digests", "why"),
+    [
+        ({"w2": "d", "w1": "e"}, "part 2 of the learner has a digest of w1, which is not one"),
+        ({"w2": "d", "other": "e"}, "part 2 of the learner has a digest of other, which is not"),
+        ({}, "part 2 of the learner has no digest of its tensor w2"),
+    ],
+)
+def test_a_part_speaks_for_its_own_tensors_alone(digests: dict[str, str], why: str):
+    async def body() -> None:
+        head = Head()
+        holding = await head.holding()
+        head.answer(1, w1="d")
+        head.answer(2, **digests)
+        with pytest.raises(PublishError, match=why):
+            await holding
+        assert head.sent[1][-1] == Release(epoch=1, version=VERSION)
+
+    asyncio.run(body())

@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
 from slipstream.weightbus.relay.parts import Parts
@@ -11,7 +13,7 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.errors import PublishError
-from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.messages.parts import PartState
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
@@ -27,7 +29,7 @@ class LosingParts(Parts):
 
     num_holds = 0
 
-    async def hold(self, version: PolicyVersion) -> dict[str, str]:
+    async def hold(self, version: PolicyVersion, _layout: WeightManifest) -> dict[str, str]:
         self.num_holds += 1
         raise PublishError(f"{version.label} is not whole there")
 
@@ -43,7 +45,9 @@ async def forget(_record: PublishRecord) -> None:
     pass
 
 
-def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event(tmp_path: Path):
+def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     async def body() -> None:
         parts = LosingParts(relay="head", timeout_s=NEVER_S)
         versions = Versions(tmp_path, parts=parts)
@@ -63,15 +67,29 @@ def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event
             PartState(part=1, epoch=1, incarnation="first", door=door, whole=(VERSION,)), 0.0
         )
         publisher = Publisher(
-            WeightBusSection(), versions, on_record=forget, libraries=Libraries("2"), parts=parts
+            WeightBusSection(fanout=1),
+            versions,
+            on_record=forget,
+            libraries=Libraries("2"),
+            parts=parts,
         )
-        join = Join(name="g", incarnation="one", device="cpu", torch_version="2", transport="tcp")
-        publisher._joined(Sender(b"peer", NoRouter(), "", ""), join)  # type: ignore[arg-type]
+        join = Join(
+            name="g",
+            incarnation="one",
+            device="cpu",
+            torch_version="2",
+            transport="tcp",
+            forward=BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
+        )
+        publisher._joined(Sender(b"peer", NoRouter(), "", "its-key"), join)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(publisher._serve_due(group))
             await until_async(lambda: parts.num_holds == 2)
             serving.cancel()
         (state,) = publisher.states()
         assert (state.state, state.reason) == ("behind", "")
+        assert publisher._chains.place(VERSION, "other") is None, "behind one that was not served"
+        waits = [one for one in caplog.messages if "waits" in one]
+        assert waits == ["v1.3 waits: v1.3 is not whole there"], "once per reason"
 
     asyncio.run(body())
