@@ -6,8 +6,8 @@ test_remote_listener.py and test_deltas_of_parts.py.
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from slipstream.wire.messages.codec import decode_bucket_answer, encode
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import FetchBucket, RelayAddress
 from tests.support.bus.engine import digest_of
+from tests.support.bus.in_between import Link
 from tests.support.bus.remote import (
     EPOCH,
     TENSORS,
@@ -93,6 +94,10 @@ def request(index: int) -> bytes:
 
 def proof_to(place: RelayAddress, key: ClientKey) -> Proof:
     return proof_of_member(public=key.public, secret=key.secret, door=place.key)
+
+
+def through(place: RelayAddress, link: Link) -> RelayAddress:
+    return msgspec.structs.replace(place, bulk_endpoint=link.endpoint)
 
 
 def unproved(relay: Relay) -> int:
@@ -200,36 +205,6 @@ def test_what_was_proved_to_one_door_is_worth_nothing_at_another(folder: Path):
     asyncio.run(scenario())
 
 
-@asynccontextmanager
-async def in_between(
-    place: RelayAddress, change: Callable[[bytes], bytes]
-) -> AsyncIterator[RelayAddress]:
-    """Stand between a relay's bulk port and whoever connects; change what it answers."""
-    host, _, port = place.bulk_endpoint.removeprefix("tcp://").rpartition(":")
-
-    async def pump(
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        alter: Callable[[bytes], bytes] = bytes,
-    ) -> None:
-        with suppress(ConnectionError):
-            while data := await source.read(1 << 16):
-                sink.write(alter(data))
-                await sink.drain()
-        sink.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer, change))
-
-    server = await asyncio.start_server(accept, host, 0)
-    own = server.sockets[0].getsockname()[1]
-    try:
-        yield msgspec.structs.replace(place, bulk_endpoint=f"tcp://{host}:{own}")
-    finally:
-        server.close()
-
-
 @pytest.mark.parametrize(
     ("digests", "what"), [("auto", "keyed digest"), ("blake2b", "expected blake2b:")]
 )
@@ -245,9 +220,10 @@ def test_bytes_that_were_changed_on_the_way_reach_no_engine(
             return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]
 
         async with plain_relay(folder, key, digests=digests) as relay:
-            async with in_between(await relay.place(), change) as place:
+            place = await relay.place()
+            async with Link(place, to_bulk=True, change=change) as link:
                 with agent(folder, key, transport="tcp") as subscriber:
-                    async with running(subscriber.run(place)):
+                    async with running(subscriber.run(through(place, link))):
                         await until_async(lambda: "arrived with" in caplog.text)
                         assert subscriber.adopted is None
                         is_changing[0] = False
@@ -288,9 +264,10 @@ def test_a_frame_that_is_longer_than_any_bucket_is_not_gathered(folder: Path):
             return b"\x02" + (1 << 40).to_bytes(8, "big") + data  # a frame of a terabyte
 
         async with plain_relay(folder, key) as relay:
-            async with in_between(await relay.place(), change) as place:
+            place = await relay.place()
+            async with Link(place, to_bulk=True, change=change) as link:
                 with agent(folder, key, transport="tcp", fetch_timeout_s=2.0) as subscriber:
-                    async with running(subscriber.run(place)):
+                    async with running(subscriber.run(through(place, link))):
                         await until_async(lambda: any(r.failed for r in relay.records))
                         assert subscriber.adopted is None
             assert sent
