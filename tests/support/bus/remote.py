@@ -84,8 +84,9 @@ class Relay:
         engine_check_every: int = 1,
         digests: Digests = "auto",
         bulk: Bulk = "encrypted",
+        delta_versions: int = 8,
     ) -> None:
-        self._tensors = tensors
+        self._bucket_bytes = bucket_bytes
         self.listener = WatchedListener(listen, is_plain=bulk == "plain")
         self.records: list[PublishRecord] = []
         settings = WeightBusSection(
@@ -96,16 +97,11 @@ class Relay:
             engine_check_every=engine_check_every,
             digests=digests,
             bulk=bulk,
+            delta_versions=delta_versions,
         )
         self.versions = Versions(folder / "weights", digests=settings.digest_kind)
-        specs = [tensor_spec(*item) for item in tensors.items()]
-        self._layout = plan_layout(specs, bucket_bytes=bucket_bytes)
-        self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
-        self.versions.open(
-            OpenMemory(
-                epoch=EPOCH, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
-            )
-        )
+        self.epoch = EPOCH - 1
+        self.open_memory(tensors)
         self.publisher = Publisher(
             settings, self.versions, on_record=self._keep, libraries=installed_libraries()
         )
@@ -116,11 +112,28 @@ class Relay:
     async def _keep(self, record: PublishRecord) -> None:
         self.records.append(record)
 
+    def open_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin an epoch: a learner, or one that took over."""
+        self.epoch += 1
+        self.tensors = tensors
+        specs = [tensor_spec(*item) for item in tensors.items()]
+        self._layout = plan_layout(specs, bucket_bytes=self._bucket_bytes)
+        self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
+        self.versions.open(
+            OpenMemory(
+                epoch=self.epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
+            )
+        )
+
+    def at(self, step: int) -> Mapping[str, Tensor]:
+        """Return the weights of a step."""
+        return {name: tensor + step for name, tensor in self.tensors.items()}
+
     def publish(self, step: int) -> None:
-        slot = self.versions.reserve(EPOCH)
+        slot, weights = self.versions.reserve(self.epoch), self.at(step)
         for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(self._tensors[name] + step)
-        self.versions.written(EPOCH, slot, PolicyVersion(EPOCH, step))
+            view.copy_(weights[name])
+        self.versions.written(self.epoch, slot, PolicyVersion(self.epoch, step))
 
     async def place(self) -> RelayAddress:
         await until_async(lambda: self.listener.address is not None)
@@ -156,6 +169,10 @@ async def running(job: Coroutine[None, None, None]) -> AsyncIterator["asyncio.Ta
             await task
 
 
+def _type_of(tensors: Mapping[str, Tensor]) -> str:
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
 @contextmanager
 def agent(
     folder: Path,
@@ -184,7 +201,7 @@ def agent(
             torch_version=installed_libraries().torch_version,
             transport=transport,
         ),
-        tensors=TensorSet({n: tuple(t.shape) for n, t in tensors.items()}, "float32"),
+        tensors=TensorSet({n: tuple(t.shape) for n, t in tensors.items()}, _type_of(tensors)),
         staging=staging or Staging(folder, name),
         silence_s=NEVER_S,
         fetch_timeout_s=fetch_timeout_s,
