@@ -33,7 +33,14 @@ def held_by_both(head: Host) -> list[dict[str, str]]:
     return [one for one in digests if one.keys() >= {FAR, "generator-0"}]
 
 
-def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple[Host, Host]):
+@pytest.mark.parametrize(
+    "bulk",
+    # without encryption the sockets are those of tests/integration/test_plain_bulk.py
+    ["encrypted", pytest.param("plain", marks=pytest.mark.slow)],
+)
+def test_generator_on_another_host_joins_by_the_documented_commands(
+    hosts: tuple[Host, Host], bulk: str
+):
     head, far = hosts
     kinds, texts = zip(
         *fences(DOCUMENT, "Five minutes to a generator on another host"), strict=True
@@ -49,6 +56,7 @@ def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple
         "checkpoint.export_at_end": False,
     }
     section = section.replace("[weightbus]", '[weightbus]\ntransport = "collective"')
+    section = section.replace("[weightbus]", f'[weightbus]\nbulk = "{bulk}"')
     text = toml_of(settings) + section.replace("10.0.0.1", "10.77.0.1")
     (head.folder / "run.toml").write_text(text)
 
@@ -78,6 +86,8 @@ def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple
     publishes = [one for one in summary[PUBLISHES] if FAR in one["adopted_by"]]
     assert {one["transports"][FAR] for one in publishes} == {"tcp", "collective"}
     assert held
+    written = "".join(path.read_text() for path in folder.glob("logs/*.log"))
+    assert ("buckets go unencrypted" in written) is (bulk == "plain")
     for digests in held:  # the same bytes came over both networks
         assert digests[FAR] == digests["generator-0"]
     tokens = {role["name"]: role["tokens_per_second"] for role in summary["roles"]}
