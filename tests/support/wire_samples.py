@@ -388,7 +388,13 @@ RELAY_ANSWERS: list[relay.RelayAnswer] = [
 DOOR = weightbus.BulkDoor(endpoint="tcp://10.0.0.2:5601", key="k")
 PART_REPORTS: list[parts.PartReport] = [
     parts.PartState(
-        part=1, epoch=2, incarnation="a1", door=DOOR, whole=(VERSION,), keys_digest="0f"
+        part=1,
+        epoch=2,
+        incarnation="a1",
+        door=DOOR,
+        whole=(VERSION,),
+        keys_digest="0f",
+        held=(VERSION,),
     ),
     parts.PartHeld(command_id=1, error="it is not whole there", digests={"norm": "00ff"}),
 ]

@@ -100,7 +100,7 @@ class Relay:
             parts=others,
             traffic=traffic,
         )
-        self._remote = _listener(bus, traffic) if bus.listen else None
+        self._remote = listener_of(bus, traffic) if bus.listen else None
         self._learner = LearnerSocket(
             versions,
             stop=stop,
@@ -120,7 +120,8 @@ class Relay:
         await run_until(self._stop.wait(), *jobs)
 
 
-def _listener(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
+def listener_of(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
+    """Return where this relay listens for other hosts; ``traffic`` counts whom it refuses."""
     is_plain = bus.bulk == "plain"
     if is_plain and bus.digest_kind == "xxh3":
         _log.warning(
@@ -133,7 +134,7 @@ def _listener(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
 async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -> None:
     bus = settings.weightbus
     traffic = Traffic()
-    listener = _listener(bus, traffic)
+    listener = listener_of(bus, traffic)
     versions = Versions(settings.folder, digests=bus.digest_kind)
     deltas = Deltas(
         versions,

@@ -148,6 +148,7 @@ class PartRelay:
                     door=door,
                     whole=self._versions.whole(),
                     keys_digest=self._keys.digest,
+                    held=tuple(sorted(self._holds.held(time.monotonic()))),
                 )
                 with suppress(zmq.Again):  # its queue is full: the head is gone
                     await socket.send(encode(state), zmq.NOBLOCK)

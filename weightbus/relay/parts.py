@@ -61,6 +61,7 @@ class Parts:
         self._timeout_s = timeout_s
         self._parts: dict[int, _Part] = {}
         self._numbers = itertools.count(1)
+        self._held: set[PolicyVersion] = set()
         self._keys: Mapping[str, str] | None = None  # who may fetch
         self._keys_digest = ""
         self.expected = 0
@@ -107,6 +108,9 @@ class Parts:
             known = self._parts[part] = _Part(report, peer, send)
         self._keep(generator_keys)
         self._tell(known, has_keys=report.keys_digest == self._keys_digest)
+        for version in report.held:
+            if version not in self._held:  # that it was to be released was lost
+                known.send(Release(epoch=report.epoch, version=version))
         heard(report)
 
     def tell(self, generator_keys: Mapping[str, str] | None) -> None:
@@ -160,11 +164,12 @@ class Parts:
             PublishError: a part does not have it, does not answer in time, or answers with
                 digests of others than its own tensors of the ``layout``.
         """
-        names = names_by_part(layout)
+        names, asked = names_by_part(layout), self._all()
+        self._held.add(version)
         answers = await asyncio.gather(
             *(
                 self._hold(number, part, version, names.get(number, frozenset()))
-                for number, part in enumerate(self._all(), 1)
+                for number, part in enumerate(asked, 1)
             ),
             return_exceptions=True,
         )
@@ -205,6 +210,7 @@ class Parts:
 
     def release(self, version: PolicyVersion) -> None:
         """Have the parts keep a version no longer."""
+        self._held.discard(version)
         for number, part in list(self._parts.items()):
             try:
                 part.send(Release(epoch=part.state.epoch, version=version))

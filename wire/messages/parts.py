@@ -31,6 +31,7 @@ class PartState(PartMessage, frozen=True):
     door: BulkDoor  # where its buckets are fetched
     whole: tuple[PolicyVersion, ...]
     keys_digest: str = ""  # as in PartHeard, of the keys that it admits; empty before the first
+    held: tuple[PolicyVersion, ...] = ()  # for the head that it heard last
 
 
 class PartHeld(PartMessage, frozen=True):

@@ -30,7 +30,12 @@ LAYOUT = plan_layout(
 )
 
 
-def state(part: int, incarnation: str = "first", keys: dict[str, str] | None = None) -> PartState:
+def state(
+    part: int,
+    incarnation: str = "first",
+    keys: dict[str, str] | None = None,
+    held: tuple[PolicyVersion, ...] = (),
+) -> PartState:
     return PartState(
         part=part,
         epoch=1,
@@ -38,6 +43,7 @@ def state(part: int, incarnation: str = "first", keys: dict[str, str] | None = N
         door=BulkDoor(endpoint=f"tcp://10.0.0.{part}:5600", key="k"),
         whole=(VERSION,),
         keys_digest="" if keys is None else digest_of_keys(keys),
+        held=held,
     )
 
 
@@ -187,5 +193,26 @@ def test_a_part_speaks_for_its_own_tensors_alone(digests: dict[str, str], why: s
         with pytest.raises(PublishError, match=why):
             await holding
         assert head.sent[1][-1] == Release(epoch=1, version=VERSION)
+
+    asyncio.run(body())
+
+
+def test_a_version_whose_release_was_lost_is_released_at_the_next_report():
+    async def body() -> None:
+        head = Head()
+        holding = await head.holding()
+        head.take(1, state(1, held=(VERSION,)))
+        assert Release(epoch=1, version=VERSION) not in head.sent[1], "while it is being held"
+        for part in (1, 2):
+            head.answer(part, **{f"w{part}": "d"})
+        await holding
+        head.take(1, state(1, held=(VERSION,)))
+        assert Release(epoch=1, version=VERSION) not in head.sent[1]
+        head.parts.release(VERSION)
+        for _ in range(2):
+            head.take(2, state(2, held=(VERSION,)))
+            assert head.sent[2][-1] == Release(epoch=1, version=VERSION)
+        head.take(2, state(2))
+        assert isinstance(head.sent[2][-1], PartHeard)
 
     asyncio.run(body())
