@@ -24,7 +24,7 @@ from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.checkpoints.resume import fetch_newer
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
-from slipstream.learner.layout import Address, Place
+from slipstream.learner.layout import Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.division import refuse_layout
@@ -46,6 +46,7 @@ from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me
+from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"

@@ -18,10 +18,10 @@ from slipstream.deploy.check.requests import Begin, Request
 from slipstream.deploy.config import RunConfig, resolved_text
 from slipstream.deploy.launch.host_program import Post
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.learner.layout import Address
 from slipstream.learner.nodes.store import StoreLostError, asked, connect
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.settings.rendezvous import Address
 
 _T = TypeVar("_T")
 _POLL_S, _CONNECT_S = 0.1, 0.5

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok
-from slipstream.learner.nodes.card import model_digests
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import ConfigError, EngineError
+from slipstream.wire.files.model_digests import model_digests
 from slipstream.wire.files.model_files import weight_files
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 

@@ -31,12 +31,12 @@ from slipstream.deploy.launch.hosts import addressed, print_check_commands
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.terminal.console import make_console
-from slipstream.learner.layout import Address, parse_rendezvous
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
 
 EXAMPLES = """examples:
   slipstream check --config run.toml                       every role on this host

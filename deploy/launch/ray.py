@@ -39,13 +39,13 @@ from slipstream.deploy.launch.role_host import (
 )
 from slipstream.deploy.launch.session import Session, lock_run
 from slipstream.deploy.launch.signals import Signals
-from slipstream.learner.layout import Address
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from slipstream.wire.files.keys import ClientKey, write_client_key
 from slipstream.wire.files.run_folder import SETTINGS as SETTINGS_FILE
 from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED
 from slipstream.wire.process.patience import Signs
+from slipstream.wire.settings.rendezvous import Address
 
 _Actor = Any  # a role host; Ray makes its methods as it runs
 _Answer = Any  # that it is to give

@@ -27,13 +27,15 @@ from pathlib import Path
 import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from slipstream.learner.layout import Address, Place
-from slipstream.learner.nodes.card import Card, difference
+from slipstream.learner.layout import Place
+from slipstream.learner.nodes.card import Card
 from slipstream.learner.nodes.store import StoreLostError, asked, connect
 from slipstream.learner.nodes.verdict import Ended, ended_by
 from slipstream.wire.errors import ConfigError, NameTakenError, PeerLostError
+from slipstream.wire.process.cards import difference
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.visible import one_line
+from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from slipstream.learner.layout import Address
 from slipstream.weightbus.net import threads
+from slipstream.wire.settings.rendezvous import Address
 
 T = TypeVar("T")
 ANSWER_S = 5.0  # of a store that is there; a request that takes longer is given up

@@ -14,10 +14,10 @@ from typing import Self
 import psutil
 import pytest
 
-from slipstream.learner.layout import Address
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.broker import RequestBatch, TakeOver
+from slipstream.wire.settings.rendezvous import Address
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weights
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import listeners_of

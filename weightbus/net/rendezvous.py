@@ -4,12 +4,11 @@ torch's TCPStore knows no authentication and by itself listens on every interfac
 """
 
 import datetime
-import errno
 import socket
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from slipstream.wire.errors import ConfigError
+from slipstream.weightbus.net.listening import listen_at
 
 
 def open_store(
@@ -27,22 +26,14 @@ def open_store(
     Raises:
         ConfigError: this machine has no such address, or the port is taken.
     """
-    shown = f"{host} port {port}" if port else host
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {shown} ({named}): {error.strerror}") from error
-    try:
-        if port:  # connections of a process that had it before may linger
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {shown} ({named}): {_reason(error)}") from error
+    listener = listen_at(host, port, named=named)
+    return store_on(listener, host, world_size=world_size, timeout_s=timeout_s)
+
+
+def store_on(
+    listener: socket.socket, host: str, *, world_size: int | None, timeout_s: float
+) -> TCPStore:
+    """Return the master store of a group behind a socket that listens at ``host``, and is its."""
     return TCPStore(
         host,
         listener.getsockname()[1],
@@ -50,13 +41,5 @@ def open_store(
         is_master=True,
         timeout=datetime.timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store owns it now
+        master_listen_fd=listener.detach(),
     )
-
-
-def _reason(error: OSError) -> str:
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "it is not an address of this machine"
-    if error.errno == errno.EADDRINUSE:
-        return "another process listens there"
-    return error.strerror or str(error)

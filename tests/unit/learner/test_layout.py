@@ -1,7 +1,8 @@
 import pytest
 
-from slipstream.learner.layout import Address, Layout, Place, parse_rendezvous, place_of
+from slipstream.learner.layout import Layout, Place, place_of
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
 
 FOUR_ON_TWO = Layout(ranks=4, ranks_per_node=2)
 

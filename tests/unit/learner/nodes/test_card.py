@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from slipstream.learner.config import LearnerSettings, learner_settings
-from slipstream.learner.nodes.card import difference, facts_of
+from slipstream.learner.nodes.card import facts_of
+from slipstream.wire.process.cards import difference
 from slipstream.wire.settings.load import Table
 
 

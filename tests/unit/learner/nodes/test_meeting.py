@@ -6,10 +6,11 @@ import msgspec
 import pytest
 from torch.distributed import HashStore
 
-from slipstream.learner.layout import Address, Layout, Place
+from slipstream.learner.layout import Layout, Place
 from slipstream.learner.nodes.card import Card
 from slipstream.learner.nodes.meeting import Answer, Host, LateComers
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.rendezvous import Address
 
 LAYOUT = Layout(ranks=3, ranks_per_node=1)
 PLACE = Place(LAYOUT, 0, Address("10.0.0.1", 29400))
