@@ -10,7 +10,7 @@ import msgspec
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
-from slipstream.weightbus.transports import AUTO, chosen
+from slipstream.weightbus.transports import AUTO, FALLBACK, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
@@ -34,6 +34,7 @@ _OURS = (
     *("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests"),
     *("sampling_mask_max_tokens", "enable_return_routed_experts"),
     "disable_shared_experts_fusion",
+    *("nnodes", "node_rank", "dist_init_addr"),
     *("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
     *("max_loras_per_batch", "max_loaded_loras", "enable_lora_overlap_loading"),
 )
@@ -42,7 +43,6 @@ _ONE = {
     "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
     "would take each other's place",
     "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
-    "nnodes": "the ranks of an engine are on one host",
     **dict.fromkeys(
         ("ep_size", "attn_cp_size", "dwdp_size", "moe_dense_tp_size"),
         "the check of an engine's weights knows no such split of its tensors",
@@ -98,13 +98,26 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     """Variables for the engine besides the system's, Python's, CUDA's, NCCL's and SGLang's."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens. With
-    tp_size an engine is split over that many GPUs of one host, in attn_dp_size groups, each with
-    the whole attention and a cache of its own (Qwen3)."""
+    tp_size an engine is split over that many GPUs, in attn_dp_size groups, each with the whole
+    attention and a cache of its own (Qwen3)."""
+    nodes: AtLeast1 = 1
+    """Hosts that the GPUs of one engine are on, generators.sglang.tp_size / generators.nodes on
+    each; several are started by hand, with `start-generator --follow N --rendezvous HOST:PORT`:
+    [clusters.md](clusters.md)."""
+    rendezvous_timeout_s: Positive = 900.0
+    """Hosts of one engine wait this long for each other at the start."""
+    node_silence_s: Positive = 30.0
+    """A host of an engine that gives no sign of life for this long is gone, and ends the engine."""
 
     @property
     def num_ranks(self) -> int:
         """Processes that the tensors of one engine are split over."""
         return int(self.sglang.get("tp_size", 1))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of these processes, those on each host."""
+        return self.num_ranks // self.nodes
 
     @property
     def attention_groups(self) -> int:
@@ -234,6 +247,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
     config = _model_config(folder)
     _check_adapters(settings, config)
     _check_ranks(settings.generators.sglang, config)
+    _check_nodes(settings)
     _check_replay(settings.run, config)
     return settings
 
@@ -325,6 +339,34 @@ def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> N
             raise ConfigError(
                 f"{name} of run.model must be a multiple of {setting}, got {size} and {share}"
             )
+
+
+def _check_nodes(settings: GeneratorSettings) -> None:
+    """Refuse what an engine on several hosts cannot do."""
+    generators, nodes = settings.generators, settings.generators.nodes
+    if nodes == 1:
+        return
+    if generators.num_ranks % nodes:
+        raise ConfigError(
+            f"generators.sglang.tp_size = {generators.num_ranks} is not a multiple of "
+            f"generators.nodes = {nodes}"
+        )
+    if generators.attention_groups > 1:
+        raise ConfigError(
+            f"generators.sglang.attn_dp_size must be 1 with generators.nodes = {nodes}, got "
+            f"{generators.attention_groups}: between hosts SGLang would send pickled requests to "
+            "ports that anyone may connect to"
+        )
+    if settings.lora.is_named:
+        raise ConfigError(
+            f"lora.rank with generators.nodes = {nodes}: adapters are loaded from one host alone; "
+            'set lora.publish = "merged"'
+        )
+    if settings.transport != FALLBACK:
+        raise ConfigError(
+            f'weightbus.transport = "{settings.transport}" with generators.nodes = {nodes}: every '
+            f'host of an engine fetches a version for itself; set "{FALLBACK}"'
+        )
 
 
 def _number(flags: Mapping[str, object], name: str) -> int:

@@ -27,6 +27,9 @@ def main() -> int:
         [
             "start-generator --config run.toml --name generator-0",
             "start-generator --config run.toml --name generator-1 generators.device=cpu",
+            "start-generator --config run.toml --name generator-0 --rendezvous 10.0.0.7:29500 ...",
+            "start-generator --config run.toml --name generator-0 --rendezvous 10.0.0.7:29500 "
+            "--follow 1 ...",
             "start-generator --config run.toml --offline --out train.trajectories",
         ],
     )
@@ -42,6 +45,18 @@ def main() -> int:
     parser.add_argument(
         "--num-prompts", type=int, default=0, metavar="N", help="with --offline; default is all"
     )
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="of an engine on several hosts (generators.nodes): where its first host, node 0, "
+        "listens and the others find it; the same on all",
+    )
+    parser.add_argument(
+        "--follow",
+        type=int,
+        metavar="N",
+        help="run the ranks of node N, from 1, for node 0, which is started without this",
+    )
     add_health(parser)
     arguments = parser.parse_args()
     if arguments.offline != (arguments.out is not None):
@@ -50,28 +65,39 @@ def main() -> int:
         parser.error("--health is for a generator with a broker, not for --offline")
     if arguments.num_prompts and not arguments.offline:
         parser.error("--num-prompts needs --offline")
+    is_of_several = arguments.follow is not None or arguments.rendezvous is not None
+    if is_of_several and (arguments.offline or not arguments.name):
+        parser.error("--rendezvous and --follow go with --name, the same on all hosts of an engine")
     if arguments.offline:
         return _offline(arguments)
     name = own_name(arguments.name)
     from slipstream.generators.config import generator_settings
+    from slipstream.generators.nodes.place import place_of
     from slipstream.generators.sglang.start_order import server_flags
 
     try:
         settings = generator_settings(load_arguments(arguments))
+        place = place_of(settings, arguments.follow, arguments.rendezvous)
         if arguments.dry_run:
             flags = server_flags(settings, port=0, api_key="(random)", seed_of=name)
             print("\n".join(f"sglang {name} = {value}" for name, value in flags.items()))  # noqa: T201
             return 0
     except ConfigError as error:
         return refuse_settings(error)
-    start_logging(name)
+    role = name if place is None or place.node == 0 else f"{name}-node-{place.node}"
+    start_logging(role)
 
     def body() -> int:
-        health = Health(name, stuck_s=settings.run.stuck_s)
+        health = Health(role, stuck_s=settings.run.stuck_s)
         with serving(health, arguments.health):
-            from slipstream.generators.service import serve
+            if place is not None and place.node > 0:
+                from slipstream.generators.nodes.service import follow
 
-            asyncio.run(serve(settings, name, health))
+                asyncio.run(follow(settings, name, place, health))
+            else:
+                from slipstream.generators.service import serve
+
+                asyncio.run(serve(settings, name, health, place))
         return 0
 
     return run_role(body)

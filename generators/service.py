@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,11 +12,14 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.lanes import lanes_of
+from slipstream.generators.nodes.leader import Leader, leading
+from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.probe_noise import Noise
+from slipstream.generators.received import room_for
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
-from slipstream.generators.sglang.running import make_sampler, running_engine, watch
+from slipstream.generators.sglang.running import make_sampler, running_engine, watch_all
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.weights import take_weights
 from slipstream.generators.worker import GeneratorWorker
@@ -38,12 +41,19 @@ from slipstream.wire.process.stopping import stop_event
 _log = logging.getLogger(__name__)
 
 
-async def serve(settings: GeneratorSettings, name: str, health: Health | None = None) -> None:
-    """Run a generator, which ends if its engine does; probes are told its ``health``."""
+async def serve(
+    settings: GeneratorSettings,
+    name: str,
+    health: Health | None = None,
+    place: NodePlace | None = None,
+) -> None:
+    """Run a generator, which ends if its engine does; probes are told its ``health``.
+
+    ``place`` is node 0 of an engine on several hosts.
+    """
     stop = stop_event()
     health = health or Health()
     health.drains_when(stop.is_set)
-    health.waits_for("its engine to start")
     codec = TextCodec(settings.model, settings.sampling)
     tensors = model_tensors(settings.model, dtype=settings.dtype)
     if settings.lora.is_named:
@@ -52,8 +62,11 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
-        staging = await cleanup.enter_async_context(_staging(settings, name, tensors))
-        started = await cleanup.enter_async_context(running_engine(settings, name, stopping))
+        staging = await cleanup.enter_async_context(room_for(settings, name, tensors))
+        leader = await cleanup.enter_async_context(leading(settings, name, place, stop, health))
+        health.waits_for("its engine to start")
+        starting = running_engine(settings, name, stopping, leader)
+        started = await cleanup.enter_async_context(starting)
         if started is None:
             return
         process, engine = started
@@ -76,7 +89,7 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
             outage_s=settings.run.outage_s,
             key_file=settings.run.key_file,
         )
-        watching: asyncio.Task[object] = asyncio.create_task(watch(process))
+        watching: asyncio.Task[object] = asyncio.create_task(watch_all(process, leader))
         try:
             connected = await unless(connecting, stopping, watching)
         finally:
@@ -100,12 +113,12 @@ async def serve(settings: GeneratorSettings, name: str, health: Health | None = 
             engine_patience_s=settings.weightbus.timeout_s,
             audit=audit,
         )
-        subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit)
+        subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit, leader)
         worker.more_counters = subscriber.traffic.as_counters
         jobs = (
             worker.run(heartbeat_s=welcome.heartbeat_s),
             take_weights(subscriber, settings.run, client),
-            watch(process),
+            watch_all(process, leader),
             audit.run(),
         )
         with health.main_loop(worker.signs, worker.missing):
@@ -144,29 +157,6 @@ async def _leave_quarantined(
         _log.warning("the broker was not told: %s", error)
 
 
-@asynccontextmanager
-async def _staging(
-    settings: GeneratorSettings, name: str, tensors: TensorSet
-) -> AsyncIterator[Staging]:
-    """Allocate the memory for the first version while the engine starts."""
-    staging = Staging(settings.run.socket_folder, name, uses_deltas=settings.uses_deltas)
-    is_staged = TRANSPORTS[settings.transport].is_staged
-    num_bytes = tensors.num_bytes if is_staged else 0
-
-    def reserve() -> None:
-        try:
-            staging.reserve(num_bytes)
-        except OSError as error:
-            _log.warning("no memory yet for a version of %d bytes: %s", num_bytes, error.strerror)
-
-    reserving = asyncio.create_task(asyncio.to_thread(reserve))
-    try:
-        yield staging
-    finally:
-        await reserving
-        staging.close()
-
-
 def _subscriber(
     settings: GeneratorSettings,
     name: str,
@@ -175,6 +165,7 @@ def _subscriber(
     staging: Staging,
     worker: GeneratorWorker,
     audit: ProbeAudit,
+    leader: Leader | None,
 ) -> Subscriber:
     """Connect an engine to the weight bus, by a transport that reaches the learner's host."""
     bus, wanted = settings.weightbus, settings.transport
@@ -217,4 +208,5 @@ def _subscriber(
         forwards_plain=bus.bulk == "plain",
         trusts_xxh3=bus.digests == "xxh3",
         connections=bus.connections,
+        others=leader,
     )

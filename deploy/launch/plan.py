@@ -45,8 +45,9 @@ def plan_roles(
         python: the interpreter of every process.
 
     Raises:
-        ConfigError: there are not enough GPUs.
+        ConfigError: there are not enough GPUs, or engines are on several hosts each.
     """
+    refuse_engines_on_several_hosts(config)
     deploy = config.deploy
     places: dict[str, Place] = {}
     names: Sequence[str] = ()
@@ -116,6 +117,26 @@ def plan_roles(
     ]
 
 
+def refuse_engines_on_several_hosts(config: RunConfig) -> None:
+    """Refuse to start engines whose ranks are on more than one host.
+
+    Raises:
+        ConfigError: with the commands that do it.
+    """
+    generators = config.generators.generators
+    if generators.nodes == 1 or not generators.count:
+        return
+    last = generators.nodes - 1
+    which = "1" if last == 1 else f"N, N from 1 to {last}"
+    raise ConfigError(
+        f"generators.nodes = {generators.nodes}: an engine on several hosts is started by hand. "
+        "Set generators.count = 0 here, then on its first host start-generator --config run.toml "
+        "--name generator-0 --rendezvous HOST:PORT run.broker=tcp://BROKER:PORT "
+        "run.key_file=FILE, with an address of that host, and on each other host the same with "
+        f"--follow {which}"
+    )
+
+
 def kind_of(name: str) -> str:
     """Return the role of a process of this name."""
     return name.rstrip("-0123456789")
@@ -180,7 +201,7 @@ def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
     if count and not engines:
         raise ConfigError(
             f"generators.sglang.tp_size = {size}, but a host has {num_gpus} GPUs: the ranks of an "
-            "engine are on one host"
+            "engine are on one host, unless generators.nodes says otherwise"
         )
     return {
         **{name: (host, tuple(range(ranks))) for name, host in nodes.items()},

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.plan import refuse_engines_on_several_hosts
 from slipstream.wire.errors import ConfigError
 
 
@@ -50,8 +51,10 @@ def layout_of(
         setting: that gives the number of GPUs.
 
     Raises:
-        ConfigError: a node has too few GPUs for the learner's ranks on it, or for an engine.
+        ConfigError: a node has too few GPUs for the learner's ranks on it, or for an engine, or
+            engines are on several hosts each.
     """
+    refuse_engines_on_several_hosts(config)
     nodes, ranks = config.learner.layout.nodes, config.learner.layout.ranks_per_node
     count = config.generators.generators.count
     workers = config.broker.reward.workers

@@ -8,6 +8,7 @@ What precedes and follows the buckets of a collective are two. An order travels 
 """
 
 import json
+import os
 import sys
 import time
 from types import ModuleType
@@ -19,6 +20,9 @@ from slipstream.generators.sglang.replacing import replace
 from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.families.registry import checksum_name
+
+RECEIVED_VARIABLE = "SLIPSTREAM_RECEIVED"
+"""Names the folder with the versions that this host received, if an order comes from another."""
 
 Step: TypeAlias = Literal["pause", "begin", "load", "end", "check", "label", "resume"]
 ALL_STEPS: tuple[Step, ...] = ("pause", "load", "check", "label", "resume")
@@ -70,6 +74,7 @@ def adopt_in_scheduler(module: ModuleType) -> None:
     manager = module.SchedulerWeightUpdaterManager
     messages = sys.modules[module.CheckWeightsReqInput.__module__]
     load = manager.update_weights_from_disk
+    received = os.environ.get(RECEIVED_VARIABLE, "")  # noqa: TID251 reaches spawned processes
 
     def take(step: Step, self: Any, recv_req: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
         """Return SGLang's answer to a step that may fail."""
@@ -79,6 +84,8 @@ def adopt_in_scheduler(module: ModuleType) -> None:
             case "begin":
                 return self.begin_weight_update(messages.BeginWeightUpdateReqInput())
             case "load":
+                if received:  # the order's folder is another host's
+                    recv_req.model_path = received
                 return load(self, recv_req)
             case "end":
                 return self.end_weight_update(messages.EndWeightUpdateReqInput())

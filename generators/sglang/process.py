@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import psutil
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang.start_order import (
     HOST,
+    EngineNode,
     environment_of,
     free_port,
     random_api_key,
@@ -48,18 +50,36 @@ class SglangProcess:
     api_key: str = field(repr=False)
     log_file: Path
     scratch: Path  # private folder for its temporary files
+    ready_url: str = ""  # answers once it has started
 
     @classmethod
-    def start(cls, settings: GeneratorSettings, name: str) -> "SglangProcess":
-        """Start a server; it answers some seconds later (see ``until_ready``)."""
+    def start(
+        cls,
+        settings: GeneratorSettings,
+        name: str,
+        node: EngineNode | None = None,
+        store: socket.socket | None = None,
+    ) -> "SglangProcess":
+        """Start a server; it answers some seconds later (see ``until_ready``).
+
+        Args:
+            settings: of the generator.
+            name: of the generator.
+            node: the part that it is of an engine on several hosts; None is a whole engine.
+            store: of node 0, the socket behind which the ranks are to meet.
+        """
         port = free_port()
         api_key = random_api_key()
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        flags = server_flags(settings, port=port, api_key=api_key, seed_of=name)
+        flags = server_flags(settings, port=port, api_key=api_key, seed_of=name, node=node)
         if (folder := unquantized_folder(settings.model, scratch)) is not None:
             flags |= {"model_path": str(folder), "load_format": "dummy"}
         order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
-        log_file = settings.run.logs / f"{name}-sglang.log"
+        passed = () if store is None else (store.fileno(),)
+        if store is not None and node is not None:
+            order["store"] = {"host": node.store.host, "descriptor": store.fileno()}
+        part = "" if node is None or node.node == 0 else f"-node-{node.node}"
+        log_file = settings.run.logs / f"{name}{part}-sglang.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
             process = subprocess.Popen(
@@ -67,14 +87,17 @@ class SglangProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=environment_of(settings, scratch),
+                env=environment_of(settings, scratch, node),
                 preexec_fn=bound_to_me(),
+                pass_fds=passed,
             )
         if process.stdin is not None:
             process.stdin.write(json.dumps(order).encode())
             process.stdin.close()
         url = f"http://{HOST}:{port}"
-        return cls(process, url, api_key, log_file, scratch)
+        # Servers of other nodes tell nothing but that they have started.
+        path = "model_info" if node is None or node.node == 0 else "health"
+        return cls(process, url, api_key, log_file, scratch, f"{url}/{path}")
 
     async def until_ready(self, timeout_s: float) -> None:
         """Return once the server answers.
@@ -94,12 +117,11 @@ class SglangProcess:
             signs_of(lambda: [self.process.pid], self.log_file),
         )
         async with aiohttp.ClientSession(headers=headers) as http:
-            while not await _answers(http, self.url):
+            while not await _answers(http, self.ready_url):
                 code = self.process.poll()
                 if code is not None:  # it was given no chance
-                    reason = reason_in(last_lines(self.log_file, _LINES_OF_A_FAILURE))
                     raise ConfigError(
-                        f"SGLang ended with code {code} at its start: {reason} "
+                        f"SGLang ended with code {code} at its start: {self.reason()} "
                         f"(run.model, [generators], {self.log_file})"
                     )
                 self.note_shared_memory()
@@ -127,6 +149,10 @@ class SglangProcess:
             raise ChildDiedError(
                 f"SGLang ended with code {code}; {self.log_file}:\n{last_lines(self.log_file)}"
             )
+
+    def reason(self) -> str:
+        """Return why the server ended, as far as its log tells."""
+        return reason_in(last_lines(self.log_file, _LINES_OF_A_FAILURE))
 
     def stop(self) -> None:
         """End the server. It drains without limit on SIGTERM, so it gets little time for it."""
@@ -178,9 +204,7 @@ def session_members(session: int) -> Iterator[int]:
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
     try:
-        async with http.get(
-            f"{url}/model_info", timeout=aiohttp.ClientTimeout(_ANSWER_S)
-        ) as response:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(_ANSWER_S)) as response:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import InferenceEngine, SamplingParams
@@ -12,12 +14,39 @@ from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.generators.sglang.start_order import EngineNode
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ChildDiedError
 from slipstream.wire.messages.trajectory import ItemKind
+from slipstream.wire.process.run_until import run_until
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _WATCH_S = 0.5
+
+
+class OtherNodes(Protocol):
+    """The servers of other hosts that belong to one engine; ``generators/nodes`` has it."""
+
+    async def start(self) -> tuple[EngineNode, socket.socket]:
+        """Have every node start; return the part of this one, and the store where ranks meet."""
+        ...
+
+    async def explained(self, work: Awaitable[T], process: SglangProcess) -> T:
+        """Return the result of some work on this node's server; say which node made it fail."""
+        ...
+
+    async def until_all_run(self) -> None:
+        """Wait for the servers of every node to run."""
+        ...
+
+    async def watch(self) -> None:
+        """Wait until another node ends, then raise."""
+        ...
+
+    async def dismiss(self, error: BaseException | None, *, is_orderly: bool = False) -> None:
+        """Have the other nodes end, as this one does."""
+        ...
 
 
 def sampling_by_item(settings: GeneratorSettings) -> dict[ItemKind, SamplingParams]:
@@ -80,17 +109,30 @@ def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngi
 
 @asynccontextmanager
 async def running_engine(
-    settings: GeneratorSettings, name: str, stopping: "asyncio.Task[object]"
+    settings: GeneratorSettings,
+    name: str,
+    stopping: "asyncio.Task[object]",
+    leader: OtherNodes | None = None,
 ) -> AsyncIterator[tuple[SglangProcess, SglangEngine] | None]:
     """Start a server, yield it once it answers, then end it and remove its leftovers.
 
-    None when ``stopping`` is done before.
+    None when ``stopping`` is done before. With a ``leader`` it is the first of several servers of
+    one engine, whose hosts are all there.
 
     Raises:
         ChildDiedError: the server ended, or did not answer in time.
+        PeerLostError: that of another host did.
     """
-    process = SglangProcess.start(settings, name)
-    ready = asyncio.create_task(process.until_ready(settings.generators.start_timeout_s))
+    if stopping.done():
+        yield None
+        return
+    if leader is None:
+        process = SglangProcess.start(settings, name)
+    else:
+        node, store = await leader.start()
+        with store:
+            process = SglangProcess.start(settings, name, node, store)
+    ready = asyncio.create_task(_ready(process, settings, leader))
     try:
         await asyncio.wait({stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
@@ -105,7 +147,40 @@ async def running_engine(
             await engine.close()
     finally:
         ready.cancel()
-        process.stop()
+        if leader is not None:  # before its ranks miss ours
+            await leader.dismiss(sys.exception(), is_orderly=stopping.done())
+        await asyncio.to_thread(process.stop)
+
+
+async def _ready(
+    process: SglangProcess, settings: GeneratorSettings, leader: OtherNodes | None
+) -> None:
+    """Return once a server answers, and those of other hosts that belong to it run."""
+    starting = process.until_ready(settings.generators.start_timeout_s)
+    if leader is None:
+        await starting
+    else:
+        await run_until(_all_ready(starting, process, leader), leader.watch())
+
+
+async def _all_ready(
+    starting: Coroutine[Any, Any, None], process: SglangProcess, leader: OtherNodes
+) -> None:
+    await leader.explained(starting, process)
+    await leader.until_all_run()
+
+
+async def watch_all(process: SglangProcess, leader: OtherNodes | None) -> None:
+    """Wait until a server ends, or one of another host that belongs to it, then raise.
+
+    Raises:
+        ChildDiedError: the server ended.
+        PeerLostError: another host did.
+    """
+    if leader is None:
+        await watch(process)
+    else:
+        await run_until(leader.explained(watch(process), process), leader.watch())
 
 
 async def watch(process: SglangProcess) -> None:

@@ -8,15 +8,19 @@ so a GPU server spawns as usual.
 import json
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Mapping, Set
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from slipstream.generators.sglang import patches, policy_model
 from slipstream.generators.sglang.start_order import Flag
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.processes import die_with_parent
+
+_STORE_S = 60.0  # for keys of our own, of which there are none
 
 try:
     patches.install()
@@ -55,7 +59,20 @@ def main() -> None:
         cpu.allocate_without_cuda()
         if flags.get("enable_lora"):
             cpu.without_pinned_memory()
+    store = _open_store(order["store"]) if "store" in order else None
     run_server(prepare_server_args(argv))
+    del store
+
+
+def _open_store(order: Mapping[str, Any]) -> object:
+    """Open the store in which the ranks of an engine on several hosts meet; it ends with us.
+
+    SGLang's first rank would open one on every interface of this host.
+    """
+    from slipstream.weightbus.net.rendezvous import store_on
+
+    listener = socket.socket(fileno=order["descriptor"])
+    return store_on(listener, order["host"], world_size=None, timeout_s=_STORE_S)
 
 
 def _offer_one_model(folder: Path) -> None:

@@ -8,17 +8,20 @@ import socket
 import zlib
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang.patches import (
     ADAPTERS_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,
+    RECEIVED_VARIABLE,
     SEEDS_VARIABLE,
 )
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.environment import handed_on
+from slipstream.wire.process.patience import AT_MOST
+from slipstream.wire.settings.rendezvous import Address
 
 _VARIABLES_OF_ENGINES = (
     *("SGLANG_", "SGL_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "DG_"),
@@ -45,8 +48,22 @@ _RENDEZVOUS = "rendezvous"
 Flag: TypeAlias = str | int | float | bool | list[str]
 
 
+class EngineNode(NamedTuple):
+    """The part of an engine on several hosts that one server is."""
+
+    node: int
+    nodes: int
+    store: Address  # where its ranks meet: a store of torch's, on node 0
+    received: Path | None = None  # folder of the versions of this host; None: the order names it
+
+
 def server_flags(
-    settings: GeneratorSettings, *, port: int, api_key: str, seed_of: str
+    settings: GeneratorSettings,
+    *,
+    port: int,
+    api_key: str,
+    seed_of: str,
+    node: EngineNode | None = None,
 ) -> dict[str, Flag]:
     """Return SGLang's settings: ours first, then the device's, then [generators.sglang]."""
     generators = settings.generators
@@ -90,6 +107,10 @@ def server_flags(
         }
     if settings.lora.is_named:
         flags |= _adapter_flags(settings)
+    if node is not None:
+        flags |= {"nnodes": node.nodes, "node_rank": node.node, "dist_init_addr": str(node.store)}
+        # Hosts read the model at different speeds, and whoever is first waits for the others.
+        flags["dist_timeout"] = int(AT_MOST * generators.start_timeout_s)
     return flags | generators.sglang
 
 
@@ -144,7 +165,9 @@ def hash_seed(text: str) -> int:
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
-def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
+def environment_of(
+    settings: GeneratorSettings, scratch: Path, node: EngineNode | None = None
+) -> dict[str, str]:
     """Return the environment of a server; ``scratch`` is its private folder."""
     environment = handed_on(
         os.environ,  # noqa: TID251 parts of it are handed on to a child
@@ -170,7 +193,26 @@ def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]
             environment.setdefault(_CORES, cores_of_ranks(settings.generators.num_ranks))
             # SGLang takes a torch that was built for CUDA for a machine that has it.
             environment[_NCCL_FILE] = "no NCCL on a CPU"
-    return environment | interface_variables(settings.weightbus.host, environment)
+    if node is None:
+        return environment | interface_variables(settings.weightbus.host, environment)
+    environment |= _between_hosts(node)
+    return environment | interface_variables(node.store.host, environment)
+
+
+def _between_hosts(node: EngineNode) -> dict[str, str]:
+    """Return the variables of a server whose engine is on several hosts."""
+    variables = {
+        _INIT_METHOD: f"tcp://{node.store}",
+        # Node 0's server holds the store (server.py): no rank opens one on every interface.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Its queues between hosts are ports of their own, with pickles for whoever connects.
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
+        # Hosts may have different processors, whose rounding may choose different tokens.
+        "SYNC_TOKEN_IDS_ACROSS_TP": "1",
+    }
+    if node.received is not None:
+        variables[RECEIVED_VARIABLE] = str(node.received)
+    return variables
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.wire.messages import broker, codec, parts, relay, weightbus
+from slipstream.wire.messages import broker, codec, followers, parts, relay, weightbus
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
 from slipstream.wire.messages.ledger_view import HolderView, ItemView, LedgerView
@@ -404,6 +404,31 @@ HEAD_COMMANDS: list[parts.HeadCommand] = [
     parts.Release(epoch=2, version=VERSION),
 ]
 
+TO_LEADER: list[followers.ToLeader] = [
+    followers.Follow(
+        node=1, incarnation="c3", host="gpu-8", pid=7, facts={"generators.dtype": "bfloat16"}
+    ),
+    followers.Following(node=1, incarnation="c3", state="running"),
+    followers.FollowerEnds(node=1, incarnation="c3", reason="SGLang ended with code -9"),
+    followers.FetchedThere(
+        node=1, incarnation="c3", command_id=1, error="bucket 0 did not arrive", num_bytes=7
+    ),
+]
+TO_FOLLOWER: list[followers.ToFollower] = [
+    followers.Heeded(leader="d4"),
+    followers.Refused(reason="two processes came as node 1", is_taken=True),
+    followers.StartNode(host="10.0.0.7", port=40001),
+    followers.FetchToo(
+        command_id=1,
+        receive=weightbus.Receive(command_id=9, manifest=MANIFEST, sources=((DOOR,),)),
+        relay=weightbus.RelayAddress(
+            endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0.1:5601", key="k"
+        ),
+        may_be_read=True,
+    ),
+    followers.EndNode(reason="it was asked to end", is_orderly=True),
+]
+
 
 def array(values: bytes, dtype: str, count: int) -> PackedArray:
     return PackedArray(dtype, (count,), memoryview(values))
@@ -446,6 +471,8 @@ FAMILIES: dict[str, Mapping[str, msgspec.Struct]] = {
     "relay_answer": named(RELAY_ANSWERS),
     "part_report": named(PART_REPORTS),
     "head_command": named(HEAD_COMMANDS),
+    "to_leader": named(TO_LEADER),
+    "to_follower": named(TO_FOLLOWER),
     "payload": {"trajectorypayload": PAYLOAD, "decided": DECIDED},
     "transcript": {"transcript": TRANSCRIPT},
 }
@@ -460,6 +487,8 @@ DECODERS = {
     "relay_answer": codec.decode_relay_answer,
     "part_report": codec.decode_part_report,
     "head_command": codec.decode_head_command,
+    "to_leader": codec.decode_to_leader,
+    "to_follower": codec.decode_to_follower,
     "payload": codec.decode_payload,
     "transcript": codec.decode_transcript,
 }

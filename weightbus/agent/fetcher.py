@@ -223,6 +223,11 @@ class BucketFetcher:
         self._address, self._key = address, key
         self._relay = self._open(address.bulk, True)
 
+    @property
+    def address(self) -> RelayAddress | None:
+        """The relay's; None before ``connect``."""
+        return self._address
+
     def reconnect(self) -> None:
         """Connect again to a relay that requires a key: it may have refused ours before."""
         if self._address is not None and self._address.key:

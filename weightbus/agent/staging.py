@@ -53,6 +53,11 @@ class Staging:
         self.held = HeldBuckets()  # what other agents may fetch from here
         self._open()
 
+    @property
+    def folder(self) -> Path:
+        """Where the engine finds the version."""
+        return self._folder
+
     def _open(self) -> None:
         self._descriptor = os.memfd_create("slipstream-received")
         self._size = 0

@@ -17,7 +17,14 @@ from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.forward import Forwarder
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
-from slipstream.weightbus.agent.updates import EngineUpdates, OnAdopt, OnProbe, Order, ignore
+from slipstream.weightbus.agent.updates import (
+    EngineUpdates,
+    OnAdopt,
+    OnProbe,
+    Order,
+    OtherHosts,
+    ignore,
+)
 from slipstream.weightbus.net.curve import connect, num_connections
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.engine_checksums import holder_of
@@ -54,6 +61,7 @@ class Subscriber:
         forwards_plain: bool = False,
         trusts_xxh3: bool = False,
         connections: int = 0,
+        others: OtherHosts | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the agent of an engine; ``run`` joins, with ``adopted`` filled in.
@@ -65,7 +73,8 @@ class Subscriber:
         ``key`` is proved to a relay on another host. ``adapters`` is the engine if its versions are
         adapters. At ``forward`` (tcp://ADDRESS:PORT) other engines may get the buckets that this
         one has, unencrypted with ``forwards_plain``; ``connections`` go to each place where buckets
-        are, 0 chooses. ``trusts_xxh3`` is that of BucketFetcher.
+        are, 0 chooses. ``trusts_xxh3`` is that of BucketFetcher. ``others`` have ranks of the
+        engine, too.
         """
         self._join = join
         self._silence_s = silence_s
@@ -99,6 +108,7 @@ class Subscriber:
             "on_adopt": on_adopt,
             "on_probe": on_probe,
             "holder": holder_of(join),
+            "others": others,
         }
         self._updates = (
             EngineUpdates(engine, **common)

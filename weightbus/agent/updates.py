@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from slipstream.weightbus.agent.engine import Adoption, EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
@@ -22,6 +22,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     Abandon,
     Adopt,
+    BulkDoor,
     Commit,
     LoadBucket,
     Offer,
@@ -29,6 +30,7 @@ from slipstream.wire.messages.weightbus import (
     Outcome,
     Pause,
     Receive,
+    RelayAddress,
     Verify,
 )
 
@@ -46,6 +48,53 @@ def ignore(_version: PolicyVersion, _probe: ProbeLogprobs | None) -> None:
     """Leave an engine unproven."""
 
 
+class OtherHosts(Protocol):
+    """The other hosts of an engine whose ranks are on several."""
+
+    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+        """Have each fetch a version into its memory; return the bytes that they fetched.
+
+        Raises PublishError. ``may_be_read`` says that the ranks there may still load an earlier
+        version: then the next one gets other memory.
+        """
+        ...
+
+
+async def fetch_into(
+    staging: Staging,
+    manifest: WeightManifest,
+    fetcher: BucketFetcher,
+    sources: Sequence[Sequence[BulkDoor]],
+    first_part: int,
+) -> Path:
+    """Fetch a version into the memory of this host; return its folder.
+
+    Args:
+        staging: the memory.
+        manifest: of the version.
+        fetcher: connected to a relay.
+        sources: those of Receive.
+        first_part: that of Receive.
+
+    Raises:
+        PublishError: it is not whole.
+    """
+    try:
+        receiving = fetcher.receiving(manifest, sources, first_part)
+        folder = await staging.receive(
+            manifest,
+            lambda index: receiving.fetch(index, staging.base(index)),
+            order=receiving.order,
+            ahead=receiving.ahead,
+            rejected=receiving.rejected,
+        )
+    except PublishError:
+        fetcher.reconnect()
+        raise
+    fetcher.traffic.copied_bytes += manifest.num_bytes
+    return folder
+
+
 class EngineUpdates:
     """Version of one engine, and the publish that it takes part in."""
 
@@ -59,13 +108,16 @@ class EngineUpdates:
         on_adopt: OnAdopt,
         on_probe: OnProbe = ignore,
         holder: Holder | None = None,
+        others: OtherHosts | None = None,
     ) -> None:
         """Control an engine with this layout of tensors; ``holder`` None is one rank on a CPU.
 
         ``on_adopt`` gets the version that the engine generates with, and for how many seconds the
         engine stood still for it, None if that is all the time since ``on_pause``.
+        ``others`` have the rest of its ranks.
         """
         self._engine = engine
+        self._others = others
         self._holder = holder or Holder()
         self._tensors = tensors
         self._staging = staging
@@ -75,6 +127,7 @@ class EngineUpdates:
         self._manifest: WeightManifest | None = None  # that was offered
         self._received: Path | None = None
         self._expected: Mapping[str, str] | None = None  # checksums of what was received
+        self._fetched_there = 0  # bytes of the last version, by other hosts
         self._checksums: dict[str, str] = {}  # that the engine answered last
         self._group = ""  # of the engine's collective; empty without one
         self._before: PolicyVersion | None = None  # that a paused engine ran
@@ -168,28 +221,33 @@ class EngineUpdates:
                 lambda: expected_of_version(bits_in_folder(received, manifest), holder)
             )
         seconds = {"expect": time.monotonic() - since_s}
-        num_bytes = 0 if command.path else self._staging.fetched_bytes
+        num_bytes = 0 if command.path else self._staging.fetched_bytes + self._fetched_there
         return Outcome(command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds)
 
     async def _fetch(self, command: Receive, fetcher: BucketFetcher) -> Path:
+        """Get a version on every host of the engine; return the folder of this one."""
+        if self._others is None:
+            return await self._fetch_here(command, fetcher)
+        if command.path or fetcher.address is None:
+            raise PublishError("every host of this engine fetches a version from a relay")
+        there = self._others.fetch_too(
+            command, fetcher.address, may_be_read=self._staging.may_be_read
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                elsewhere = group.create_task(there)
+                here = group.create_task(self._fetch_here(command, fetcher))
+        except* PublishError as errors:
+            raise PublishError(str(errors.exceptions[0])) from errors
+        self._fetched_there = elsewhere.result()
+        return here.result()
+
+    async def _fetch_here(self, command: Receive, fetcher: BucketFetcher) -> Path:
         manifest, staging = command.manifest, self._staging
         if command.path:
             await asyncio.to_thread(check_folder, Path(command.path), manifest)
             return Path(command.path)
-        try:
-            receiving = fetcher.receiving(manifest, command.sources, command.first_part)
-            folder = await staging.receive(
-                manifest,
-                lambda index: receiving.fetch(index, staging.base(index)),
-                order=receiving.order,
-                ahead=receiving.ahead,
-                rejected=receiving.rejected,
-            )
-        except PublishError:
-            fetcher.reconnect()
-            raise
-        fetcher.traffic.copied_bytes += manifest.num_bytes
-        return folder
+        return await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
 
     async def _adopt(self, command: Adopt) -> Outcome:
         """Have the engine run the received version, or know that it may hold a mixture.

@@ -41,13 +41,20 @@ class KeyedListener:
     """Listens at sockets of its own key for clients whose keys were admitted."""
 
     def __init__(
-        self, listen: str, *, setting: str, is_plain: bool = False, refusals: Refusals | None = None
+        self,
+        listen: str,
+        *,
+        setting: str,
+        key: ClientKey | None = None,
+        is_plain: bool = False,
+        refusals: Refusals | None = None,
     ) -> None:
-        """Make a key.
+        """Make a key, unless one is given.
 
         Args:
             listen: tcp://ADDRESS:PORT.
             setting: whose value that is.
+            key: instead of a new one.
             is_plain: where buckets are fetched nothing is encrypted.
             refusals: counts what gets no answer.
         """
@@ -55,6 +62,8 @@ class KeyedListener:
         self._setting = setting
         self.is_plain = is_plain
         self._public, self._secret = zmq.curve_keypair()
+        if key is not None:
+            self._public, self._secret = key.public.encode(), key.secret.encode()
         self._holders: dict[str, str] = {}
         self._is_informed = False
         self._authenticator: Authenticator | None = None
@@ -259,6 +268,24 @@ class ForwardListener(KeyedListener):
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         door = BulkDoor(endpoint=endpoint, key=self._public.decode(), is_plain=self.is_plain)
         return socket, door
+
+
+class LeaderListener(KeyedListener):
+    """Listens for the other hosts of one engine, which have the key that is proved to them."""
+
+    def __init__(self, address: str, key: ClientKey) -> None:
+        """Admit the holders of ``key`` alone. ``open`` starts listening at tcp://HOST:PORT."""
+        super().__init__(address, setting="--rendezvous", key=key)
+        self.admit({key.public: key.name})
+
+    def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        """Listen; return the socket.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._check_keys(context)
+        return self._bind(context, self._listen, has_buckets=False)
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:

@@ -7,6 +7,7 @@ import msgspec
 
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.broker import Answer, Message, Request
+from slipstream.wire.messages.followers import FollowerMessage, ToFollower, ToLeader
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.parts import HeadCommand, PartMessage, PartReport
 from slipstream.wire.messages.relay import RelayAnswer, RelayMessage, RelayRequest
@@ -26,7 +27,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(
-    message: Message | BusMessage | PartMessage | RelayMessage | TrajectoryPayload | Transcript,
+    message: Message
+    | BusMessage
+    | FollowerMessage
+    | PartMessage
+    | RelayMessage
+    | TrajectoryPayload
+    | Transcript,
 ) -> bytes:
     """Return the bytes of any message of this project."""
     return _encoder.encode(message)
@@ -67,6 +74,8 @@ decode_part_report: Callable[[Frame], PartReport] = _decoder(PartReport, "report
 decode_head_command: Callable[[Frame], HeadCommand] = _decoder(
     HeadCommand, "command of the head relay"
 )
+decode_to_leader: Callable[[Frame], ToLeader] = _decoder(ToLeader, "message of a follower")
+decode_to_follower: Callable[[Frame], ToFollower] = _decoder(ToFollower, "message of node 0")
 decode_payload: Callable[[Frame], TrajectoryPayload] = _decoder(
     TrajectoryPayload, "trajectory payload"
 )

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages import broker, parts, relay, weightbus
+from slipstream.wire.messages import broker, followers, parts, relay, weightbus
 from slipstream.wire.messages.broker import WIRE_REVISION
 from slipstream.wire.messages.codec import decode_answer, decode_request, encode
 from tests.golden.make_wire import FOLDER, READABLE, TODAY, golden_files, readable
@@ -21,6 +21,8 @@ from tests.support.wire_samples import (
     RELAY_ANSWERS,
     RELAY_REQUESTS,
     REQUESTS,
+    TO_FOLLOWER,
+    TO_LEADER,
 )
 
 CHANGED = (
@@ -74,6 +76,8 @@ def test_what_is_sent_today_is_golden(family: str, name: str):
         (relay.RelayAnswer, RELAY_ANSWERS),
         (parts.PartReport, PART_REPORTS),
         (parts.HeadCommand, HEAD_COMMANDS),
+        (followers.ToLeader, TO_LEADER),
+        (followers.ToFollower, TO_FOLLOWER),
     ],
 )
 def test_every_kind_of_message_has_golden_bytes(union: object, samples: list[object]):

@@ -1,0 +1,60 @@
+"""Which part of an engine on several hosts a process has."""
+
+from dataclasses import dataclass
+
+from slipstream.generators.config import GeneratorSettings
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """A node of an engine; its ranks are those of one host."""
+
+    node: int
+    nodes: int
+    ranks_per_node: int
+    address: Address  # where node 0 listens
+
+    def named(self, node: int, host: str = "") -> str:
+        """Return a node as it is called in logs, with its ranks and its host if that is known."""
+        first = node * self.ranks_per_node
+        last = first + self.ranks_per_node - 1
+        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
+        return f"node {node} ({f'host {host}, ' if host else ''}{ranks})"
+
+
+def place_of(
+    settings: GeneratorSettings, follow: int | None, rendezvous: str | None
+) -> NodePlace | None:
+    """Return the place that a command line names; None for an engine on one host.
+
+    Raises:
+        ConfigError: the options do not fit to the settings.
+    """
+    generators, run = settings.generators, settings.run
+    nodes = generators.nodes
+    if nodes == 1:
+        if follow is not None or rendezvous is not None:
+            option = "--follow" if follow is not None else "--rendezvous"
+            raise ConfigError(
+                f"{option} is for an engine on several hosts, and generators.nodes is 1"
+            )
+        return None
+    if rendezvous is None:
+        raise ConfigError(
+            f"generators.nodes = {nodes} needs --rendezvous HOST:PORT, an address of node 0, and "
+            f"on each other host --follow N, from 1 to {nodes - 1}"
+        )
+    if follow is not None and not 0 < follow < nodes:
+        raise ConfigError(
+            f"--follow is {follow}, expected 1 to {nodes - 1} (generators.nodes = {nodes})"
+        )
+    if not (run.broker and run.key_file):
+        missing = "run.broker" if not run.broker else "run.key_file"
+        raise ConfigError(
+            f"generators.nodes = {nodes} needs {missing}: the hosts of an engine prove one key, to "
+            "each other and to the learner"
+        )
+    address = parse_rendezvous(rendezvous)
+    return NodePlace(follow or 0, nodes, generators.ranks_per_node, address)

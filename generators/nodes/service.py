@@ -1,0 +1,243 @@
+"""Runs the ranks of an engine that are on another host than its node 0."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.nodes.card import facts_of
+from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S, text_of
+from slipstream.generators.nodes.place import NodePlace
+from slipstream.generators.nodes.verdict import is_of_peers
+from slipstream.generators.received import room_for
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.generators.sglang.running import watch
+from slipstream.generators.sglang.start_order import EngineNode
+from slipstream.weightbus.agent.fetcher import BucketFetcher
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch, model_tensors
+from slipstream.weightbus.agent.updates import fetch_into
+from slipstream.weightbus.net.curve import num_connections
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, PublishError
+from slipstream.wire.files.keys import ClientKey, read_client_key
+from slipstream.wire.messages.followers import FetchToo
+from slipstream.wire.process.health import Health
+from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.process.visible import one_line
+from slipstream.wire.settings.rendezvous import Address
+
+_log = logging.getLogger(__name__)
+_MOST_TEXT = 2_000
+_DRAIN_S = 60.0  # for node 0 to hand its work back, when this node was asked to end
+
+
+async def follow(
+    settings: GeneratorSettings, name: str, place: NodePlace, health: Health | None = None
+) -> None:
+    """Run the ranks of one host for node 0, until it ends.
+
+    Raises:
+        ConfigError: node 0 refuses this node, or the ranks cannot start.
+        NameTakenError: another process is this node.
+        PeerLostError: node 0 is not there, or has ended before its time.
+        ChildDiedError: the server of this host has.
+    """
+    stop = stop_event()
+    health = health or Health()
+    health.drains_when(stop.is_set)
+    health.waits_for(f"node 0 of its engine at {place.address}")
+    tensors = model_tensors(settings.model, dtype=settings.dtype)
+    key = read_client_key(Path(settings.run.key_file))
+    link = FollowerLink(
+        place, facts_of(settings, name), key, silence_s=settings.generators.node_silence_s
+    )
+    async with AsyncExitStack() as cleanup:
+        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
+        cleanup.callback(stopping.cancel)
+        part = f"{name}-node-{place.node}"
+        staging = await cleanup.enter_async_context(room_for(settings, part, tensors))
+        linking = await cleanup.enter_async_context(_linked(link))
+        starting = link.until_started(settings.generators.rendezvous_timeout_s)
+        order = await unless(starting, stopping, linking)
+        if order is None:
+            _end_as_told(link)
+            return
+        store = Address(order.host, order.port)
+        node = EngineNode(place.node, place.nodes, store, staging.folder)
+        process = SglangProcess.start(settings, name, node)
+        cleanup.push_async_callback(asyncio.to_thread, process.stop)  # node 0 hears of us meanwhile
+        await link.report("starting")
+        fetcher = _Fetcher(settings, place, link, staging, tensors, key)
+        async with running(_serve(process, settings, link), fetcher.run()) as jobs:
+            with health.main_loop(lambda: link.num_heard, lambda: _missing(link)):
+                await _until_ended(link, process, {*jobs, linking}, stopping)
+
+
+def _missing(link: FollowerLink) -> str:
+    return "" if link.state == "running" else "its engine starts"
+
+
+async def _serve(process: SglangProcess, settings: GeneratorSettings, link: FollowerLink) -> None:
+    """Report when the ranks of this host run; raise when they do not."""
+    await process.until_ready(settings.generators.start_timeout_s)
+    if link.state == "starting":
+        await link.report("running")
+    await watch(process)
+
+
+async def _until_ended(
+    link: FollowerLink,
+    process: SglangProcess,
+    jobs: "set[asyncio.Task[Any]]",
+    stopping: "asyncio.Task[object]",
+) -> None:
+    """Wait until node 0 has this node end, or a job fails; asked to end, let node 0 end first."""
+    async with running(link.until_ended()) as (ended,):
+        await asyncio.wait({*jobs, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done() and not ended.done():
+            _log.info("asked to end: node 0 hands its work back first")
+            await link.report("stopping")
+            again = stop_event()
+            async with running(again.wait()) as (twice,):
+                await asyncio.wait(
+                    {*jobs, ended, twice}, return_when=asyncio.FIRST_COMPLETED, timeout=_DRAIN_S
+                )
+        await _raise_failure(link, process, jobs)
+        _end_as_told(link)
+
+
+async def _raise_failure(
+    link: FollowerLink, process: SglangProcess, jobs: "set[asyncio.Task[Any]]"
+) -> None:
+    """Raise what ended a job, unless node 0 is the reason and says so."""
+    for job in jobs:
+        if not job.done() or link.end is not None:
+            continue
+        try:
+            job.result()
+        except (ChildDiedError, ConfigError) as error:
+            if process.process.poll() is None:
+                raise
+            if why := await _other_than(link, process.reason()):
+                raise PeerLostError(why) from error
+            if link.end is None:
+                raise
+
+
+async def _other_than(link: FollowerLink, own: str) -> str:
+    """Return why node 0 made the server of this node end; empty if it did not, or says it itself.
+
+    Args:
+        link: to node 0.
+        own: why the server ended.
+    """
+    limit_s = EXPLAIN_S + SETTLE_S if is_of_peers(own) else SETTLE_S
+    try:
+        async with asyncio.timeout(limit_s):
+            while link.end is None and link.silent_s < EXPLAIN_S:
+                await link.next_change()
+    except TimeoutError:
+        return ""
+    if link.end is not None:
+        return ""
+    return (
+        f"{link.leader_named} ended: a server of the engine failed and it gave no sign of life for "
+        f"{EXPLAIN_S:g} s"
+    )
+
+
+def _end_as_told(link: FollowerLink) -> None:
+    """Raise what node 0 said, unless this node was asked to end, or node 0 was."""
+    if link.end is not None and not link.end.is_orderly:
+        raise PeerLostError(
+            f"{link.leader_named} ended: {one_line(link.end.reason, most=_MOST_TEXT)}"
+        )
+
+
+@asynccontextmanager
+async def _linked(link: FollowerLink) -> "AsyncIterator[asyncio.Task[None]]":
+    """Keep up a link while the block runs; then say why this node ends."""
+    context = zmq.asyncio.Context()
+    socket = link.open(context)
+    linking = asyncio.create_task(link.run(socket))
+    try:
+        yield linking
+    finally:
+        error = sys.exception()
+        has_reason = error is not None and link.end is None
+        await link.leave(text_of(error) if has_reason and error is not None else "")
+        linking.cancel()
+        await asyncio.gather(linking, return_exceptions=True)
+        socket.close()
+        context.term()
+
+
+class _Fetcher:
+    """Fetches on this host what node 0 fetches on its own."""
+
+    def __init__(
+        self,
+        settings: GeneratorSettings,
+        place: NodePlace,
+        link: FollowerLink,
+        staging: Staging,
+        tensors: TensorSet,
+        key: ClientKey,
+    ) -> None:
+        self._bus = settings.weightbus
+        self._node = place.node
+        self._link = link
+        self._staging = staging
+        self._tensors = tensors
+        self._key = key
+
+    async def run(self) -> None:
+        """Carry out one order after the other; a new one ends that before, which is given up."""
+        connections = self._bus.connections
+        context = zmq.asyncio.Context(io_threads=num_connections(connections, is_far=True))
+        fetcher = BucketFetcher(context, timeout_s=self._bus.timeout_s, connections=connections)
+        working: asyncio.Task[None] | None = None
+        try:
+            while True:
+                order = await self._link.fetches.get()
+                await _given_up(working)
+                working = asyncio.create_task(self._fetch(order, fetcher))
+        finally:
+            await _given_up(working)
+            fetcher.close()
+            context.term()
+
+    async def _fetch(self, order: FetchToo, fetcher: BucketFetcher) -> None:
+        if order.may_be_read:
+            self._staging.may_be_read = True
+        label = order.receive.manifest.version.label
+        try:
+            await self._receive(order, fetcher)
+        except (PublishError, ConfigError) as error:
+            _log.warning("%s was not received: %s", label, error)
+            await self._link.answer(order.command_id, error=str(error))
+        else:
+            await self._link.answer(order.command_id, num_bytes=self._staging.fetched_bytes)
+
+    async def _receive(self, order: FetchToo, fetcher: BucketFetcher) -> None:
+        receive = order.receive
+        if difference := mismatch(receive.manifest, self._tensors):
+            raise PublishError(f"refused {receive.manifest.version.label}: {difference}")
+        if fetcher.address != order.relay:
+            fetcher.connect(order.relay, self._key)
+        first_part = receive.first_part + self._node  # not all hosts from one at once
+        await fetch_into(self._staging, receive.manifest, fetcher, receive.sources, first_part)
+
+
+async def _given_up(task: "asyncio.Task[None] | None") -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
