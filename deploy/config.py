@@ -156,6 +156,26 @@ def run_config(table: Table) -> RunConfig:
     return config
 
 
+def refuse_engines_on_several_hosts(config: RunConfig) -> None:
+    """Refuse to start engines whose ranks are on more than one host.
+
+    Raises:
+        ConfigError: with the commands that do it.
+    """
+    generators = config.generators.generators
+    if generators.nodes == 1 or not generators.count:
+        return
+    last = generators.nodes - 1
+    which = "1" if last == 1 else f"N, N from 1 to {last}"
+    raise ConfigError(
+        f"generators.nodes = {generators.nodes}: an engine on several hosts is started by hand. "
+        "Set generators.count = 0 here, then on its first host start-generator --config run.toml "
+        "--name generator-0 --rendezvous HOST:PORT run.broker=tcp://BROKER:PORT "
+        "run.key_file=FILE, with an address of that host, and on each other host the same with "
+        f"--follow {which}"
+    )
+
+
 def with_contents(config: RunConfig) -> RunConfig:
     """Return the run with the hash of what each of its URLs names, so that all roles use the same.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.deploy.config import RunConfig
+from slipstream.deploy.config import RunConfig, refuse_engines_on_several_hosts
 from slipstream.learner.layout import Layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
@@ -115,26 +115,6 @@ def plan_roles(
         ),
         *(named(f"reward-worker-{i}", "slipstream.broker.reward_worker.main") for i in workers),
     ]
-
-
-def refuse_engines_on_several_hosts(config: RunConfig) -> None:
-    """Refuse to start engines whose ranks are on more than one host.
-
-    Raises:
-        ConfigError: with the commands that do it.
-    """
-    generators = config.generators.generators
-    if generators.nodes == 1 or not generators.count:
-        return
-    last = generators.nodes - 1
-    which = "1" if last == 1 else f"N, N from 1 to {last}"
-    raise ConfigError(
-        f"generators.nodes = {generators.nodes}: an engine on several hosts is started by hand. "
-        "Set generators.count = 0 here, then on its first host start-generator --config run.toml "
-        "--name generator-0 --rendezvous HOST:PORT run.broker=tcp://BROKER:PORT "
-        "run.key_file=FILE, with an address of that host, and on each other host the same with "
-        f"--follow {which}"
-    )
 
 
 def kind_of(name: str) -> str:

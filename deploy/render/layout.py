@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.plan import refuse_engines_on_several_hosts
+from slipstream.deploy.config import RunConfig, refuse_engines_on_several_hosts
 from slipstream.wire.errors import ConfigError
 
 

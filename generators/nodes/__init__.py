@@ -1,4 +1,5 @@
-"""One engine whose ranks are on several hosts: node 0 leads, the others follow.
+"""One engine whose ranks are on several hosts: node 0 leads, the others follow (docs/adr/0052).
 
-See docs/adr/0052.
+book, card and verdict decide; leader and follower have the link, service runs a follower.
+Imported by generators.main and generators.service.
 """

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from slipstream.broker.report.summary import PUBLISHES
@@ -20,6 +19,7 @@ from tests.e2e.hosts import Host, end, several_hosts, toml_of
 from tests.integration.recorded import GROUPS, Replays
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import Listener, listeners_of
+from tests.support.processes import tree_of
 from tests.support.tiny_run import tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
 
@@ -156,10 +156,3 @@ def test_a_host_that_is_cut_off_ends_the_learner_on_both_sides(hosts: list[Host]
     for node, other in (("node-0", "node 1"), ("node-1", "node 0")):
         (line,) = [line for line in roles.log(node).splitlines() if line[13:15] == "E "]
         assert f" {other} (host {socket.gethostname()}, rank {other[-1]}) {silence}" in line
-
-
-def tree_of(pid: int) -> list[int]:
-    try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return []

@@ -35,6 +35,7 @@ from slipstream.wire.process.health import Health
 from slipstream.wire.settings.load import load_table
 from tests.support.bus.remote import EPOCH, Relay, adopts, client_key, free_ports, running
 from tests.support.listening import listeners_of
+from tests.support.processes import tree_of
 from tests.support.tiny_run import ROOT, write_policy
 from tests.support.waiting import HANG_S, NEVER_S, until, until_async
 
@@ -205,7 +206,7 @@ def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_
                 fetched = [one.fetched_bytes["gpu-7/generator-0"] for one in relay.records]
                 whole = 2 * relay.records[0].num_bytes  # each host all of it, deltas afterwards
                 assert fetched[0] == whole > max(fetched[1:]) > 0
-                beyond = [one for one in listeners_of(tree(follower.pid)) if not one.on_loopback]
+                beyond = [one for one in listeners_of(tree_of(follower.pid)) if not one.on_loopback]
                 assert not beyond
 
                 follower.send_signal(signal.SIGSTOP)
@@ -280,7 +281,7 @@ def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
             _, store = await leader.start()
             with store:
                 await until_async(lambda: "starting" in states(leader))
-                await until_async(lambda: len(tree(follower.pid)) > 1)
+                await until_async(lambda: len(tree_of(follower.pid)) > 1)
                 # Nothing is heard or said while this loop is held up.
                 assert follower.wait(HANG_S) == 1, hosts.log(0).read_text()
 
@@ -292,13 +293,6 @@ def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
 
 def states(leader: Leader) -> list[str]:
     return [known.state for known in leader.book.known.values()]
-
-
-def tree(pid: int) -> list[int]:
-    try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def assert_gone(hosts: Hosts) -> None:

@@ -104,6 +104,17 @@ def test_engines_of_several_gpus_lie_on_one_host_each(tmp_path: Path):
         plan_roles(too_large, Path("resolved.toml"), gpus=())
 
 
+def test_engines_on_several_hosts_are_left_to_whoever_starts_them(tmp_path: Path):
+    split = ("generators.sglang.tp_size=4", "generators.nodes=2")
+    config = config_of("qwen3-8b-16gpu", tmp_path, *split, "generators.count=1")
+    start = r"start-generator --config run\.toml --name generator-0 --rendezvous .* --follow 1$"
+    with pytest.raises(ConfigError, match=rf"nodes = 2: .* generators\.count = 0 .* {start}"):
+        plan_roles(config, Path("resolved.toml"), gpus=())
+    by_hand = config_of("qwen3-8b-16gpu", tmp_path, *split, "generators.count=0")
+    names = [plan.name for plan in plan_roles(by_hand, Path("resolved.toml"), gpus=())]
+    assert [name for name in names if name.startswith("generator")] == []
+
+
 def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
     plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
