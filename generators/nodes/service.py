@@ -88,6 +88,7 @@ def _missing(link: FollowerLink) -> str:
 async def _serve(process: SglangProcess, settings: GeneratorSettings, link: FollowerLink) -> None:
     """Report when the ranks of this host run; raise when they do not."""
     await process.until_ready(settings.generators.start_timeout_s)
+    _log.info("its ranks run")
     if link.state == "starting":
         await link.report("running")
     await watch(process)

@@ -67,7 +67,16 @@ class SglangProcess:
             name: of the generator.
             node: the part that it is of an engine on several hosts; None is a whole engine.
             store: of node 0, the socket behind which the ranks are to meet.
+
+        Raises:
+            ConfigError: it is to be a whole engine, and the settings are of one on several hosts.
         """
+        if node is None and settings.generators.nodes > 1:
+            raise ConfigError(
+                f"generators.nodes = {settings.generators.nodes} is for the generators of a run, "
+                "and this is an engine on one host: set generators.nodes = 1, and "
+                "generators.sglang.tp_size to GPUs of this host"
+            )
         port = free_port()
         api_key = random_api_key()
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))

@@ -35,7 +35,7 @@ from slipstream.wire.process.health import Health
 from slipstream.wire.settings.load import load_table
 from tests.support.bus.remote import EPOCH, Relay, adopts, client_key, free_ports, running
 from tests.support.listening import listeners_of
-from tests.support.processes import tree_of
+from tests.support.processes import shared_memory_of, tree_of
 from tests.support.tiny_run import ROOT, write_policy
 from tests.support.waiting import HANG_S, NEVER_S, until, until_async
 
@@ -50,7 +50,7 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rendezvous = free_ports().removeprefix("tcp://")
-        self._followers: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         write_policy(folder / "model")
         for name, key in (("ours", KEY), ("other", client_key("gpu-8"))):
             write_client_key(folder / f"{name}.key", key)
@@ -83,27 +83,30 @@ class Hosts:
     def tensors(self) -> Mapping[str, Tensor]:
         return load_file(self.folder / "model" / "model.safetensors")
 
-    def follow(self, *overrides: str) -> "subprocess.Popen[bytes]":
-        """Start node 1; its output is in follower-N.log."""
-        with self.log(len(self._followers)).open("wb") as log:
+    def start(self, *words: str) -> "subprocess.Popen[bytes]":
+        """Start node 0, or another; its output is in N.log."""
+        with self.log(len(self._processes)).open("wb") as log:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "slipstream.generators.main"),
                     *("--config", self.folder / "run.toml", "--name", NAME),
-                    *("--rendezvous", self.rendezvous, "--follow", "1", *overrides),
+                    *("--rendezvous", self.rendezvous, *words),
                 ],
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
             )
-        self._followers.append(process)
+        self._processes.append(process)
         return process
 
+    def follow(self, *overrides: str) -> "subprocess.Popen[bytes]":
+        return self.start("--follow", "1", *overrides)
+
     def log(self, number: int) -> Path:
-        return self.folder / f"follower-{number}.log"
+        return self.folder / f"{number}.log"
 
     def end(self) -> None:
-        for process in self._followers:
+        for process in self._processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
@@ -206,14 +209,26 @@ def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_
                 fetched = [one.fetched_bytes["gpu-7/generator-0"] for one in relay.records]
                 whole = 2 * relay.records[0].num_bytes  # each host all of it, deltas afterwards
                 assert fetched[0] == whole > max(fetched[1:]) > 0
+                # Rank 1 cannot load the next version, and rank 0 can: nothing is answered by both.
+                (weights,) = hosts.folder.glob("sockets/*-node-1-*/model.safetensors")
+                weights.unlink()
+                relay.publish(3)
+                await until_async(lambda: subscriber.adopted is None)
+                answering = asyncio.create_task(engine.sample([1, 2, 3], params, count=1))
+                await adopts(subscriber, 3)  # repaired, from other memory on both hosts
+                await holds(engine, hosts, 3)
+                assert any("rank 1 of this engine failed" in why for why in failures(relay))
+                (answer,) = await answering
+                assert answer.version_starts == [(0, PolicyVersion(EPOCH, 3))]
+
                 beyond = [one for one in listeners_of(tree_of(follower.pid)) if not one.on_loopback]
                 assert not beyond
 
                 follower.send_signal(signal.SIGSTOP)
-                relay.publish(3)
+                relay.publish(4)
                 await until_async(lambda: relay.publisher.states()[0].state == "receiving")
                 await asyncio.sleep(0.5)  # node 0 has it by now
-                assert subscriber.adopted == PolicyVersion(EPOCH, 2)
+                assert subscriber.adopted == PolicyVersion(EPOCH, 3)
                 follower.kill()
                 with pytest.raises(PeerLostError) as lost:
                     await watching
@@ -289,6 +304,62 @@ def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
     silence = "ended: it gave no sign of life for 3 s (generators.node_silence_s)"
     assert silence in hosts.log(0).read_text()
     assert_gone(hosts)
+
+
+@pytest.mark.parametrize(
+    ("who", "signum", "codes", "why"),
+    [
+        pytest.param("node 0", signal.SIGINT, (0, 0), ("", ""), id="Ctrl-C"),
+        pytest.param(
+            "node 0",
+            signal.SIGKILL,
+            (-9, 1),
+            (
+                "",
+                "node 0 (rank 0) at HERE ended: a server of the engine failed and it gave no sign "
+                "of life for 3 s",
+            ),
+            id="node 0 is killed",
+        ),
+        pytest.param(
+            "rank 1",
+            signal.SIGKILL,
+            (1, 1),
+            ("node 1 (host HOST, rank 1) ended: SGLang ended with code", "SGLang ended with code"),
+            id="a rank is killed",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_both_hosts_end_together_and_leave_nothing(
+    hosts: Hosts, who: str, signum: int, codes: tuple[int, int], why: tuple[str, str]
+):
+    leader, follower = hosts.start(), hosts.follow()
+    until(lambda: "engine answers at" in hosts.log(0).read_text())
+    until(lambda: "its ranks run" in hosts.log(1).read_text())
+    shared = shared_memory_of([*tree_of(leader.pid), *tree_of(follower.pid)])
+    assert shared
+    if who == "node 0":
+        leader.send_signal(signum)
+    else:
+        (rank,) = [one for one in tree_of(follower.pid) if "TP1" in psutil.Process(one).name()]
+        psutil.Process(rank).send_signal(signum)
+    assert (leader.wait(HANG_S), follower.wait(HANG_S)) == codes, texts(hosts)
+    for number, line in enumerate(why):
+        shown = line.replace("HERE", hosts.rendezvous).replace("HOST", socket.gethostname())
+        assert shown in hosts.log(number).read_text()
+    until(lambda: not servers(), lambda: f"servers are left: {servers()}")
+    if codes[0] >= 0:  # an agent that is killed cleans nothing up
+        assert [path for path in shared if path.exists()] == []
+        assert list((hosts.folder / "sockets").glob("*")) == []
+
+
+def texts(hosts: Hosts) -> str:
+    return "".join(file.read_text() for file in sorted(hosts.folder.glob("*.log")))
+
+
+def failures(relay: Relay) -> list[str]:
+    return [why for record in relay.records for why in record.failed.values()]
 
 
 def states(leader: Leader) -> list[str]:

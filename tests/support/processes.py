@@ -1,6 +1,12 @@
 """Processes of a test, and those that they started."""
 
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
 import psutil
+
+_SHARED = "/dev/shm/"  # noqa: S108
 
 
 def tree_of(pid: int) -> list[int]:
@@ -9,3 +15,13 @@ def tree_of(pid: int) -> list[int]:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:
         return []
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Return the shared memory that processes have mapped under a name."""
+    found: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if _SHARED in line}
+    return {path for path in found if "(deleted)" not in path.name}
