@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -16,7 +17,7 @@ from tests.e2e.hosts import Host, end, fences, several_hosts, toml_of
 from tests.support.listening import Listener, listeners_of
 from tests.support.processes import tree_of
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
 DOCUMENT = ROOT / "docs" / "clusters.md"
@@ -105,3 +106,34 @@ def test_an_engine_on_two_hosts_by_the_documented_commands(hosts: list[Host], so
     # The link and torch's store on the first host, gloo on both; nothing on every interface.
     assert {one.address for one in seen if not one.on_loopback} == {FIRST, "10.77.0.3"}
     assert (FIRST, 29500) in {(one.address, one.port) for one in seen}
+
+
+def test_a_host_that_is_cut_off_ends_the_engine_on_both_sides(hosts: list[Host], sockets: Path):
+    head, one, two = hosts
+    section, *commands = (
+        text.replace("10.0.0.7", FIRST)
+        for _, text in fences(DOCUMENT, "An engine on several hosts")
+    )
+    write_settings(hosts, sockets, section)
+    head.run("slipstream keys make gpu-7 --role generator --config run.toml")
+    started = {}
+    try:
+        for host, command in zip((one, two), commands, strict=True):
+            host.run("scp head:runs/keys/clients/gpu-7.key .")
+            silence = "generators.node_silence_s=4"
+            log = host.folder / "engine.log"
+            started[host.name] = host.start(f"{command.strip()} {silence}", log)
+        logs = [host.folder / "engine.log" for host in (one, two)]
+        for log, words in zip(logs, ("engine answers at", "its ranks run"), strict=True):
+            until(lambda log=log, words=words: words in log.read_text())  # type: ignore[misc]
+        two.run(f"ip link set {two.link} down")
+        for process in started.values():
+            assert process.wait(HANG_S) == 1, "".join(log.read_text() for log in logs)
+    finally:
+        for process in started.values():
+            if process.poll() is None:
+                end(process)
+    silence = "ended: it gave no sign of life for 4 s (generators.node_silence_s)"
+    host = socket.gethostname()
+    assert f"PeerLostError: node 1 (host {host}, rank 1) {silence}" in logs[0].read_text()
+    assert f"PeerLostError: node 0 (rank 0) at {FIRST}:29500 {silence}" in logs[1].read_text()

@@ -6,9 +6,11 @@ import pytest
 
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.sglang import start_order
-from slipstream.generators.sglang.start_order import Flag, server_flags
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.generators.sglang.start_order import EngineNode, Flag, server_flags
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.lora import LINEAR_LAYERS
+from slipstream.wire.settings.rendezvous import Address
 from tests.support.blank_model import write_blank_model
 
 
@@ -189,3 +191,40 @@ def test_adapters_beside_weights_that_an_engine_makes_up_are_refused(tmp_path: P
     run = {"model": str(tmp_path)}
     with pytest.raises(ConfigError, match=r'is quantized, .* set lora\.publish = "merged"'):
         generator_settings({"run": run, "lora": {"rank": 4}, "generators": {"device": "cpu"}})
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_of_an_engine_meets_the_others_at_one_address_and_nowhere_else(
+    tmp_path: Path, number: int
+):
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    settings = generator_settings(
+        {
+            "run": {"model": str(tmp_path)},
+            "generators": {"device": "cpu", "nodes": 2, "sglang": {"tp_size": 2}},
+        }
+    )
+    received = None if number == 0 else tmp_path / "received"
+    node = EngineNode(number, 2, Address("127.0.0.1", 40001), received)
+    found = server_flags(settings, port=1, api_key="", seed_of="generator-0", node=node)
+    flags = found["nnodes"], found["node_rank"], found["dist_init_addr"], found["dist_timeout"]
+    assert flags == (2, number, "127.0.0.1:40001", 20 * 180)
+    variables = start_order.environment_of(settings, tmp_path, node)
+    assert variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "tcp://127.0.0.1:40001"
+    assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert variables["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "false"
+    assert {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}.items() <= variables.items()
+    assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
+    assert variables.get("SLIPSTREAM_RECEIVED") == (received and str(received))
+
+
+def test_an_engine_on_one_host_is_no_part_of_one_on_several(tmp_path: Path):
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    settings = generator_settings(
+        {
+            "run": {"model": str(tmp_path)},
+            "generators": {"device": "cpu", "nodes": 2, "sglang": {"tp_size": 2}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"nodes = 2 is for the generators of a run"):
+        SglangProcess.start(settings, "align")

@@ -1,0 +1,191 @@
+"""The link between the hosts of an engine, over loopback with keys, without an engine."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.leader import Leader
+from slipstream.generators.nodes.place import NodePlace
+from slipstream.weightbus.net.curve import connect
+from slipstream.wire.errors import NameTakenError, PeerLostError, PublishError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.followers import FetchToo
+from slipstream.wire.messages.weightbus import Receive, RelayAddress
+from slipstream.wire.settings.rendezvous import Address
+from tests.support.bus.remote import client_key, free_ports
+from tests.support.waiting import NEVER_S, until_async
+from tests.support.wire_samples import MANIFEST
+
+pytestmark = pytest.mark.integration
+FACTS = {"generators.dtype": "float32"}
+KEY = client_key("gpu-7")
+RECEIVE = Receive(command_id=9, manifest=MANIFEST)
+RELAY = RelayAddress(endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0.1:5601", key="k")
+
+
+class Link:
+    """Node 0, and what followers need to reach it."""
+
+    def __init__(self, receive_timeout_s: float, silence_s: float) -> None:
+        host, _, port = free_ports().removeprefix("tcp://").rpartition(":")
+        self.address = Address(host, int(port))
+        self.silence_s = silence_s
+        self.context = zmq.asyncio.Context()
+        self.leader = Leader(
+            self.place(0),
+            FACTS,
+            KEY,
+            silence_s=silence_s,
+            receive_timeout_s=receive_timeout_s,
+            on_stop=lambda: signal.raise_signal(signal.SIGTERM),
+        )
+
+    def place(self, node: int) -> NodePlace:
+        return NodePlace(node, 3, 1, self.address)
+
+    @asynccontextmanager
+    async def follower(
+        self, node: int, key: ClientKey = KEY
+    ) -> AsyncIterator[tuple[FollowerLink, zmq.asyncio.Socket, "asyncio.Task[None]"]]:
+        link = FollowerLink(self.place(node), FACTS, key, silence_s=self.silence_s)
+        socket = link.open(self.context)
+        running = asyncio.create_task(link.run(socket))
+        try:
+            yield link, socket, running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            socket.close(linger=0)
+
+
+@asynccontextmanager
+async def linked(
+    *, receive_timeout_s: float = NEVER_S, silence_s: float = NEVER_S
+) -> AsyncIterator[Link]:
+    link = Link(receive_timeout_s, silence_s)
+    socket = link.leader.open(link.context)
+    serving = asyncio.create_task(link.leader.serve(socket))
+    try:
+        yield link
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        link.leader.close(socket)
+        link.context.destroy(linger=0)
+
+
+def fetching(link: Link) -> "asyncio.Task[int]":
+    return asyncio.create_task(link.leader.fetch_too(RECEIVE, RELAY, may_be_read=True))
+
+
+def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is_named():
+    async def scenario() -> None:
+        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+            await link.leader.until_all_are_there(NEVER_S)
+            first, second = one[0], two[0]
+            task = fetching(link)
+            orders = [await first.fetches.get(), await second.fetches.get()]
+            assert (
+                orders
+                == [FetchToo(command_id=1, receive=RECEIVE, relay=RELAY, may_be_read=True)] * 2
+            )
+            await first.answer(1, num_bytes=5)
+            await asyncio.sleep(0.1)
+            assert not task.done()
+            await second.answer(1, num_bytes=7)
+            assert await task == 12
+
+            task = fetching(link)
+            await second.answer(1, num_bytes=7)  # late, of the one before
+            await first.answer(2)
+            await second.answer(2, error="bucket 0 was wrong")
+            with pytest.raises(PublishError, match=r"^node 2 \(host .*, rank 2\): bucket 0 was"):
+                await task
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_takes_too_long_is_named_with_the_setting():
+    async def scenario() -> None:
+        async with linked(receive_timeout_s=0.2) as link, link.follower(1) as one, link.follower(2):
+            await link.leader.until_all_are_there(NEVER_S)
+            task = fetching(link)
+            await one[0].answer(1)
+            with pytest.raises(PublishError, match=r"^node 2 .* \(weightbus\.receive_timeout"):
+                await task
+
+    asyncio.run(scenario())
+
+
+def test_what_was_lost_with_a_connection_is_asked_and_answered_again():
+    async def scenario() -> None:
+        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+            await link.leader.until_all_are_there(NEVER_S)
+            first, second = one[0], two[0]
+            task = fetching(link)
+            await first.answer(1, num_bytes=1)
+            order = await second.fetches.get()
+            endpoint = f"tcp://{link.address}"
+            two[1].disconnect(endpoint)
+            await second.answer(order.command_id, num_bytes=1)  # into nothing
+            await asyncio.sleep(0.1)
+            assert not task.done()
+            connect(two[1], endpoint, server_key=KEY.public, key=KEY)
+            assert await task == 2
+            assert second.fetches.empty()
+
+    asyncio.run(scenario())
+
+
+def test_another_key_does_not_get_in_and_a_second_process_is_refused():
+    async def scenario() -> None:
+        async with (
+            linked() as link,
+            link.follower(1, client_key("gpu-8")) as stranger,
+            link.follower(1) as first,
+            link.follower(2),
+        ):
+            await link.leader.until_all_are_there(NEVER_S)
+            assert not stranger[0].is_admitted
+            with pytest.raises(PeerLostError, match=r"does not reach node 0 .* another key"):
+                await stranger[0].until_started(0.1)
+            async with link.follower(1) as second:
+                with pytest.raises(NameTakenError, match="two processes came as node 1"):
+                    await second[2]
+            assert first[0].is_admitted
+            assert link.leader.book.ended == {}
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_understands_changes_nothing():
+    async def scenario() -> None:
+        async with linked() as link, link.follower(1) as one, link.follower(2):
+            for frames in ([b""], [b"\xff" * 100], [b"\x81\xa4kind\xa6follow"], [b"a", b"b"]):
+                await one[1].send_multipart(frames)
+            await link.leader.until_all_are_there(NEVER_S)
+            await until_async(lambda: one[0].is_admitted)
+
+    asyncio.run(scenario())
+
+
+def test_silence_is_noticed_on_both_sides():
+    async def scenario() -> None:
+        async with linked(silence_s=2.5) as link, link.follower(1) as one, link.follower(2) as two:
+            await link.leader.until_all_are_there(NEVER_S)
+            _, store = await link.leader.start()
+            store.close()
+            two[2].cancel()  # says nothing any more
+            with pytest.raises(PeerLostError, match=r"^node 2 .* for 2\.5 s \(generators\.node_s"):
+                await link.leader.watch()
+            one[1].disconnect(f"tcp://{link.address}")
+            with pytest.raises(PeerLostError, match=r"^node 0 \(rank 0\) at .* for 2\.5 s \(gen"):
+                await one[2]
+
+    asyncio.run(scenario())

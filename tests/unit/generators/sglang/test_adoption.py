@@ -1,0 +1,67 @@
+"""The order that SGLang's scheduler carries out, at a scheduler of the test's own."""
+
+import sys
+import types
+from types import SimpleNamespace as Answer
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.generators.sglang.adoption import (
+    RECEIVED_VARIABLE,
+    AdoptionAnswer,
+    AdoptionOrder,
+    adopt_in_scheduler,
+)
+
+ORDER = AdoptionOrder(steps=("load",), version="v1.2", pause="retract", digest="", num_ranks=2)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Return a module as SGLang's, whose manager answers with the path that it loads."""
+    messages = types.ModuleType("messages_of_a_test")
+    monkeypatch.setitem(sys.modules, "messages_of_a_test", messages)
+    request = type("CheckWeightsReqInput", (), {"__module__": "messages_of_a_test"})
+
+    class Output(Answer):
+        pass
+
+    vars(messages)["UpdateWeightFromDiskReqOutput"] = Output
+
+    class Manager:
+        def __init__(self) -> None:
+            self.loaded: list[str] = []
+
+        def update_weights_from_disk(self, recv_req: Any) -> Any:  # noqa: ANN401
+            self.loaded.append(recv_req.model_path)
+            return Output(success=True, message="")
+
+    found = types.ModuleType("weight_updater")
+    vars(found).update(SchedulerWeightUpdaterManager=Manager, CheckWeightsReqInput=request)
+    return found
+
+
+def loaded_by(module: types.ModuleType) -> list[str]:
+    adopt_in_scheduler(module)
+    manager = module.SchedulerWeightUpdaterManager()
+    order = Answer(manifest=msgspec.to_builtins(ORDER), model_path="/of/node/0")
+    output = manager.update_weights_from_disk(order)
+    assert AdoptionAnswer.read(output.message).version == "v1.2"
+    found: list[str] = manager.loaded
+    return found
+
+
+def test_ranks_load_the_folder_of_their_order(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(RECEIVED_VARIABLE, raising=False)
+    assert loaded_by(module) == ["/of/node/0"]
+
+
+def test_ranks_on_another_host_load_what_that_received_whatever_the_order_names(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(RECEIVED_VARIABLE, "/received/here")
+    assert loaded_by(module) == ["/received/here"]
