@@ -27,9 +27,9 @@ def main() -> int:
         [
             "start-generator --config run.toml --name generator-0",
             "start-generator --config run.toml --name generator-1 generators.device=cpu",
-            "start-generator --config run.toml --name generator-0 --rendezvous 10.0.0.7:29500 ...",
+            "start-generator --config run.toml --name generator-0 --rendezvous 10.0.0.7:29500",
             "start-generator --config run.toml --name generator-0 --rendezvous 10.0.0.7:29500 "
-            "--follow 1 ...",
+            "--follow 1",
             "start-generator --config run.toml --offline --out train.trajectories",
         ],
     )

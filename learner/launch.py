@@ -32,7 +32,7 @@ from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
-from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective, text_of
+from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective
 from slipstream.learner.nodes.watch import NodeWatch
 from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.head_door import HeadDoor
@@ -42,7 +42,7 @@ from slipstream.learner.stop import StopRequest
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.net.interfaces import address_towards, interface_variables
 from slipstream.weightbus.net.rendezvous import open_store
-from slipstream.wire.errors import ChildDiedError, ConfigError
+from slipstream.wire.errors import ChildDiedError, ConfigError, text_of
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me

@@ -71,3 +71,9 @@ class QuarantineError(SlipstreamError):
 
 class PublishError(SlipstreamError):
     """A weight transfer failed; the engine may hold parts of two versions."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return the first line of an error, with its kind if it is none of ours."""
+    text = str(error).partition("\n")[0]
+    return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"

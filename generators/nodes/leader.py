@@ -29,7 +29,7 @@ from slipstream.wire.errors import (
     PeerLostError,
     ProtocolError,
     PublishError,
-    SlipstreamError,
+    text_of,
 )
 from slipstream.wire.files.keys import ClientKey, read_client_key
 from slipstream.wire.messages.codec import decode_to_leader, encode
@@ -389,9 +389,3 @@ async def leading(
     finally:
         leader.close(link)
         context.term()
-
-
-def text_of(error: BaseException) -> str:
-    """Return the first line of an error, with its kind if it is none of ours."""
-    text = str(error).partition("\n")[0]
-    return text if isinstance(error, SlipstreamError) else f"{type(error).__name__} {text}"

@@ -13,7 +13,7 @@ import zmq.asyncio
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.nodes.card import facts_of
 from slipstream.generators.nodes.follower import FollowerLink
-from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S, text_of
+from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.nodes.verdict import is_of_peers
 from slipstream.generators.received import room_for
@@ -25,7 +25,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch, model_tensors
 from slipstream.weightbus.agent.updates import fetch_into
 from slipstream.weightbus.net.curve import num_connections
-from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, PublishError
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, PublishError, text_of
 from slipstream.wire.files.keys import ClientKey, read_client_key
 from slipstream.wire.messages.followers import FetchToo
 from slipstream.wire.process.health import Health

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from slipstream.learner.layout import Layout
-from slipstream.wire.errors import SlipstreamError
+from slipstream.wire.errors import text_of
 from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.visible import one_line
 
@@ -45,12 +45,6 @@ def ended_by(node: int, error: BaseException) -> Ended:
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return Ended(node=node, text="it was asked to end", orderly=True)
     return Ended(node=node, text=text_of(error))
-
-
-def text_of(error: BaseException) -> str:
-    """Return the first line of an error, with its kind if it is none of ours."""
-    text = str(error).partition("\n")[0]
-    return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"
 
 
 def is_of_collective(error: BaseException) -> bool:

@@ -66,6 +66,7 @@ class Hosts:
             [sampling]
             max_prompt_tokens = 16
             max_response_tokens = 64
+            top_k = 8
             [generators]
             device = "cpu"
             nodes = 2
@@ -203,9 +204,11 @@ def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_
                     relay.publish(step)
                     await adopts(subscriber, step)
                     await holds(engine, hosts, step)
-                params = SamplingParams(temperature=1.0, max_new_tokens=8)
+                params = SamplingParams(temperature=1.0, max_new_tokens=8, top_k=8, max_kept=8)
                 (answer,) = await engine.sample([1, 2, 3], params, count=1)
                 assert answer.version_starts == [(0, PolicyVersion(EPOCH, 2))]
+                assert answer.kept is not None
+                assert max(map(len, answer.kept)) <= 8
                 fetched = [one.fetched_bytes["gpu-7/generator-0"] for one in relay.records]
                 whole = 2 * relay.records[0].num_bytes  # each host all of it, deltas afterwards
                 assert fetched[0] == whole > max(fetched[1:]) > 0
@@ -309,7 +312,16 @@ def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
 @pytest.mark.parametrize(
     ("who", "signum", "codes", "why"),
     [
-        pytest.param("node 0", signal.SIGINT, (0, 0), ("", ""), id="Ctrl-C"),
+        pytest.param(
+            "node 0", signal.SIGINT, (0, 0), ("", ""), id="Ctrl-C", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "node 1",
+            signal.SIGTERM,
+            (0, 0),
+            ("was asked to end: the engine ends", "asked to end: node 0 hands its work back first"),
+            id="a follower is asked to end",
+        ),
         pytest.param(
             "node 0",
             signal.SIGKILL,
@@ -341,6 +353,8 @@ def test_both_hosts_end_together_and_leave_nothing(
     assert shared
     if who == "node 0":
         leader.send_signal(signum)
+    elif who == "node 1":
+        follower.send_signal(signum)
     else:
         (rank,) = [one for one in tree_of(follower.pid) if "TP1" in psutil.Process(one).name()]
         psutil.Process(rank).send_signal(signum)

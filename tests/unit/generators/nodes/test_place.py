@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,14 @@ def test_ranks_are_numbered_node_by_node():
     address = Address("h", 1)
     assert NodePlace(0, 2, 1, address).named(1) == "node 1 (rank 1)"
     assert NodePlace(0, 2, 4, address).named(1, "gpu-8") == "node 1 (host gpu-8, ranks 4-7)"
+
+
+def test_attention_groups_on_several_hosts_are_refused(tmp_path: Path):
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen3"}))
+    groups = {"sglang": {"tp_size": 2, "attn_dp_size": 2}}
+    with pytest.raises(
+        ConfigError, match=r"attn_dp_size must be 1 with .*nodes = 2, got 2: .* pickled"
+    ):
+        settings_of(tmp_path, generators=groups)

@@ -83,15 +83,6 @@ def test_another_release_of_a_library_comes_first_and_another_build_does_not_mat
     )
 
 
-def test_what_only_one_of_them_knows_is_a_difference_and_a_line_names_three():
-    ours = dict.fromkeys("abcde", "1")
-    assert difference(ours, {}) == (
-        "a is unknown there, expected 1; b is unknown there, expected 1; "
-        "c is unknown there, expected 1; and 2 more"
-    )
-    assert difference({}, {"z": "3"}) == "z is 3 there, expected nothing"
-
-
 def test_a_password_of_a_teacher_is_not_sent(tmp_path: Path):
     settings = settings_of(tmp_path)
     algo = msgspec.structs.replace(settings.algo, teacher={"endpoint": "https://me:secret@host"})
