@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.weightbus.net.curve import connect
+from slipstream.weightbus.net.listening import endpoint_of
 from slipstream.wire.errors import (
     ConfigError,
     NameTakenError,
@@ -108,16 +109,12 @@ class FollowerLink:
         Raises:
             ConfigError: the address is none.
         """
+        endpoint = endpoint_of(self._place.address, named="--rendezvous")
         link = context.socket(zmq.DEALER)
         link.setsockopt(zmq.LINGER, _LINGER_MS)
         link.setsockopt(zmq.SNDHWM, _MAX_WAITING)
         link.setsockopt(zmq.IMMEDIATE, 1)  # signs of life are for who is there
-        endpoint = f"tcp://{self._place.address}"
-        try:
-            connect(link, endpoint, server_key=self._key.public, key=self._key)
-        except zmq.ZMQError as error:
-            link.close(linger=0)
-            raise ConfigError(f"cannot connect to {endpoint} (--rendezvous): {error}") from error
+        connect(link, endpoint, server_key=self._key.public, key=self._key)
         self._socket = link
         return link
 

@@ -22,7 +22,7 @@ from slipstream.generators.nodes.verdict import blamed, is_of_peers
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.start_order import EngineNode
 from slipstream.weightbus.net.curve import LeaderListener
-from slipstream.weightbus.net.listening import listen_at
+from slipstream.weightbus.net.listening import endpoint_of, listen_at
 from slipstream.wire.errors import (
     ChildDiedError,
     ConfigError,
@@ -81,6 +81,9 @@ class Leader:
             receive_timeout_s: for a version to arrive on all of them.
             on_stop: has this generator end in order.
             now: monotonic seconds.
+
+        Raises:
+            ConfigError: the address is none.
         """
         self._place = place
         self._receive_timeout_s = receive_timeout_s
@@ -96,7 +99,8 @@ class Leader:
             silence_s=silence_s,
             now_s=now(),
         )
-        self._listener = LeaderListener(f"tcp://{place.address}", key)
+        endpoint = endpoint_of(place.address, named="--rendezvous")
+        self._listener = LeaderListener(endpoint, key)
         self._socket: zmq.asyncio.Socket | None = None
         self._changed = asyncio.Event()
         self._command_id = 0

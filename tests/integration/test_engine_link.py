@@ -32,9 +32,8 @@ RELAY = RelayAddress(endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0
 class Link:
     """Node 0, and what followers need to reach it."""
 
-    def __init__(self, receive_timeout_s: float, silence_s: float) -> None:
-        host, _, port = free_ports().removeprefix("tcp://").rpartition(":")
-        self.address = Address(host, int(port))
+    def __init__(self, host: str, receive_timeout_s: float, silence_s: float) -> None:
+        self.address = Address(host, int(free_ports().rpartition(":")[2]))
         self.silence_s = silence_s
         self.context = zmq.asyncio.Context()
         self.leader = Leader(
@@ -66,9 +65,9 @@ class Link:
 
 @asynccontextmanager
 async def linked(
-    *, receive_timeout_s: float = NEVER_S, silence_s: float = NEVER_S
+    host: str = "127.0.0.1", *, receive_timeout_s: float = NEVER_S, silence_s: float = NEVER_S
 ) -> AsyncIterator[Link]:
-    link = Link(receive_timeout_s, silence_s)
+    link = Link(host, receive_timeout_s, silence_s)
     socket = link.leader.open(link.context)
     serving = asyncio.create_task(link.leader.serve(socket))
     try:
@@ -160,6 +159,15 @@ def test_another_key_does_not_get_in_and_a_second_process_is_refused():
                     await second[2]
             assert first[0].is_admitted
             assert link.leader.book.ended == {}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_nodes_meet_at_a_name_and_at_an_address_of_ipv6(host: str):
+    async def scenario() -> None:
+        async with linked(host) as link, link.follower(1), link.follower(2):
+            await link.leader.until_all_are_there(NEVER_S)
 
     asyncio.run(scenario())
 

@@ -238,6 +238,7 @@ class EngineUpdates:
                 elsewhere = group.create_task(there)
                 here = group.create_task(self._fetch_here(command, fetcher))
         except* PublishError as errors:
+            self._staging.held.end()  # also where it was whole here
             raise PublishError(str(errors.exceptions[0])) from errors
         self._fetched_there = elsewhere.result()
         return here.result()

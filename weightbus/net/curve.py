@@ -135,6 +135,7 @@ class KeyedListener:
         max_waiting: int = MAX_WAITING,
     ) -> zmq.asyncio.Socket:
         socket = context.socket(zmq.ROUTER)
+        _know_ipv6(socket, endpoint)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -273,9 +274,9 @@ class ForwardListener(KeyedListener):
 class LeaderListener(KeyedListener):
     """Listens for the other hosts of one engine, which have the key that is proved to them."""
 
-    def __init__(self, address: str, key: ClientKey) -> None:
-        """Admit the holders of ``key`` alone. ``open`` starts listening at tcp://HOST:PORT."""
-        super().__init__(address, setting="--rendezvous", key=key)
+    def __init__(self, endpoint: str, key: ClientKey) -> None:
+        """Admit the holders of ``key`` alone. ``open`` starts listening."""
+        super().__init__(endpoint, setting="--rendezvous", key=key)
         self.admit({key.public: key.name})
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
@@ -322,6 +323,7 @@ def connect(
     if server_key:
         detect_dead_peers(socket, has_buckets=False)
         prove_key(socket, _required(key, endpoint), server_key=server_key)
+    _know_ipv6(socket, endpoint)
     socket.connect(endpoint)
 
 
@@ -354,3 +356,8 @@ def _required(key: ClientKey | None, endpoint: str) -> ClientKey:
     if key is None:
         raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
     return key
+
+
+def _know_ipv6(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)

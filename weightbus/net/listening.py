@@ -4,6 +4,25 @@ import errno
 import socket
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.rendezvous import Address
+
+
+def endpoint_of(address: Address, *, named: str) -> str:
+    """Return an address as ZeroMQ takes it, to listen there or to connect: without a name.
+
+    Args:
+        address: of this machine or of another one.
+        named: setting or option that names it, for the error.
+
+    Raises:
+        ConfigError: nothing is known by that name.
+    """
+    try:
+        *_, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no host has such a name"
+        raise ConfigError(f"{address} ({named}) is no address: {why}") from error
+    return f"tcp://{Address(str(found[0]), address.port)}"
 
 
 def listen_at(host: str, port: int = 0, *, named: str) -> socket.socket:
