@@ -22,6 +22,7 @@ from tests.support.waiting import HANG_S, until
 pytestmark = [pytest.mark.e2e]
 DOCUMENT = ROOT / "docs" / "clusters.md"
 FIRST = "10.77.0.2"
+STEPS = 3
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def write_settings(hosts: list[Host], sockets: Path, section: str) -> None:
     head = hosts[0]
     tiny_inputs(head.folder)
     settings = tiny_settings(head.folder) | {
-        "run.steps": 2,
+        "run.steps": STEPS,
         "broker.listen": "tcp://10.77.0.1:5555",
         "weightbus.listen": "tcp://10.77.0.1:5600",
         "weightbus.linger_s": 5.0,
@@ -82,6 +83,12 @@ def test_an_engine_on_two_hosts_by_the_documented_commands(hosts: list[Host], so
         start(one, "leader", leads)
         start(head, "learner", "start-learner --config run.toml")
         start(head, "worker", "start-reward-worker --config run.toml --name judge")
+        until(lambda: "is proven" in (one.folder / "leader.log").read_text(), logs)
+        started["follower"].terminate()  # its work goes back, and the next engine takes it
+        for name in ("leader", "follower"):
+            assert started[name].wait(HANG_S) == 0, logs()
+        start(one, "leader", leads)
+        start(two, "follower", follows)
         deadline = time.monotonic() + HANG_S
         while started["learner"].poll() is None and time.monotonic() < deadline:
             for name in ("leader", "follower"):
@@ -99,10 +106,9 @@ def test_an_engine_on_two_hosts_by_the_documented_commands(hosts: list[Host], so
 
     run = head.folder / "runs" / "tiny"
     account = json.loads((run / ACCOUNT).read_text())
-    assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 2 * 4)
+    assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, STEPS * 4)
     publishes = json.loads((run / SUMMARY).read_text())[PUBLISHES]
     assert any("gpu-7/generator-0" in one["adopted_by"] for one in publishes), publishes
-    assert "is proven" in (one.folder / "leader.log").read_text()
     # The link and torch's store on the first host, gloo on both; nothing on every interface.
     assert {one.address for one in seen if not one.on_loopback} == {FIRST, "10.77.0.3"}
     assert (FIRST, 29500) in {(one.address, one.port) for one in seen}
