@@ -125,12 +125,13 @@ async def _raise_failure(
         try:
             job.result()
         except (ChildDiedError, ConfigError) as error:
-            if process.process.poll() is None:
+            if (code := process.process.poll()) is None:
                 raise
-            if why := await _other_than(link, process.reason()):
+            own = process.reason()
+            if why := await _other_than(link, own):
                 raise PeerLostError(why) from error
-            if link.end is None:
-                raise
+            if link.end is None:  # the first line is what node 0 hears
+                raise ChildDiedError(f"SGLang ended with code {code}: {own}\n{error}") from error
 
 
 async def _other_than(link: FollowerLink, own: str) -> str:

@@ -337,7 +337,10 @@ def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
             "rank 1",
             signal.SIGKILL,
             (1, 1),
-            ("node 1 (host HOST, rank 1) ended: SGLang ended with code", "SGLang ended with code"),
+            (
+                "node 1 (host HOST, rank 1) ended: SGLang ended with code 0: ",
+                "SGLang ended with code 0: ",
+            ),
             id="a rank is killed",
             marks=pytest.mark.slow,
         ),
