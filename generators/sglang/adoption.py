@@ -84,8 +84,6 @@ def adopt_in_scheduler(module: ModuleType) -> None:
             case "begin":
                 return self.begin_weight_update(messages.BeginWeightUpdateReqInput())
             case "load":
-                if received:  # the order's folder is another host's
-                    recv_req.model_path = received
                 return load(self, recv_req)
             case "end":
                 return self.end_weight_update(messages.EndWeightUpdateReqInput())
@@ -101,6 +99,8 @@ def adopt_in_scheduler(module: ModuleType) -> None:
         return None
 
     def update_weights_from_disk(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
+        if received:  # the folder that was named is another host's
+            recv_req.model_path = received
         if recv_req.manifest is None:
             return load(self, recv_req)
         order = msgspec.convert(recv_req.manifest, AdoptionOrder)

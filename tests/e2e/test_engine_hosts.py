@@ -126,7 +126,7 @@ def test_a_host_that_is_cut_off_ends_the_engine_on_both_sides(hosts: list[Host],
     try:
         for host, command in zip((one, two), commands, strict=True):
             host.run("scp head:runs/keys/clients/gpu-7.key .")
-            silence = "generators.node_silence_s=4"
+            silence = "generators.node_silence_s=8"
             log = host.folder / "engine.log"
             started[host.name] = host.start(f"{command.strip()} {silence}", log)
         logs = [host.folder / "engine.log" for host in (one, two)]
@@ -139,7 +139,7 @@ def test_a_host_that_is_cut_off_ends_the_engine_on_both_sides(hosts: list[Host],
         for process in started.values():
             if process.poll() is None:
                 end(process)
-    silence = "ended: it gave no sign of life for 4 s (generators.node_silence_s)"
+    silence = "ended: it gave no sign of life for 8 s (generators.node_silence_s)"
     host = socket.gethostname()
     assert f"PeerLostError: node 1 (host {host}, rank 1) {silence}" in logs[0].read_text()
     assert f"PeerLostError: node 0 (rank 0) at {FIRST}:29500 {silence}" in logs[1].read_text()
