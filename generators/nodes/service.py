@@ -205,7 +205,12 @@ class _Fetcher:
         """Carry out one order after the other; a new one ends that before, which is given up."""
         connections = self._bus.connections
         context = zmq.asyncio.Context(io_threads=num_connections(connections, is_far=True))
-        fetcher = BucketFetcher(context, timeout_s=self._bus.timeout_s, connections=connections)
+        fetcher = BucketFetcher(
+            context,
+            timeout_s=self._bus.timeout_s,
+            connections=connections,
+            trusts_xxh3=self._bus.digests == "xxh3",
+        )
         working: asyncio.Task[None] | None = None
         try:
             while True:
