@@ -168,7 +168,7 @@ class FollowerLink:
     async def _fetch(self, order: FetchToo) -> None:
         if self._last is not None and self._last.command_id == order.command_id:
             await self.send(self._last)  # the answer was lost with a connection
-        elif order.command_id != self._taken:
+        elif order.command_id > self._taken:  # not one that comes late over another connection
             self._taken = order.command_id
             await self.fetches.put(order)
 

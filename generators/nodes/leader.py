@@ -107,6 +107,7 @@ class Leader:
         self._fetching: FetchToo | None = None
         self._fetched: dict[int, FetchedThere] = {}  # by node, of that command
         self._asked: dict[int, bytes] = {}  # by node: the connection that it was sent over
+        self._may_be_read = False  # memory of the others, until all have done as they were told
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         """Listen; return the socket.
@@ -278,8 +279,9 @@ class Leader:
             PublishError: one did not, or not in time.
         """
         self._command_id += 1
+        self._may_be_read = self._may_be_read or may_be_read
         order = FetchToo(
-            command_id=self._command_id, receive=receive, relay=relay, may_be_read=may_be_read
+            command_id=self._command_id, receive=receive, relay=relay, may_be_read=self._may_be_read
         )
         self._fetching, self._fetched = order, {}
         self._asked = {node: known.peer for node, known in self.book.known.items()}
@@ -299,6 +301,7 @@ class Leader:
             ) from error
         finally:
             self._fetching = None
+        self._may_be_read = False
         return sum(one.num_bytes for one in self._fetched.values())
 
     def _refuse_failed(self) -> None:

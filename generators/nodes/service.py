@@ -13,6 +13,7 @@ import zmq.asyncio
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.nodes.card import facts_of
 from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.host_fetcher import HostFetcher
 from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.nodes.verdict import is_of_peers
@@ -20,14 +21,9 @@ from slipstream.generators.received import room_for
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
-from slipstream.weightbus.agent.fetcher import BucketFetcher
-from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch, model_tensors
-from slipstream.weightbus.agent.updates import fetch_into
-from slipstream.weightbus.net.curve import num_connections
-from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, PublishError, text_of
-from slipstream.wire.files.keys import ClientKey, read_client_key
-from slipstream.wire.messages.followers import FetchToo
+from slipstream.weightbus.agent.tensor_set import model_tensors
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, text_of
+from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event
@@ -75,7 +71,7 @@ async def follow(
         process = SglangProcess.start(settings, name, node)
         cleanup.push_async_callback(asyncio.to_thread, process.stop)  # node 0 hears of us meanwhile
         await link.report("starting")
-        fetcher = _Fetcher(settings, place, link, staging, tensors, key)
+        fetcher = HostFetcher(settings.weightbus, place.node, link, staging, tensors, key)
         async with running(_serve(process, settings, link), fetcher.run()) as jobs:
             with health.main_loop(lambda: link.num_heard, lambda: _missing(link)):
                 await _until_ended(link, process, {*jobs, linking}, stopping)
@@ -180,71 +176,3 @@ async def _linked(link: FollowerLink) -> "AsyncIterator[asyncio.Task[None]]":
         await asyncio.gather(linking, return_exceptions=True)
         socket.close()
         context.term()
-
-
-class _Fetcher:
-    """Fetches on this host what node 0 fetches on its own."""
-
-    def __init__(
-        self,
-        settings: GeneratorSettings,
-        place: NodePlace,
-        link: FollowerLink,
-        staging: Staging,
-        tensors: TensorSet,
-        key: ClientKey,
-    ) -> None:
-        self._bus = settings.weightbus
-        self._node = place.node
-        self._link = link
-        self._staging = staging
-        self._tensors = tensors
-        self._key = key
-
-    async def run(self) -> None:
-        """Carry out one order after the other; a new one ends that before, which is given up."""
-        connections = self._bus.connections
-        context = zmq.asyncio.Context(io_threads=num_connections(connections, is_far=True))
-        fetcher = BucketFetcher(
-            context,
-            timeout_s=self._bus.timeout_s,
-            connections=connections,
-            trusts_xxh3=self._bus.digests == "xxh3",
-        )
-        working: asyncio.Task[None] | None = None
-        try:
-            while True:
-                order = await self._link.fetches.get()
-                await _given_up(working)
-                working = asyncio.create_task(self._fetch(order, fetcher))
-        finally:
-            await _given_up(working)
-            fetcher.close()
-            context.term()
-
-    async def _fetch(self, order: FetchToo, fetcher: BucketFetcher) -> None:
-        if order.may_be_read:
-            self._staging.may_be_read = True
-        label = order.receive.manifest.version.label
-        try:
-            await self._receive(order, fetcher)
-        except (PublishError, ConfigError) as error:
-            _log.warning("%s was not received: %s", label, error)
-            await self._link.answer(order.command_id, error=str(error))
-        else:
-            await self._link.answer(order.command_id, num_bytes=self._staging.fetched_bytes)
-
-    async def _receive(self, order: FetchToo, fetcher: BucketFetcher) -> None:
-        receive = order.receive
-        if difference := mismatch(receive.manifest, self._tensors):
-            raise PublishError(f"refused {receive.manifest.version.label}: {difference}")
-        if fetcher.address != order.relay:
-            fetcher.connect(order.relay, self._key)
-        first_part = receive.first_part + self._node  # not all hosts from one at once
-        await fetch_into(self._staging, receive.manifest, fetcher, receive.sources, first_part)
-
-
-async def _given_up(task: "asyncio.Task[None] | None") -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

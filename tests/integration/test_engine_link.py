@@ -4,29 +4,39 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.host_fetcher import HostFetcher
 from slipstream.generators.nodes.leader import Leader
 from slipstream.generators.nodes.place import NodePlace
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.curve import connect
 from slipstream.wire.errors import NameTakenError, PeerLostError, PublishError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.followers import FetchToo
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
 from slipstream.wire.settings.rendezvous import Address
-from tests.support.bus.remote import client_key, free_ports
+from tests.support.bus.remote import client_key, free_ports, running
 from tests.support.waiting import NEVER_S, until_async
 from tests.support.wire_samples import MANIFEST
 
 pytestmark = pytest.mark.integration
 FACTS = {"generators.dtype": "float32"}
 KEY = client_key("gpu-7")
+DTYPE = MANIFEST.tensors[0].dtype
 RECEIVE = Receive(command_id=9, manifest=MANIFEST)
-RELAY = RelayAddress(endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0.1:5601", key="k")
+RELAY = RelayAddress(  # that is not there
+    endpoint="tcp://127.0.0.1:1", bulk_endpoint="tcp://127.0.0.1:1", key=client_key("relay").public
+)
+TENSORS = TensorSet({spec.name: spec.shape for spec in MANIFEST.tensors}, DTYPE)
 
 
 class Link:
@@ -79,8 +89,8 @@ async def linked(
         link.context.destroy(linger=0)
 
 
-def fetching(link: Link) -> "asyncio.Task[int]":
-    return asyncio.create_task(link.leader.fetch_too(RECEIVE, RELAY, may_be_read=True))
+def fetching(link: Link, *, may_be_read: bool = True) -> "asyncio.Task[int]":
+    return asyncio.create_task(link.leader.fetch_too(RECEIVE, RELAY, may_be_read=may_be_read))
 
 
 def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is_named():
@@ -106,6 +116,73 @@ def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is_named
             await second.answer(2, error="bucket 0 was wrong")
             with pytest.raises(PublishError, match=r"^node 2 \(host .*, rank 2\): bucket 0 was"):
                 await task
+
+    asyncio.run(scenario())
+
+
+def test_nodes_hear_that_their_memory_may_be_read_until_all_have_taken_other():
+    async def scenario() -> None:
+        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+            await link.leader.until_all_are_there(NEVER_S)
+            told = []
+            for number, (error, may_be_read) in enumerate((("full", True), ("", False)), 1):
+                task = fetching(link, may_be_read=may_be_read)
+                told += [(await follower[0].fetches.get()).may_be_read for follower in (one, two)]
+                await one[0].answer(number)
+                await two[0].answer(number, error=error)
+                await asyncio.gather(task, return_exceptions=True)
+            task = fetching(link, may_be_read=False)
+            told.append((await one[0].fetches.get()).may_be_read)
+            assert told == [True, True, True, True, False]
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_order_that_comes_after_a_newer_one_is_not_obeyed():
+    async def scenario() -> None:
+        async with linked() as link, link.follower(1) as one, link.follower(2):
+            await link.leader.until_all_are_there(NEVER_S)
+            peer = link.leader.book.known[1].peer
+            for number in (2, 1, 3):
+                order = FetchToo(command_id=number, receive=RECEIVE, relay=RELAY)
+                await link.leader._send(peer, order)
+            assert [(await one[0].fetches.get()).command_id for _ in range(2)] == [2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(tmp_path: Path):
+    async def scenario() -> None:
+        link = FollowerLink(NodePlace(1, 2, 1, Address("h", 1)), FACTS, KEY, silence_s=NEVER_S)
+        staging = Staging(tmp_path, "a")
+        before = (staging.folder / WEIGHTS).readlink()
+        for number in (1, 2):
+            order = FetchToo(
+                command_id=number, receive=RECEIVE, relay=RELAY, may_be_read=number == 1
+            )
+            link.fetches.put_nowait(order)
+        bus = WeightBusSection(timeout_s=0.1)
+        fetcher = HostFetcher(bus, 1, link, staging, TENSORS, KEY)
+        async with running(fetcher.run()):
+            await until_async(lambda: (staging.folder / WEIGHTS).readlink() != before)
+        staging.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_without_memory_for_a_version_says_so(tmp_path: Path):
+    async def scenario() -> None:
+        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+            await link.leader.until_all_are_there(NEVER_S)
+            staging = Staging(tmp_path, "a")
+            staging.close()
+            fetcher = HostFetcher(WeightBusSection(), 1, one[0], staging, TENSORS, KEY)
+            async with running(fetcher.run()):
+                task = fetching(link, may_be_read=False)
+                await two[0].answer(1)
+                with pytest.raises(PublishError, match="Bad file descriptor"):
+                    await task
 
     asyncio.run(scenario())
 
