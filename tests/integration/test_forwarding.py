@@ -11,15 +11,25 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from safetensors.torch import load_file
 
+from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.host_fetcher import HostFetcher
+from slipstream.generators.nodes.place import NodePlace
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.files.model_files import WEIGHTS
+from slipstream.wire.messages.followers import FetchedThere, FetchToo
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
+from slipstream.wire.messages.weightbus import BulkDoor, Receive, RelayAddress
+from slipstream.wire.settings.rendezvous import Address
+from tests.support.bus.engine import digest_of
 from tests.support.bus.remote import (
     EPOCH,
     TENSORS,
@@ -128,6 +138,58 @@ def test_only_so_many_engines_fetch_from_the_relay(
             assert sum(one.traffic.sent_bytes for one in bus.agents) == sum(forwarded)
             assert max(one.traffic.sent_bytes for one in bus.agents) <= 3 * SIZE, "one serves two"
             assert not any(one.traffic.left_doors for one in bus.agents)
+
+    asyncio.run(scenario())
+
+
+class OtherHost:
+    """Another host of an engine, whose node 0 is in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.staging = Staging(folder, "node-1")
+        self._folder = folder
+        self._link: FollowerLink
+
+    async def follow(self, key: ClientKey) -> None:
+        """Fetch what it is told to, with the key of its engine, until cancelled."""
+        place = NodePlace(1, 2, 1, Address("127.0.0.1", 1))
+        self._link = FollowerLink(place, {}, key, silence_s=NEVER_S)
+        shapes = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+        bus, tensors = WeightBusSection(timeout_s=NEVER_S), TensorSet(shapes, "float32")
+        await HostFetcher(bus, 1, self._link, self.staging, tensors, key).run()
+
+    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+        number = receive.command_id
+        order = FetchToo(command_id=number, receive=receive, relay=relay, may_be_read=may_be_read)
+        self._link.fetches.put_nowait(order)
+        await until_async(lambda: self._answer(number) is not None)
+        answer = self._answer(number)
+        assert answer is not None
+        assert answer.error == ""
+        return answer.num_bytes
+
+    def _answer(self, number: int) -> FetchedThere | None:
+        last = self._link._last
+        return last if last is not None and last.command_id == number else None
+
+
+def test_every_host_of_an_engine_stands_behind_the_same_one_in_a_chain(folder: Path, bulk: Bulk):
+    async def scenario() -> None:
+        async with chain(folder, bulk) as bus:
+            first, other = await bus.join(), OtherHost(folder)
+            second = await bus.join(others=other)
+            async with running(other.follow(bus.keys[-1])):
+                for step in range(2):
+                    bus.relay.publish(step)
+                    await bus.adopts(step)
+                    found = load_file(other.staging.folder / WEIGHTS)
+                    assert digest_of(found) == digest_of(dict(bus.relay.at(step)))
+            other.staging.close()
+            assert bus.relay.publisher.traffic.sent_bytes == 2 * SIZE
+            assert first.traffic.sent_bytes == 2 * 2 * SIZE
+            assert (second.traffic.relay_bytes, second.traffic.forwarded_bytes) == (0, 2 * SIZE)
+            fetched = [one.fetched_bytes.get("host-1/generator-1") for one in bus.relay.records]
+            assert [one for one in fetched if one] == [2 * SIZE] * 2
 
     asyncio.run(scenario())
 

@@ -14,6 +14,7 @@ from slipstream.generators.sglang.start_order import free_port
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.agent.updates import OtherHosts
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
@@ -188,6 +189,7 @@ def agent(
     bulk: Bulk = "encrypted",
     trusts_xxh3: bool = False,
     connections: int = 0,
+    others: OtherHosts | None = None,
 ) -> Iterator[Subscriber]:
     engine = BusEngine(
         dict(tensors), fault=fault, log=folder / f"{name}.log", group_timeout_s=NEVER_S
@@ -212,6 +214,7 @@ def agent(
         forwards_plain=bulk == "plain",
         trusts_xxh3=trusts_xxh3,
         connections=connections,
+        others=others,
     )
     engine.close()
 
