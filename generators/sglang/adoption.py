@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Self, TypeAlias
 
@@ -99,8 +100,7 @@ def adopt_in_scheduler(module: ModuleType) -> None:
         return None
 
     def update_weights_from_disk(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
-        if received:  # the folder that was named is another host's
-            recv_req.model_path = received
+        recv_req.model_path = folder_to_load(recv_req.model_path, received)
         if recv_req.manifest is None:
             return load(self, recv_req)
         order = msgspec.convert(recv_req.manifest, AdoptionOrder)
@@ -128,6 +128,17 @@ def adopt_in_scheduler(module: ModuleType) -> None:
         )
 
     replace(manager, "update_weights_from_disk", update_weights_from_disk)
+
+
+def folder_to_load(named: str, received: str) -> str:
+    """Return the folder of a version on this host; one without weights if it is not there, whole.
+
+    Args:
+        named: by an order.
+        received: where this host has its versions, if the order comes from another; else empty.
+    """
+    folder = Path(received) / Path(named).name if received else Path(named)
+    return str(folder if folder.is_dir() else folder.parent)
 
 
 def checksums_of(ranks: Any) -> dict[str, str]:  # noqa: ANN401 SGLang's

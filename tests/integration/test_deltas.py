@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.bus.engine import BusEngine, digest_of
 from tests.support.bus.remote import Relay, agent, running
@@ -81,7 +80,7 @@ class Agent:
         await until_async(lambda: bool(self.bus.fetched(step)))
 
     def memory_file(self) -> Path:
-        return self.staging._folder / WEIGHTS
+        return self.staging.folder / "memory"
 
 
 @asynccontextmanager

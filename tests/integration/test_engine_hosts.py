@@ -27,7 +27,7 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.version.engine_checksums import Holder, check_same, expected_checksums
-from slipstream.wire.errors import PeerLostError
+from slipstream.wire.errors import EngineError, PeerLostError
 from slipstream.wire.files.keys import write_client_key
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
@@ -212,8 +212,12 @@ def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_
                 fetched = [one.fetched_bytes["gpu-7/generator-0"] for one in relay.records]
                 whole = 2 * relay.records[0].num_bytes  # each host all of it, deltas afterwards
                 assert fetched[0] == whole > max(fetched[1:]) > 0
+                # An order that was given up comes late, unchecked: that version is there no more.
+                (received,) = hosts.folder.glob(f"{NAME}-weights-*")
+                with pytest.raises(EngineError, match=r"load: .*[Cc]annot find any model weights"):
+                    await engine.adopt_folder(received / "v1.1", PolicyVersion(1, 1), digest="")
                 # Rank 1 cannot load the next version, and rank 0 can: nothing is answered by both.
-                (weights,) = hosts.folder.glob("sockets/*-node-1-*/model.safetensors")
+                (weights,) = hosts.folder.glob("sockets/*-node-1-*/memory")
                 weights.unlink()
                 relay.publish(3)
                 await until_async(lambda: subscriber.adopted is None)

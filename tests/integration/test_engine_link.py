@@ -20,7 +20,6 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.curve import connect
 from slipstream.wire.errors import NameTakenError, PeerLostError, PublishError
 from slipstream.wire.files.keys import ClientKey
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.followers import FetchToo
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
 from slipstream.wire.settings.rendezvous import Address
@@ -156,7 +155,7 @@ def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(tmp_pat
     async def scenario() -> None:
         link = FollowerLink(NodePlace(1, 2, 1, Address("h", 1)), FACTS, KEY, silence_s=NEVER_S)
         staging = Staging(tmp_path, "a")
-        before = (staging.folder / WEIGHTS).readlink()
+        before = (staging.folder / "memory").readlink()
         for number in (1, 2):
             order = FetchToo(
                 command_id=number, receive=RECEIVE, relay=RELAY, may_be_read=number == 1
@@ -165,7 +164,7 @@ def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(tmp_pat
         bus = WeightBusSection(timeout_s=0.1)
         fetcher = HostFetcher(bus, 1, link, staging, TENSORS, KEY)
         async with running(fetcher.run()):
-            await until_async(lambda: (staging.folder / WEIGHTS).readlink() != before)
+            await until_async(lambda: (staging.folder / "memory").readlink() != before)
         staging.close()
 
     asyncio.run(scenario())

@@ -182,7 +182,7 @@ def test_every_host_of_an_engine_stands_behind_the_same_one_in_a_chain(folder: P
                 for step in range(2):
                     bus.relay.publish(step)
                     await bus.adopts(step)
-                    found = load_file(other.staging.folder / WEIGHTS)
+                    found = load_file(other.staging.folder / f"v{EPOCH}.{step}" / WEIGHTS)
                     assert digest_of(found) == digest_of(dict(bus.relay.at(step)))
             other.staging.close()
             assert bus.relay.publisher.traffic.sent_bytes == 2 * SIZE

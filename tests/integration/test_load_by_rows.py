@@ -35,7 +35,9 @@ def received(folder: Path) -> Staging:
 
 def test_a_rank_touches_its_own_rows_alone(tmp_path: Path):
     staging = received(tmp_path)
-    (printed,) = outputs([start(tmp_path, "integration.engine_rows", staging.folder, RANKS)])
+    (printed,) = outputs(
+        [start(tmp_path, "integration.engine_rows", staging.folder / "v1.1", RANKS)]
+    )
     staging.close()
     found = json.loads(printed)
     assert found["all"] == 32 * MIB

@@ -1,7 +1,9 @@
 """An agent's memory for a version that it received and its engine has not loaded.
 
 The bytes lie in memory without a name, as a safetensors file that the engine finds through a link
-to this process's descriptor: they go with the process, however it ends.
+to this process's descriptor: they go with the process, however it ends. The link is in a folder of
+the version's name, which is there while the memory holds that version, whole and verified: an
+engine that carries out an order late finds no other version in its place.
 
 With deltas the memory is kept from one version to the next, and each bucket of it is what the next
 version's deltas are applied to, in place: while that lasts, and if it fails, it is nothing.
@@ -31,6 +33,7 @@ from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
+_MEMORY = "memory"  # link to the descriptor
 _STEP_BYTES = 64 << 20  # allocated at a time: bounds how long receiving waits
 
 
@@ -38,7 +41,7 @@ class Staging:
     """Room for one version. Use it inside one event loop."""
 
     def __init__(self, folder: Path, name: str, *, uses_deltas: bool = False) -> None:
-        """Make a folder in ``folder``, in which the engine will find the version.
+        """Make a folder in ``folder``, in which the engine will find each version by its label.
 
         ``uses_deltas`` keeps what arrived as the base of what will.
         """
@@ -48,6 +51,7 @@ class Staging:
         self._uses_deltas = uses_deltas
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
+        self._shown: Path | None = None  # folder of the version that the memory holds
         self._lock = threading.Lock()
         self._descriptor = -1
         self.held = HeldBuckets()  # what other agents may fetch from here
@@ -55,16 +59,33 @@ class Staging:
 
     @property
     def folder(self) -> Path:
-        """Where the engine finds the version."""
+        """Where the engine finds the folder of a version."""
         return self._folder
 
+    def _show(self, version: PolicyVersion) -> Path:
+        """Return the folder of a version that is whole."""
+        folder = self._folder / version.label
+        folder.mkdir(exist_ok=True)
+        self._shown = folder
+        (folder / WEIGHTS).symlink_to(Path("..") / _MEMORY)
+        return folder
+
+    def _hide(self) -> None:
+        """Have no engine find a version in memory that is about to be something else."""
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            (shown / WEIGHTS).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                shown.rmdir()
+
     def _open(self) -> None:
+        self._hide()
         self._descriptor = os.memfd_create("slipstream-received")
         self._size = 0
         self._mapped: mmap.mmap | None = None
         self._layout: tuple[object, ...] = ()  # of what the memory holds
         self._bases: list[PolicyVersion | None] = []  # by bucket, if its bytes were verified
-        link = self._folder / WEIGHTS
+        link = self._folder / _MEMORY
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
@@ -88,6 +109,7 @@ class Staging:
         It is replaced, not truncated: an engine that still maps it must not crash.
         """
         self.held.end()
+        self._hide()
         with self._lock:
             if self._descriptor >= 0 and self._size:
                 os.close(self._descriptor)
@@ -95,12 +117,13 @@ class Staging:
 
     def close(self) -> None:
         """Free the memory and remove the folder."""
+        self._hide()
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
             self._mapped = None
-        (self._folder / WEIGHTS).unlink(missing_ok=True)
+        (self._folder / _MEMORY).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
@@ -159,6 +182,7 @@ class Staging:
         Raises:
             PublishError: bytes are missing, too many, or not those of the manifest.
         """
+        self._hide()
         if self.may_be_read:
             self.held.end()
             await asyncio.to_thread(self._leave_to_reader)
@@ -203,7 +227,7 @@ class Staging:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:  # no write may be left when the next version arrives
             await asyncio.gather(*keeping, return_exceptions=True)
-        return self._folder
+        return self._show(manifest.version)
 
     def _make_room(self, header: bytes, manifest: WeightManifest) -> None:
         """Lay the memory out for a version; one of another layout is forgotten."""

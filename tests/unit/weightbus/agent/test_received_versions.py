@@ -52,6 +52,28 @@ def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_a_version_is_found_under_its_label_while_it_is_whole_and_no_longer(tmp_path: Path):
+    staging, sent = Staging(tmp_path, "agent"), snapshot(2)
+    first = receive(staging, snapshot(1))
+    assert [path.parent.name for path in staging.folder.glob(f"*/{WEIGHTS}")] == ["v1.1"]
+    seen: list[bool] = []
+
+    async def fetch(index: int) -> Frame:
+        seen.append(first.exists() or (staging.folder / "v1.2").exists())
+        return sent.bucket(index).numpy().data
+
+    asyncio.run(staging.receive(sent.manifest(), fetch))
+    assert seen == [False] * len(sent.layout.buckets)
+    assert [path.parent.name for path in staging.folder.glob(f"*/{WEIGHTS}")] == ["v1.2"]
+    with pytest.raises(PublishError):
+        receive(staging, snapshot(3), {0: b""})
+    assert not list(staging.folder.glob(f"*/{WEIGHTS}"))
+    assert (receive(staging, sent) / WEIGHTS).exists()
+    staging.free()
+    assert not list(staging.folder.glob(f"*/{WEIGHTS}"))
+    staging.close()
+
+
 def test_received_weights_are_readable_by_their_owner_only(tmp_path: Path):
     staging = Staging(tmp_path / "of-agents", "agent")
     assert (tmp_path / "of-agents").stat().st_mode & 0o777 == 0o700
@@ -63,7 +85,7 @@ def test_received_weights_are_readable_by_their_owner_only(tmp_path: Path):
 def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     def held() -> int:
         (folder,) = tmp_path.iterdir()
-        return (folder / WEIGHTS).stat().st_blocks * 512
+        return (folder / "memory").stat().st_blocks * 512
 
     staging = Staging(tmp_path, "agent")
     staging.reserve(1 << 20)
