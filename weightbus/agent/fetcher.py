@@ -124,7 +124,11 @@ def _bucket(answer: BucketAnswer, frames: list[Frame]) -> Frame | BucketDelta:
 
 
 class _OpenDoor:
-    """The connections to one door. One that ``heals`` is not given up when a connection breaks."""
+    """The connections to one door.
+
+    One that ``heals`` is not given up when a connection breaks, and raises ConfigError where there
+    can be none.
+    """
 
     def __init__(
         self,
@@ -144,9 +148,11 @@ class _OpenDoor:
         try:
             for _ in range(num_connections):
                 self._connections.append(_Connection(context, door, key, on_break, max_bytes))
-        except ConfigError:
+        except ConfigError as error:
             self.close()
-            raise
+            if heals:
+                raise
+            self.failure = str(error)  # another's word: it is left for the next one
 
     def close(self) -> None:
         self._broke("it was left")  # whoever still fetches there is told
@@ -255,7 +261,7 @@ class BucketFetcher:
         """Prepare to fetch a version; ``sources`` are those of Receive.
 
         Raises:
-            PublishError: there is no relay, a part has no door, a door takes no key, or others
+            PublishError: there is no relay, a part has no door, a door proves no key, or others
                 could make what comes from it.
         """
         largest = max((bucket.num_bytes for bucket in manifest.buckets), default=0)
@@ -272,10 +278,7 @@ class BucketFetcher:
             if door != self._relay.door and door not in self._others:
                 if not door.key and not door.endpoint.startswith(_UNIX):
                     raise PublishError(f"{door.endpoint} proves no key")
-                try:
-                    self._others[door] = self._open(door, False)
-                except ConfigError as error:
-                    raise PublishError(str(error)) from error
+                self._others[door] = self._open(door, False)
         open_doors = {**self._others, self._relay.door: self._relay}
         return Receiving(
             manifest,

@@ -335,20 +335,23 @@ def connect_to_door(
     ``max_bytes`` limits a frame that a plain door sends, as another may send it; -1 is no limit.
 
     Raises:
-        ConfigError: the door requires a key, and none is given.
+        ConfigError: the door requires a key, and none is given; or its key or address is none.
     """
     proof: Proof | None = None
-    if door.key:
-        known = _required(key, door.endpoint)
-        detect_dead_peers(socket, has_buckets=True)
-        if door.is_plain:
-            proof = proof_of_member(public=known.public, secret=known.secret, door=door.key)
-            socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-            socket.plain_username = known.public.encode()
-            socket.plain_password = proof.password.encode()
-        else:
-            prove_key(socket, known, server_key=door.key)
-    socket.connect(door.endpoint)
+    try:
+        if door.key:
+            known = _required(key, door.endpoint)
+            detect_dead_peers(socket, has_buckets=True)
+            if door.is_plain:
+                proof = proof_of_member(public=known.public, secret=known.secret, door=door.key)
+                socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+                socket.plain_username = known.public.encode()
+                socket.plain_password = proof.password.encode()
+            else:
+                prove_key(socket, known, server_key=door.key)
+        socket.connect(door.endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{door.endpoint!r} with the key {door.key!r}: {error}") from error
     return proof
 
 

@@ -7,13 +7,15 @@ gets the version from the relay and serves nobody. Whoever stands behind another
 its last source, so that a chain heals.
 """
 
+import re
 from collections.abc import Sequence
 
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
 
-_TCP = "tcp://"
-_KEY_CHARS = 40  # of a public key as Z85
+_KEY = re.compile(r"[!-~]{40}")  # a public key as Z85
+# An engine's word: no name, which agents would look up, nor anything else that ZeroMQ takes.
+_ADDRESS = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
 
 
 class Chains:
@@ -57,11 +59,11 @@ class Chains:
 
 
 def may_be_source(door: BulkDoor | None, *, takes_plain: bool) -> bool:
-    """True if others can be sent to the door that an engine offers: it has a key, over TCP.
+    """True if others can be sent to the door that an engine offers: it has a key, at an address.
 
     ``takes_plain`` is whether it may go without encryption.
     """
-    if door is None or not door.endpoint.startswith(_TCP) or len(door.key) != _KEY_CHARS:
+    if door is None or not (_ADDRESS.fullmatch(door.endpoint) and _KEY.fullmatch(door.key)):
         return False
     return takes_plain or not door.is_plain
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.weightbus.agent.fetcher import BucketFetcher, fetch_order
 from slipstream.wire.errors import PublishError
+from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_fetch, encode
 from slipstream.wire.messages.manifest import Bucket, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
@@ -23,11 +24,13 @@ MANIFEST = WeightManifest(version=VERSION, buckets=(Bucket((), 8), Bucket((), 8,
 
 
 @asynccontextmanager
-async def fetcher_at(folder: Path, timeout_s: float = 600.0) -> AsyncIterator[BucketFetcher]:
+async def fetcher_at(
+    folder: Path, timeout_s: float = 600.0, key: ClientKey | None = None
+) -> AsyncIterator[BucketFetcher]:
     context = zmq.asyncio.Context()
     fetcher = BucketFetcher(context, timeout_s=timeout_s)
     endpoint = f"ipc://{folder}/relay"
-    fetcher.connect(RelayAddress(endpoint=endpoint, bulk_endpoint=endpoint), None)
+    fetcher.connect(RelayAddress(endpoint=endpoint, bulk_endpoint=endpoint), key)
     yield fetcher
     fetcher.close()
     context.destroy(linger=0)
@@ -130,7 +133,36 @@ def test_a_part_without_a_door_and_a_door_without_a_key_are_refused(tmp_path: Pa
                 fetcher.receiving(MANIFEST, ((far,), (far,)))
             keyed = BulkDoor(endpoint="tcp://127.0.0.1:9", key="k" * 40)
             with pytest.raises(PublishError, match=r"run\.key_file"):
-                fetcher.receiving(MANIFEST, ((keyed,), (keyed,)))
+                await fetcher.receiving(MANIFEST, ((keyed,), (keyed,))).fetch(0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(
+    ("endpoint", "key"),
+    [
+        ("tcp://127.0.0.1:99999999", "k" * 40),
+        ("tcp://127.0.0.1:9", "\0" * 40),
+        ("tcp://127.0.0.1:9", "\u00e9" * 40),
+        ("ipc://\0", "k" * 40),
+        ("anything", "k" * 40),
+    ],
+)
+def test_a_door_to_which_nothing_can_connect_is_left_for_the_next(
+    tmp_path: Path, endpoint: str, key: str, is_plain: bool
+):
+    async def scenario() -> None:
+        bad = BulkDoor(endpoint=endpoint, key=key, is_plain=is_plain)
+        public, secret = (half.decode() for half in zmq.curve_keypair())
+        own = ClientKey(name="own", role="generator", public=public, secret=secret, broker="")
+        async with door(tmp_path / "a") as a, fetcher_at(tmp_path, key=own) as fetcher:
+            receiving = fetcher.receiving(MANIFEST, ((bad, a), (a,)))
+            for _ in range(2):
+                assert bytes(memoryview(await receiving.fetch(0))) == b"a"
+            assert fetcher.traffic.left_doors == 1
+            with pytest.raises(PublishError):
+                await fetcher.receiving(MANIFEST, ((bad,), (a,))).fetch(0)
 
     asyncio.run(scenario())
 

@@ -65,14 +65,18 @@ def test_every_engine_behind_another_has_the_relay_last():
     assert sources_behind(None, own, parts) == tuple(parts)
 
 
-def test_nobody_is_sent_to_a_door_without_a_key_or_on_its_own_host():
+def test_nobody_is_sent_to_a_door_without_a_key_or_that_is_no_address_of_another_host():
     far = BulkDoor(endpoint="tcp://10.0.0.7:5", key="k" * 40)
     assert may_be_source(far, takes_plain=False)
     for door in (
         None,
         BulkDoor(endpoint="tcp://10.0.0.7:5"),
         BulkDoor(endpoint="tcp://10.0.0.7:5", key="short"),
+        BulkDoor(endpoint="tcp://10.0.0.7:5", key="\0" * 40),
         BulkDoor(endpoint="ipc:///run/x", key="k" * 40),
+        BulkDoor(endpoint="tcp://slow.to.look.up:5", key="k" * 40),
+        BulkDoor(endpoint="tcp://10.0.0.7:5;10.0.0.8:5", key="k" * 40),
+        BulkDoor(endpoint="tcp://10.0.0.7:5\0", key="k" * 40),
     ):
         assert not may_be_source(door, takes_plain=True)
 
