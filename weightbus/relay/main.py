@@ -39,6 +39,7 @@ from slipstream.wire.process.command_line import (
     run_role,
 )
 from slipstream.wire.process.logs import start_logging
+from slipstream.wire.process.processes import raise_descriptor_limit
 from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import Table
@@ -52,6 +53,7 @@ from slipstream.wire.settings.sections import (
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 1.0  # for groups whose engines are gone
+_LEAST_DESCRIPTORS = 256  # an engine on another host takes five connections
 
 
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +192,7 @@ def main() -> int:
         is_cut = lifeline is not None and select.select([lifeline], [], [], 0)[0]
         if is_cut or not settings.run.socket_folder.is_dir():
             return 0  # the parent or the run has ended meanwhile
+        raise_descriptor_limit(_LEAST_DESCRIPTORS)
         variables = interface_variables(settings.weightbus.host, os.environ)  # noqa: TID251
         os.environ.update(variables)  # noqa: TID251 gloo and NCCL have no setting
         gc.freeze()  # imported modules stay: collecting them would delay a publish

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
 import zmq
 
 from slipstream.weightbus.net.router import Router
@@ -14,10 +15,21 @@ from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BulkDoor, BusMessage, Heard, Join, Outcome
+from slipstream.wire.messages.weightbus import (
+    PUBLISH_PHASES,
+    BulkDoor,
+    BusMessage,
+    Heard,
+    Join,
+    Outcome,
+)
+from slipstream.wire.process.visible import one_line
 
 State = Literal["current", "behind", "receiving", "torn"]
 PROBE_S = 0.25  # how often a member that does not answer is probed
+_MOST_REASON = 500  # characters, as the broker shows
+_MOST_DIGEST = 100
+_MOST = 1e15  # of a figure
 _command_ids = itertools.count(secrets.randbits(48))  # differ from those of an earlier relay
 
 
@@ -89,7 +101,7 @@ class Member:
         """Deliver an outcome to the caller that waits for it."""
         future = self._waiting.get(outcome.command_id)
         if future is not None and not future.done():
-            future.set_result(outcome)
+            future.set_result(bounded(outcome))
 
     def leave(self, why: str) -> None:
         """Fail all pending commands at once: the agent will not answer."""
@@ -175,3 +187,26 @@ class Member:
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(error)
+
+
+def bounded(outcome: Outcome) -> Outcome:
+    """Return an outcome without longer texts and other figures than an agent has reason to send.
+
+    What an agent says goes into records, of which one that is too large for the broker would keep
+    all others from it, and with them the news of revoked keys from this relay.
+    """
+    seconds = outcome.phase_seconds
+    return msgspec.structs.replace(
+        outcome,
+        error=one_line(outcome.error, most=_MOST_REASON),
+        digest=outcome.digest[:_MOST_DIGEST],
+        num_bytes=_figure(outcome.num_bytes),
+        num_in_flight=_figure(outcome.num_in_flight),
+        phase_seconds={
+            phase: seconds[phase] for phase in PUBLISH_PHASES if 0 <= seconds.get(phase, -1) < _MOST
+        },
+    )
+
+
+def _figure(value: int) -> int:
+    return value if 0 <= value < _MOST else 0

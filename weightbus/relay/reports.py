@@ -87,6 +87,10 @@ class BrokerReports:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_EVERY_S):
                         await self._is_news.wait()
+                report = RelayReport(members=states(), door=remote.address if remote else None)
+                answer, _ = await client.ask(report, RelayHeard)
+                if remote is not None:  # first of all: a key may have been revoked
+                    remote.admit(answer.generator_keys)
                 while self._records:
                     sent = self._records.popleft()
                     try:
@@ -95,10 +99,6 @@ class BrokerReports:
                         self._records.appendleft(sent)
                         raise
                 self._is_news.clear()
-                report = RelayReport(members=states(), door=remote.address if remote else None)
-                answer, _ = await client.ask(report, RelayHeard)
-                if remote is not None:
-                    remote.admit(answer.generator_keys)
                 age_s = time.monotonic() - self._started_s
                 busy_s = min(time.process_time(), age_s)  # CPU time counts as serving
                 phases = {"serve": busy_s, WAIT: age_s - busy_s}

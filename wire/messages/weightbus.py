@@ -15,6 +15,8 @@ from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 
 EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern="^[^/@\\s]+$")]
+ShortText = Annotated[str, msgspec.Meta(max_length=100)]
+Endpoint = Annotated[str, msgspec.Meta(max_length=300)]
 NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = EngineName  # a key of weightbus/transports.py
 
@@ -22,8 +24,8 @@ TransportName = EngineName  # a key of weightbus/transports.py
 class BulkDoor(msgspec.Struct, frozen=True, kw_only=True):
     """Where buckets are fetched: a relay's bulk socket, or that of an agent which has them."""
 
-    endpoint: str
-    key: str = ""  # its public key; empty on Unix sockets
+    endpoint: Endpoint
+    key: ShortText = ""  # its public key; empty on Unix sockets
     # Buckets come unencrypted, and a request is two frames, a MAC and a FetchBucket.
     is_plain: bool = False
 
@@ -55,8 +57,8 @@ class Join(BusMessage, frozen=True):
     name: EngineName
     incarnation: EngineName  # differs after each restart of the engine
     device: Literal["cpu", "cuda"]
-    torch_version: str
-    nccl_version: str = ""  # empty on a CPU
+    torch_version: ShortText
+    nccl_version: ShortText = ""  # empty on a CPU
     num_ranks: NumRanks = 1  # processes of the engine that join a group
     transport: TransportName = "collective"  # requested
     adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
