@@ -270,6 +270,9 @@ class Publisher:
     def _joined(self, sender: "Sender", join: Join) -> None:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
+        there = self._by_place.get((sender.router, peer))
+        if there is not None and there is not known:  # a connection is one member's
+            self._forget(there, f"is {name} now")
         if known is not None and known.join.incarnation == join.incarnation:
             if known.peer != peer:
                 del self._by_place[known.place]

@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
@@ -17,7 +19,7 @@ from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.messages.parts import PartState
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BulkDoor, Join, PublishRecord
+from slipstream.wire.messages.weightbus import BulkDoor, Join, Leave, PublishRecord
 from tests.support.waiting import NEVER_S, until_async
 
 LAYOUT = plan_layout([TensorSpec("w", "float32", (4,))], bucket_bytes=64)
@@ -91,5 +93,49 @@ def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event
         assert publisher._chains.place(VERSION, "other") is None, "behind one that was not served"
         waits = [one for one in caplog.messages if "waits" in one]
         assert waits == ["v1.3 waits: v1.3 is not whole there"], "once per reason"
+
+    asyncio.run(body())
+
+
+class Swallowing:
+    """Sends to nobody."""
+
+    def send(self, _peer: bytes, *_frames: object) -> None:
+        pass
+
+
+MESSAGES = st.tuples(
+    st.sampled_from([b"one", b"two"]),
+    st.sampled_from(["a", "b", "c"]),
+    st.sampled_from(["first", "second", "leaves"]),
+)
+
+
+@given(st.lists(MESSAGES, max_size=30))
+def test_a_connection_is_one_members_however_many_names_come_over_it(
+    messages: list[tuple[bytes, str, str]],
+):
+    async def body() -> None:
+        publisher = Publisher(
+            WeightBusSection(),
+            Versions(Path("nowhere")),
+            on_record=forget,
+            libraries=Libraries("2"),
+        )
+        router = Swallowing()
+        for peer, name, what in messages:
+            sender = Sender(peer, router, "", "its-key")  # type: ignore[arg-type]
+            if what == "leaves":
+                publisher._take(sender, Leave(name=name))
+                continue
+            join = Join(name=name, incarnation=what, device="cpu", torch_version="2")
+            publisher._take(sender, join)
+            assert publisher._members[name].peer == peer
+            members = publisher._members.values()
+            assert publisher._by_place == {one.place: one for one in members}
+            assert len(publisher._by_place) == len(members)
+        for member in list(publisher._members.values()):
+            publisher._forget(member, "is left")
+        assert publisher._by_place == {}
 
     asyncio.run(body())
