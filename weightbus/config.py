@@ -9,8 +9,11 @@ from slipstream.weightbus.transports import AUTO, TRANSPORTS, check_transport
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import lora_section
-from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative, Positive
+from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative
 
+# Libraries keep a time in 64 bits, in nanoseconds or less.
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+NumConnections = Annotated[int, msgspec.Meta(ge=0, le=256)]  # each has a thread
 ProbeTokens = Annotated[int, msgspec.Meta(ge=8)]
 _TCP = "tcp://"
 _MAX_PORT = 65_534  # buckets take the one after it
@@ -57,12 +60,12 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Memory of a relay for deltas. Beside it is a copy of one version, while any are fetched."""
     bucket_bytes: AtLeast1 = 64 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
-    timeout_s: Positive = 120.0
+    timeout_s: Seconds = 120.0
     """A member that does not carry out a command in this time is left out."""
-    receive_timeout_s: Positive = 1200.0
+    receive_timeout_s: Seconds = 1200.0
     """A member that has not received a whole version in this time, by tcp or from disk, or not
     loaded it, is left out."""
-    member_silence_s: Positive = 30.0
+    member_silence_s: Seconds = 30.0
     """A member that sends no heartbeat for this long is left out."""
     host: str = "127.0.0.1"
     """Interface of a collective's sockets; nothing authenticates there, so its network must be
@@ -70,7 +73,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     listen: str = ""
     """Where the relay listens for generators on other hosts, tcp://ADDRESS:PORT; buckets take the
     port after it. They need keys. Empty disables it."""
-    connections: AtLeast0 = 0
+    connections: NumConnections = 0
     """Connections over which an agent fetches buckets from each place that has some; 0 is 1 on the
     learner's host and 4 from others, as one core encrypts a connection."""
     forward: str = ""
@@ -97,7 +100,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
     empty is DIR/NAME/weights."""
-    linger_s: Positive = 60.0
+    linger_s: Seconds = 60.0
     """How long the relay outlives a learner that died."""
 
     @property
@@ -141,7 +144,13 @@ def weightbus_section(table: Table) -> WeightBusSection:
 
 def _why_no_address(listen: str) -> str:
     host, colon, port = listen.removeprefix(_TCP).rpartition(":")
-    if not (listen.startswith(_TCP) and colon and port.isdecimal() and int(port) <= _MAX_PORT):
+    if not (
+        listen.startswith(_TCP)
+        and colon
+        and port.isascii()
+        and port.isdecimal()
+        and int(port) <= _MAX_PORT
+    ):
         return f"expected tcp://ADDRESS:PORT with a port up to {_MAX_PORT}"
     try:
         address = ip_address(host)

@@ -6,6 +6,7 @@ sizes of a version; rows name their unit.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -79,13 +80,16 @@ def columns(arguments: argparse.Namespace) -> list[Column]:
     """Return the cost at each size.
 
     Raises:
-        ConfigError: a number is not above 0; ``--fanout`` may be 0.
+        ConfigError: a number is not above 0, or no finite one; ``--fanout`` may be 0.
     """
     for name, value in vars(arguments).items():
         least = 0 if name == "fanout" else 1e-9
         numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(one, int | float) and one < least for one in numbers if one is not False):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: expected numbers above 0")
+        figures = [one for one in numbers if isinstance(one, int | float) and one is not False]
+        if not all(least <= one < math.inf for one in figures):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}: expected finite numbers above 0"
+            )
     given: Sequence[float] | None = arguments.gigabytes
     sizes = {f"{size:g} GB": size for size in given} if given else SIZES
     return [

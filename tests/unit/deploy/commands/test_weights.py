@@ -41,6 +41,9 @@ def test_options_describe_the_hosts(capsys: pytest.CaptureFixture[str]):
         ("--nics 0", "--nics"),
         ("--fanout -1", "--fanout"),
         ("--delta 0", "--delta"),
+        ("--delta nan", "--delta"),
+        ("--gigabytes 1 inf", "--gigabytes"),
+        ("--bucket-mib inf", "--bucket-mib"),
     ],
 )
 def test_numbers_that_are_none_of_a_network_are_refused(words: str, name: str):
