@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from slipstream.learner.gpu_variables import gpu_variables
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_digests import short_digest
 from slipstream.wire.process.command_line import (
     add_health,
     load_arguments,
@@ -119,7 +122,11 @@ def main() -> int:
             replay=arguments.replay,
             resumes=arguments.resume is not None,
             begun_after=arguments.begun_after,
-            relay=RelayLaunch(settings_arguments(arguments), int(lifeline) if lifeline else None),
+            relay=RelayLaunch(
+                settings_arguments(arguments),
+                int(lifeline) if lifeline else None,
+                digest=short_digest(msgspec.json.encode(settings.weightbus)),
+            ),
             health=health,
         )
         if arguments.rank is not None:

@@ -171,8 +171,8 @@ class FollowerBook:
     ) -> ToFollower | None:
         if isinstance(message, FollowerEnds):
             return None
-        if isinstance(message, Following):  # of an earlier process at this address
-            return EndNode(reason="another process leads the engine now")
+        if isinstance(message, Following):  # it was silent for too long, or follows an earlier one
+            return EndNode(reason="node 0 does not know it, or no longer: it has to start again")
         named = self._place.named(message.node, one_line(message.host, most=100))
         if why := difference(self._facts, message.facts):
             return self._refuse(

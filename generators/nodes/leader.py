@@ -50,6 +50,7 @@ from slipstream.wire.settings.rendezvous import Address
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
+_LONGEST_WAIT_S = 1.0
 _END_S = 10.0  # for the other nodes to end
 EXPLAIN_S = 3.0  # without a sign of life, once a server has failed: then that node is gone
 SETTLE_S = 1.0  # more, in which what others say of it arrives
@@ -90,6 +91,7 @@ class Leader:
         self._on_stop = on_stop
         self._is_stopping = False
         self._is_dismissed = False
+        self._deaf = ""  # why no node is heard any more
         self._now = now
         self.book = FollowerBook(
             place,
@@ -129,6 +131,12 @@ class Leader:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(link))
             group.create_task(self._look())
+
+    def deafened(self, serving: "asyncio.Task[object]") -> None:
+        """Have nobody wait for nodes that are not heard any more; called when ``serve`` ends."""
+        if not serving.cancelled() and (why := serving.exception()) is not None:
+            self._deaf = repr(why)
+            self._wake()
 
     async def _read(self, link: zmq.asyncio.Socket) -> None:
         while True:
@@ -228,6 +236,8 @@ class Leader:
             PeerLostError: a node has ended before its time.
         """
         while not self.book.ended:
+            if self._deaf:
+                raise PeerLostError(f"node 0 hears no other node any more: {self._deaf}")
             if (stopping := self.book.stopping) and not self._is_stopping:
                 _log.info("%s was asked to end: the engine ends", self._names(stopping))
                 self._is_stopping = True
@@ -342,7 +352,9 @@ class Leader:
 
     async def _next_change(self) -> None:
         """Wait until something was heard, or for a moment."""
-        await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_WAIT_S):
+                await self._changed.wait()
 
     def _names(self, nodes: list[int]) -> str:
         return ", ".join(self.book.named(node) for node in nodes)
@@ -387,6 +399,7 @@ async def leading(
     coming = leader.until_all_are_there(settings.generators.rendezvous_timeout_s)
     try:
         async with running(leader.serve(link), stop.wait()) as (serving, stopping):
+            serving.add_done_callback(leader.deafened)
             try:
                 await unless(coming, stopping, serving)
                 yield leader

@@ -137,6 +137,13 @@ class RelayLink:
                             self._check(await self._exchange(self._head))
                     if memory is self._memory:  # nothing was written meanwhile
                         break
+                if not self._process.has_our_settings:  # and serves no newer learner
+                    _log.warning(
+                        "the weight relay that an earlier learner left has other settings of "
+                        "[weightbus]; it is replaced"
+                    )
+                    self._kill()
+                    return False
                 self._is_down.clear()
                 self._served_by = self._process.pid
         except PublishError:

@@ -16,6 +16,7 @@ from slipstream.wire.errors import ChildDiedError
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "slipstream.weightbus.relay.main"
+_DIGEST = "--settings-digest"
 _MAX_STARTS = 5
 _WINDOW_S = 120.0
 
@@ -30,6 +31,7 @@ class RelayLaunch:
 
     settings: Sequence[str] = ()  # arguments that name them, as settings_arguments returns
     lifeline: int | None = None
+    digest: str = ""  # of the relay's settings; empty: those of a relay that is found are not known
     part: int = 0  # number of this host of the learner; the relay of another than 0 is a part
     parts: int = 1  # hosts that keep tensors
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
@@ -61,6 +63,8 @@ class RelayProcess:
             )
         launch = self._launch
         extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
+        if launch.digest:
+            extra += [_DIGEST, launch.digest]
         if launch.parts > 1:
             extra += ["--part", str(launch.part), "--parts", str(launch.parts)]
         self._started = subprocess.Popen(  # noqa: S603 our own program; a fork takes no time
@@ -79,6 +83,13 @@ class RelayProcess:
             self._started.kill()
             self._started.wait()
             self._started = None
+
+    @property
+    def has_our_settings(self) -> bool:
+        """True unless the relay that answered last was started with other ones."""
+        wanted = self._launch.digest
+        words = command_line_of(self.pid)
+        return not wanted or not words or wanted in words
 
     def has_ended(self, pid: int) -> bool:
         """True if no relay of this process id is running; one that was started here is reaped."""
@@ -100,7 +111,12 @@ class RelayProcess:
 
 def is_relay(pid: int) -> bool:
     """True if a process is a running relay."""
+    return _PROGRAM in command_line_of(pid)
+
+
+def command_line_of(pid: int) -> list[str]:
+    """Return the words of a process's command; none if there is none."""
     try:
-        return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
-        return False
+        return []

@@ -273,3 +273,18 @@ def test_silence_is_noticed_on_both_sides():
                 await one[2]
 
     asyncio.run(scenario())
+
+
+def test_nobody_waits_for_nodes_that_node_0_hears_no_more():
+    async def deaf() -> None:
+        raise RuntimeError("its socket is gone")
+
+    async def scenario() -> None:
+        async with linked() as link:
+            serving = asyncio.create_task(deaf())
+            serving.add_done_callback(link.leader.deafened)
+            with pytest.raises(PeerLostError, match=r"hears no other node any more: .* is gone"):
+                await link.leader.watch()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(scenario())

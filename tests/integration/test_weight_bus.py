@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.bus.harness import WeightBus, end_nursery, weight_bus
 from tests.support.bus.nursery import ROOT
-from tests.support.waiting import HANG_S, until, until_ended, until_stopped
+from tests.support.waiting import HANG_S, state_of, until, until_ended, until_stopped
 
 pytestmark = pytest.mark.integration
 TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
@@ -355,6 +355,23 @@ def test_a_learner_that_dies_in_its_copy_publishes_nothing_and_the_next_one_find
     bus.wait_for("late", 2)
     assert bus.relay == relay
     assert bus.labels("one") == ["v1.3", "v2.2"]
+    bus.check_tokens()
+
+
+def test_a_relay_that_was_left_with_other_settings_is_replaced(bus: WeightBus):
+    bus.start("one")
+    bus.publish(3)
+    bus.wait_for("one", 3)
+    relay = bus.relay
+    bus.kill_learner()
+    config = bus.folder / "run.toml"
+    config.write_text(config.read_text() + "\n# other settings\n")
+    bus.start_learner()
+    bus.publish(2)
+    bus.wait_for("one", 2)
+    assert bus.relay not in {0, relay}
+    assert state_of(relay) in "ZX"
+    assert "has other settings of [weightbus]" in (bus.folder / "learner.log").read_text()
     bus.check_tokens()
 
 

@@ -177,6 +177,7 @@ def main() -> int:
     parser.add_argument("--lifeline", type=int, help="descriptor whose end of file ends the relay")
     parser.add_argument("--part", type=int, default=0, help="number of this host of the learner")
     parser.add_argument("--parts", type=int, default=1, help="hosts of the learner with tensors")
+    parser.add_argument("--settings-digest", help="of [weightbus], for a later learner to see")
     arguments = parser.parse_args()
     try:
         settings = relay_settings(load_arguments(arguments))

@@ -18,6 +18,7 @@ from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.wire.files.model_digests import short_digest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.sections import RunSection
@@ -103,7 +104,8 @@ def launch_of(arguments: argparse.Namespace) -> RelayLaunch:
     settings = ["--config", str(arguments.folder / "run.toml")]
     if arguments.parts > 1:
         settings.append("weightbus.listen=tcp://127.0.0.1:0")
-    launch = RelayLaunch(settings, parts=arguments.parts)
+    digest = short_digest((arguments.folder / "run.toml").read_bytes())
+    launch = RelayLaunch(settings, parts=arguments.parts, digest=digest)
     added = "manners" if arguments.manners == "nccl" else "faults" if arguments.parts > 1 else ""
     if not added:
         return launch
