@@ -43,12 +43,14 @@ from slipstream.wire.messages.followers import (
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.patience import Patience
+from slipstream.wire.process.rarely import Rarely
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.visible import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_malformed = Rarely(_log)
 _LOOK_S = 0.25
 _LONGEST_WAIT_S = 1.0
 _END_S = 10.0  # for the other nodes to end
@@ -144,7 +146,7 @@ class Leader:
             try:
                 message = decode_to_leader(b"".join(frames))
             except ProtocolError as error:
-                _log.error("a node of this engine sent a malformed message: %s", error)
+                _malformed.say("a node of this engine sent a malformed message: %s", error)
                 continue
             if isinstance(message, FetchedThere):
                 self._note_fetched(message)

@@ -21,8 +21,10 @@ from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_fetch, encode
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BucketAnswer, BulkDoor, FetchBucket
+from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
+_malformed = Rarely(_log)
 MAX_REQUESTS = 64  # being answered at a time; more are refused
 _MAX_COPIES = 16  # of buckets that no peer has taken yet
 
@@ -90,7 +92,7 @@ class Forwarder:
                 try:
                     request = decode_fetch(body)
                 except ProtocolError as error:
-                    _log.warning("malformed request for a bucket: %s", error)
+                    _malformed.say("malformed request for a bucket: %s", error)
                     continue
                 if why := self._why_not(key, request):
                     await self._refuse(socket, peer.bytes, request, why)

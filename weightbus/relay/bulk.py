@@ -15,8 +15,10 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import Frame, decode_fetch, encode
 from slipstream.wire.messages.weightbus import BucketAnswer, FetchBucket
+from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
+_malformed = Rarely(_log)
 _MAX_WAITING = 4_096  # requests; further ones get whole buckets
 
 
@@ -51,7 +53,7 @@ async def serve_buckets(
             try:
                 request = decode_fetch(body)
             except ProtocolError as error:
-                _log.warning("malformed request on the bulk socket: %s", error)
+                _malformed.say("malformed request on the bulk socket: %s", error)
                 continue
             if request.base is msgspec.UNSET or len(waiting) >= _MAX_WAITING:
                 await _send(socket, peer.bytes, *whole(request, versions), traffic)

@@ -46,8 +46,10 @@ from slipstream.wire.messages.weightbus import (
     PublishRecord,
     RelayAddress,
 )
+from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
+_malformed = Rarely(_log)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000
@@ -217,7 +219,7 @@ class Publisher:
             try:
                 message = decode_agent_message(b"".join(frame.buffer for frame in frames))
             except ProtocolError as error:
-                _log.warning("malformed message on the weight bus: %s", error)
+                _malformed.say("malformed message on the weight bus: %s", error)
                 return
             self._take(Sender(peer.bytes, router, prefix, key), message)
 

@@ -1,0 +1,35 @@
+"""Log lines that others can cause, as often as they like."""
+
+import logging
+import time
+from collections.abc import Callable
+
+_EVERY_S = 60.0
+
+
+class Rarely:
+    """Logs at most one line a minute, with how many there were since the last one."""
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        level: int = logging.WARNING,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Write to ``log``; ``now`` returns monotonic seconds."""
+        self._log = log
+        self._level = level
+        self._now = now
+        self._num = 0
+        self._again_s = float("-inf")
+
+    def say(self, line: str, *arguments: object) -> None:
+        """Log a line, or count it."""
+        self._num += 1
+        now_s = self._now()
+        if now_s < self._again_s:
+            return
+        since = "" if self._num == 1 else f" ({self._num} such lines in the last minute or more)"
+        self._log.log(self._level, line + "%s", *arguments, since)
+        self._num, self._again_s = 0, now_s + _EVERY_S
