@@ -23,6 +23,17 @@ from tests.support.waiting import HANG_S, until
 pytestmark = [pytest.mark.e2e]
 STANDINS = ROOT / "tests" / "support" / "slurm"
 NODES = "127.0.0.2 127.0.0.3"
+HELD_REWARD = """
+import time
+from pathlib import Path
+
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    log = Path({log!r})
+    while not Path({gate!r}).exists() and log.exists() and "step 2 reward" in log.read_text():
+        time.sleep(0.05)
+    return sum(one.isdigit() for one in solution_str) / (1 + len(solution_str))
+"""  # a run of any speed is preempted before its end
 
 
 class Job:
@@ -148,7 +159,14 @@ def wait_for_process(job: Job, name: str) -> psutil.Process:
     ["the script", pytest.param("the script and all steps", marks=pytest.mark.slow)],
 )
 def test_a_job_that_is_preempted_is_queued_again_and_completes(signalled: str, tmp_path: Path):
-    with submitted(tmp_path, **{"run.steps": 6}) as job:
+    gate, log = tmp_path / "gate", tmp_path / "its runs" / "tiny" / "logs" / "learner.log"
+    (tmp_path / "held.py").write_text(HELD_REWARD.format(gate=str(gate), log=str(log)))
+    changed = {
+        "run.steps": 9,
+        "reward.function": f"{tmp_path / 'held.py'}:score",
+        "reward.timeout_s": HANG_S,
+    }
+    with submitted(tmp_path, **changed) as job:
 
         def has_trained() -> bool:
             assert job.process.poll() is None, job.logs()
@@ -162,16 +180,16 @@ def test_a_job_that_is_preempted_is_queued_again_and_completes(signalled: str, t
         os.kill(batch, signal.SIGTERM)
         for step in steps if signalled != "the script" else ():
             step.terminate()
+        until(lambda: "queued again to resume" in (tmp_path / "job.log").read_text(), job.logs)
+        gate.touch()
         assert job.process.wait(HANG_S) == 0, job.logs()
-        text = (tmp_path / "job.log").read_text()
-        assert "queued again to resume" in text
         learner = (job.run / "logs" / "learner.log").read_text()
         assert learner.count("took over as") == 2, learner
         assert "took over as v1.0" in learner
         resumed = learner.split("took over as")[2].split()[0]
         assert int(resumed.removeprefix("v").split(".")[1]) >= 2, "it resumed from what it saved"
         account = job.account()
-        assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 24)
+        assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 36)
 
 
 def is_step(process: psutil.Process) -> bool:
