@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slipstream.generators.nodes.limits import LONGEST_GAP_S, MOST_TEXT
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.wire.messages.followers import (
     EndNode,
@@ -24,8 +25,6 @@ from slipstream.wire.process.visible import one_line
 
 _log = logging.getLogger(__name__)
 GONE_S = 10.0  # without a sign of life before the start: another process may be that node
-_LONGEST_GAP_S = 5.0  # longer gaps are time in which this process did not run either
-_MOST_TEXT = 2_000
 _SIGNS_OF_TWO = 2  # of life of a node, since another process came as it: both are alive
 
 
@@ -122,7 +121,7 @@ class FollowerBook:
 
     def look(self, now_s: float) -> None:
         """Let time pass: forget who is silent before the start, and note it afterwards."""
-        gap_s = min(now_s - self._looked_s, _LONGEST_GAP_S)
+        gap_s = min(now_s - self._looked_s, LONGEST_GAP_S)
         self._looked_s = now_s
         for node, one in list(self.known.items()):
             one.silent_s += gap_s
@@ -146,7 +145,7 @@ class FollowerBook:
         known.silent_s = 0.0
         known.num_signs += 1
         if isinstance(message, FollowerEnds):
-            self._gone(known, one_line(message.reason, most=_MOST_TEXT))
+            self._gone(known, one_line(message.reason, most=MOST_TEXT))
             return None
         if isinstance(message, Following):
             known.state = message.state
@@ -177,7 +176,7 @@ class FollowerBook:
         if why := difference(self._facts, message.facts):
             return self._refuse(
                 f"{named} cannot be a node of the engine of node 0 (host {self._hosts[0]}) at "
-                f"{self._place.address}: {one_line(why, most=_MOST_TEXT)}"
+                f"{self._place.address}: {one_line(why, most=MOST_TEXT)}"
             )
         if message.node >= self._place.nodes:
             return self._refuse(f"there is no {named} (generators.nodes, --follow)")

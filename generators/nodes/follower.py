@@ -12,6 +12,7 @@ from contextlib import suppress
 import zmq
 import zmq.asyncio
 
+from slipstream.generators.nodes.limits import LINGER_MS, LONGEST_GAP_S, MOST_TEXT
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.weightbus.net.curve import connect
 from slipstream.weightbus.net.listening import endpoint_of
@@ -43,10 +44,7 @@ from slipstream.wire.process.visible import one_line
 _log = logging.getLogger(__name__)
 _SIGN_S = 1.0  # between two signs of life
 _LOOK_S = 0.25
-_LONGEST_GAP_S = 5.0  # longer gaps are time in which this process did not run either
-_LINGER_MS = 1_000
 _MAX_WAITING = 64  # messages to a leader that does not read
-_MOST_TEXT = 2_000
 
 
 class FollowerLink:
@@ -111,7 +109,7 @@ class FollowerLink:
         """
         endpoint = endpoint_of(self._place.address, named="--rendezvous")
         link = context.socket(zmq.DEALER)
-        link.setsockopt(zmq.LINGER, _LINGER_MS)
+        link.setsockopt(zmq.LINGER, LINGER_MS)
         link.setsockopt(zmq.SNDHWM, _MAX_WAITING)
         link.setsockopt(zmq.IMMEDIATE, 1)  # signs of life are for who is there
         connect(link, endpoint, server_key=self._key.public, key=self._key)
@@ -148,7 +146,7 @@ class FollowerLink:
                 case Heeded(leader=leader):
                     self._heeded(leader)
                 case Refused(reason=reason, is_taken=is_taken):
-                    why = one_line(reason, most=2 * _MOST_TEXT)
+                    why = one_line(reason, most=2 * MOST_TEXT)
                     raise NameTakenError(why) if is_taken else ConfigError(why)
                 case StartNode():
                     self.start = self.start or message
@@ -195,7 +193,7 @@ class FollowerLink:
             await asyncio.sleep(_LOOK_S)
             gap_s, looked_s = self._now() - looked_s, self._now()
             if self._leader:
-                self.silent_s += min(gap_s, _LONGEST_GAP_S)
+                self.silent_s += min(gap_s, LONGEST_GAP_S)
             if self.silent_s >= self._silence_s:
                 raise PeerLostError(
                     f"{self.leader_named} ended: it gave no sign of life for {self._silence_s:g} s "
@@ -265,6 +263,6 @@ class FollowerLink:
             FollowerEnds(
                 node=self._place.node,
                 incarnation=self._incarnation,
-                reason=one_line(reason, most=_MOST_TEXT),
+                reason=one_line(reason, most=MOST_TEXT),
             )
         )

@@ -17,6 +17,7 @@ import zmq.asyncio
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.nodes.book import FollowerBook
 from slipstream.generators.nodes.card import facts_of
+from slipstream.generators.nodes.limits import LINGER_MS, MOST_TEXT
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.nodes.verdict import blamed, is_of_peers
 from slipstream.generators.sglang.process import SglangProcess
@@ -56,8 +57,6 @@ _LONGEST_WAIT_S = 1.0
 _END_S = 10.0  # for the other nodes to end
 EXPLAIN_S = 3.0  # without a sign of life, once a server has failed: then that node is gone
 SETTLE_S = 1.0  # more, in which what others say of it arrives
-_LINGER_MS = 1_000
-_MOST_TEXT = 2_000
 
 
 class Leader:
@@ -126,7 +125,7 @@ class Leader:
         """Stop listening; what was sent last may still leave."""
         self._socket = None
         self._listener.close()
-        link.close(linger=_LINGER_MS)
+        link.close(linger=LINGER_MS)
 
     async def serve(self, link: zmq.asyncio.Socket) -> None:
         """Answer the other nodes over an open socket until cancelled."""
@@ -280,7 +279,7 @@ class Leader:
 
     def _line(self, verdict: tuple[int, str]) -> str:
         node, text = verdict
-        return f"{self.book.named(node)} ended: {one_line(text, most=_MOST_TEXT)}"
+        return f"{self.book.named(node)} ended: {one_line(text, most=MOST_TEXT)}"
 
     # ---- versions ------------------------------------------------------------
 
@@ -321,7 +320,7 @@ class Leader:
             raise PublishError("a node of the engine has ended")
         for node, one in self._fetched.items():
             if one.error:
-                why = one_line(one.error, most=_MOST_TEXT)
+                why = one_line(one.error, most=MOST_TEXT)
                 raise PublishError(f"{self.book.named(node)}: {why}")
 
     # ---- the end -------------------------------------------------------------
@@ -338,7 +337,7 @@ class Leader:
         self._is_dismissed = True
         is_orderly = is_orderly or error is None
         reason = "it was asked to end" if is_orderly or error is None else text_of(error)
-        order = EndNode(reason=one_line(reason, most=_MOST_TEXT), is_orderly=is_orderly)
+        order = EndNode(reason=one_line(reason, most=MOST_TEXT), is_orderly=is_orderly)
         self.book.finish(order)
         for known in list(self.book.known.values()):
             await self._send(known.peer, order)

@@ -15,6 +15,7 @@ from slipstream.generators.nodes.card import facts_of
 from slipstream.generators.nodes.follower import FollowerLink
 from slipstream.generators.nodes.host_fetcher import HostFetcher
 from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S
+from slipstream.generators.nodes.limits import MOST_TEXT
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.nodes.verdict import is_of_peers
 from slipstream.generators.received import room_for
@@ -31,7 +32,6 @@ from slipstream.wire.process.visible import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
-_MOST_TEXT = 2_000
 _DRAIN_S = 60.0  # for node 0 to hand its work back, when this node was asked to end
 
 
@@ -156,7 +156,7 @@ def _end_as_told(link: FollowerLink) -> None:
     """Raise what node 0 said, unless this node was asked to end, or node 0 was."""
     if link.end is not None and not link.end.is_orderly:
         raise PeerLostError(
-            f"{link.leader_named} ended: {one_line(link.end.reason, most=_MOST_TEXT)}"
+            f"{link.leader_named} ended: {one_line(link.end.reason, most=MOST_TEXT)}"
         )
 
 

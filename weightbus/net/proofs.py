@@ -20,13 +20,13 @@ from zmq.utils import z85
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.codec import Frame
+from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
 _BYTES = 32
 _CONTEXT = b"slipstream-bulk"  # of the key, not of any other use of the pairs
 _CONNECTION, _REQUEST = b"connection", b"request"
 _MAX_MEMBERS = 4_096  # whose keys are kept; others are derived again
-_LOG_EVERY_S = 60.0
 
 
 class Proof:
@@ -138,15 +138,10 @@ class Refusals:
     ) -> None:
         """Count in ``traffic``; ``now`` returns monotonic seconds."""
         self._traffic = traffic or Traffic()
-        self._now = now
-        self._num_logged = 0
-        self._again_s = float("-inf")
+        self._rarely = Rarely(_log, now=now)
 
     def add(self, what: str) -> None:
         """Count one; ``what`` is logged, with how many there were since."""
         self._traffic.unproved_requests += 1
-        if (now_s := self._now()) < self._again_s:
-            return
-        total = self._traffic.unproved_requests
-        _log.warning("refused: %s (%d since the last such line)", what, total - self._num_logged)
-        self._num_logged, self._again_s = total, now_s + _LOG_EVERY_S
+        if num := self._rarely.num_due():
+            _log.warning("refused: %s (%d since the last such line)", what, num)

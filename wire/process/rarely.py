@@ -26,10 +26,15 @@ class Rarely:
 
     def say(self, line: str, *arguments: object) -> None:
         """Log a line, or count it."""
+        if num := self.num_due():
+            since = "" if num == 1 else f" ({num} such lines in the last minute or more)"
+            self._log.log(self._level, line + "%s", *arguments, since)
+
+    def num_due(self) -> int:
+        """Count one; return how many there were since the last line, 0 if none is due."""
         self._num += 1
         now_s = self._now()
         if now_s < self._again_s:
-            return
-        since = "" if self._num == 1 else f" ({self._num} such lines in the last minute or more)"
-        self._log.log(self._level, line + "%s", *arguments, since)
-        self._num, self._again_s = 0, now_s + _EVERY_S
+            return 0
+        num, self._num, self._again_s = self._num, 0, now_s + _EVERY_S
+        return num
