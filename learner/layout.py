@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.cards import node_named
 from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
 
 
@@ -47,9 +48,7 @@ class Layout:
 
     def named(self, node: int, host: str = "") -> str:
         """Return a node as it is called in logs, with its ranks and its host if that is known."""
-        first, *others = self.ranks_of(node)
-        ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
-        return f"node {node} ({f'host {host}, ' if host else ''}{ranks})"
+        return node_named(node, self.ranks_of(node), host)
 
 
 @dataclass(frozen=True, slots=True)

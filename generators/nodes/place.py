@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.cards import node_named
 from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
 
 
@@ -18,10 +19,8 @@ class NodePlace:
 
     def named(self, node: int, host: str = "") -> str:
         """Return a node as it is called in logs, with its ranks and its host if that is known."""
-        first = node * self.ranks_per_node
-        last = first + self.ranks_per_node - 1
-        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
-        return f"node {node} ({f'host {host}, ' if host else ''}{ranks})"
+        ranks = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+        return node_named(node, ranks, host)
 
 
 def place_of(

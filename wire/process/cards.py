@@ -1,4 +1,4 @@
-"""Facts that processes on several hosts compare before they begin, by setting or option."""
+"""What processes on several hosts are called, and compare before they begin."""
 
 import json
 from collections.abc import Mapping
@@ -32,3 +32,10 @@ def flat(name: str, value: object) -> dict[str, str]:
             found |= flat(f"{name}.{key}", value[key])
         return found
     return {name: value if isinstance(value, str) else json.dumps(value)}
+
+
+def node_named(node: int, ranks: range, host: str = "") -> str:
+    """Return a node as it is called in logs, with its ranks and its host if that is known."""
+    first, *others = ranks
+    text = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
+    return f"node {node} ({f'host {host}, ' if host else ''}{text})"
