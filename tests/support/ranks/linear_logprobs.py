@@ -67,6 +67,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
         },
         work / f"{rank}.pt",
     )
+    dist.barrier()  # of no tokens, nothing else waits for the rank that has yet to connect
     dist.destroy_process_group()
 
 
