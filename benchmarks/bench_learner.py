@@ -42,7 +42,7 @@ from slipstream.generators.sglang.cpu import define_torchvision_operators
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.learner.batches.packing import TrainSequence
+    from slipstream.learner.batches.packing import TrainTrajectory
 
 NEEDS = 1.1
 OURS = "learner"
@@ -120,9 +120,9 @@ def model_folder(case: Case, work: Path) -> Path:
     return work
 
 
-def sequences(case: Case, folder: Path) -> "list[TrainSequence]":
+def sequences(case: Case, folder: Path) -> "list[TrainTrajectory]":
     """Draw the sequences of a case; behavior log-probabilities are those of a uniform policy."""
-    from slipstream.learner.batches.packing import TrainSequence
+    from slipstream.learner.batches.packing import TrainTrajectory
 
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     random = np.random.default_rng(7)
@@ -134,7 +134,7 @@ def sequences(case: Case, folder: Path) -> "list[TrainSequence]":
         mask = np.arange(num_prompt + num_answer) >= num_prompt
         noise = random.normal(0.0, 0.05, len(mask))
         drawn.append(
-            TrainSequence(
+            TrainTrajectory(
                 token_ids=random.integers(3, vocab_size, len(mask)).astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=np.where(mask, noise - np.log(vocab_size), 0.0).astype("f4"),
@@ -303,7 +303,7 @@ def parts_of(way: str, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def inputs_of(
-    some: "Sequence[TrainSequence]", advantages: "Tensor", *, packed: bool
+    some: "Sequence[TrainTrajectory]", advantages: "Tensor", *, packed: bool
 ) -> "tuple[dict[str, Tensor], dict[str, Tensor]]":
     """Return the inputs of the model and of the loss: one padded row per sequence, or one row."""
     import torch

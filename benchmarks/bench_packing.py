@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.bars import Bars
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.batches.plan import MinibatchPlan, plan_step
 from slipstream.learner.batches.schedule import pipeline_span
 from slipstream.learner.model.flops import SequenceCost
@@ -172,7 +172,7 @@ def padding(name: str, case: Case) -> int:
     lengths, surplus = lengths_of(name, case), 0
     for indices in planned(name, case).microbatches[0]:
         sequences = [
-            TrainSequence(
+            TrainTrajectory(
                 token_ids=np.zeros(lengths[i], np.int32),
                 loss_mask=np.ones(lengths[i], np.bool_),
                 behavior_logprobs=np.zeros(lengths[i], np.float32),

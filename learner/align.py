@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.command_ranks import topology_of
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
@@ -93,8 +93,8 @@ def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
         np.savez(folder / f"learner.{rank}.npz", **arrays)
 
 
-def _trained(tokens: Sequence[int]) -> TrainSequence:
-    return TrainSequence(
+def _trained(tokens: Sequence[int]) -> TrainTrajectory:
+    return TrainTrajectory(
         token_ids=np.array(tokens, np.int32),
         loss_mask=np.arange(len(tokens)) > 0,
         behavior_logprobs=np.zeros(len(tokens), np.float32),

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
 from slipstream.learner.command_ranks import topology_of
 from slipstream.learner.config import LearnerSection, LearnerSettings, learner_settings
 from slipstream.learner.model import device
@@ -49,7 +49,7 @@ def microbatch(settings: LearnerSettings, vocab_size: int) -> PackedBatch:
         length = min(longest, left)
         left -= length
         sequences.append(
-            TrainSequence(
+            TrainTrajectory(
                 token_ids=draw.integers(0, vocab_size, length, dtype=np.int32),
                 loss_mask=np.arange(length) > 0,
                 behavior_logprobs=np.zeros(length, np.float32),

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.device.report import Report, run_stage
 from slipstream.generators.sglang.cpu import define_torchvision_operators
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.learner.model.flops import SequenceCost, peak_tflops_of
@@ -171,11 +171,11 @@ def _flash_attention() -> AbstractContextManager[None]:
     return chosen
 
 
-def _sequences(length: int, tokens: int) -> list[TrainSequence]:
+def _sequences(length: int, tokens: int) -> list[TrainTrajectory]:
     rng = np.random.default_rng(4)
     mask = np.arange(length) >= length // 8
     return [
-        TrainSequence(
+        TrainTrajectory(
             token_ids=rng.integers(3, 500, length).astype(np.int32),
             loss_mask=mask,
             behavior_logprobs=np.where(mask, -6.0, 0.0).astype(np.float32),

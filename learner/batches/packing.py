@@ -1,11 +1,12 @@
 """Trajectories laid end to end: the packed tensors of one microbatch.
 
-Shapes: T tokens of B sequences laid end to end.
+Shapes: T tokens of B trajectories laid end to end; their branches are S >= B sequences.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSequence:
-    """One sequence before packing. Shapes: [length of the sequence]."""
+class TrainTrajectory:
+    """One trajectory before packing. Shapes: [number of its tokens]."""
 
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
@@ -43,12 +44,18 @@ class TrainSequence:
     end_token_ids: tuple[int, ...] = ()
     kept: "KeptTokens | None" = None
     experts: NDArray[np.int16] | None = None  # [length, layers with experts, experts of a token]
+    branches: tuple[int, ...] = ()  # first tokens of the second and further branches
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of tokens of its branches."""
+        return [end - start for start, end in pairwise((0, *self.branches, len(self.token_ids)))]
 
 
 class KeptTokens(NamedTuple):
     """Tokens that others were sampled from, where the sampler left some out."""
 
-    counts: NDArray[np.int64]  # [length of the sequence], 0 where none was left out
+    counts: NDArray[np.int64]  # [tokens of the trajectory], 0 where none was left out
     ids: NDArray[np.int64]  # [sum of counts], of one token after the other
 
 
@@ -58,8 +65,9 @@ class PackedBatch:
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [B + 1] int32
+    cu_seqlens: Tensor  # [S + 1] int32, the bounds of what attends to itself
     max_seqlen: int
+    cu_trajectories: Tensor  # [B + 1] int32
     loss_mask: Tensor  # [T] bool
     behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
     temperature: Tensor  # [T] float32
@@ -86,25 +94,26 @@ def unpack(
     *,
     vocab_size: int,
     experts: ExpertSizes | None = None,
-) -> TrainSequence:
-    """Return a trajectory's arrays without copying them.
+) -> TrainTrajectory:
+    """Return a trajectory's arrays, those of the payload without copying them.
 
     ``experts`` are the sizes of a model that chooses the engine's experts again; None leaves them.
 
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
             belong together, a token is outside the vocabulary or not among those that it was
-            sampled from, experts are not the model's, the loss mask is not on the response, or a
-            logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
+            sampled from, experts are not the model's, the loss mask is not on the chosen tokens, or
+            a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     if payload.token_ids.shape != (header.num_tokens,):
         raise ProtocolError(
             f"{name}: header has {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
         )
-    if not 0 <= header.min_response_tokens <= header.num_response_tokens:
+    fewest = min(turn.num_tokens for turn in header.chosen)
+    if not 0 <= header.min_response_tokens <= fewest:
         raise ProtocolError(
-            f"{name} has {header.num_response_tokens} response tokens, of which the first "
+            f"{name} has {fewest} response tokens, of which the first "
             f"{header.min_response_tokens} could not end it (min_response_tokens)"
         )
     if header.temperature == 0:
@@ -116,7 +125,7 @@ def unpack(
         )
     token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
     logprobs = _array(payload.behavior_logprobs)
-    position = np.arange(header.num_tokens)
+    chosen, barred = _chosen(header)
     if not ((token_ids >= 0) & (token_ids < vocab_size)).all():
         raise ProtocolError(
             f"{name} holds token ids from {token_ids.min()} to {token_ids.max()}, the vocabulary "
@@ -126,7 +135,7 @@ def unpack(
         raise ProtocolError(
             f"{name} ends by tokens {header.end_token_ids}, the vocabulary has {vocab_size}"
         )
-    if (mask != (position >= header.num_prompt_tokens)).any():
+    if (mask != chosen).any():
         raise ProtocolError(
             f"{name}: the loss mask is not on the {header.num_response_tokens} response tokens"
         )
@@ -139,31 +148,51 @@ def unpack(
             f"{name} holds a logprob of {logprobs[mask].min():.3g}, below {_LEAST_LOGPROB:g}: "
             "no sampler draws such a token"
         )
-    # Learner steps of each token's policy; the prompt has that of the first response token.
-    steps = [version.step for version, _ in header.tokens_by_version()]
-    counts = [count for _, count in header.tokens_by_version()]
-    free_from = header.num_prompt_tokens + header.min_response_tokens
-    return TrainSequence(
-        end_barred=mask & (position < free_from) if header.min_response_tokens else None,
+    return TrainTrajectory(
+        end_barred=barred if header.min_response_tokens else None,
         end_token_ids=header.end_token_ids,
         token_ids=token_ids,
-        version_steps=np.repeat(
-            np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
-        ),
+        version_steps=_version_steps(header),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=header.temperature,
         kept=_kept(payload.decisions, token_ids, mask, vocab_size, name),
-        experts=None if experts is None else _experts(payload.decisions, experts, name),
+        experts=None if experts is None else _experts(payload.decisions, experts, header, name),
+        branches=header.branches,
     )
 
 
-def _experts(decisions: Decisions | None, sizes: ExpertSizes, name: str) -> NDArray[np.int16]:
+def _chosen(header: TrajectoryHeader) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return the tokens that the policy chose, and those of them that could not be an end."""
+    chosen, barred = np.zeros((2, header.num_tokens), np.bool_)
+    for turn in header.chosen:
+        chosen[turn.first_token : turn.end] = True
+        barred[turn.first_token : turn.first_token + header.min_response_tokens] = True
+    return chosen, barred
+
+
+def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:
+    """Return the learner step of each token's policy; context has that of a token chosen before.
+
+    The prompt has that of the first chosen token.
+    """
+    bounds = [0, *(run.first_token for run in header.version_runs[1:]), header.num_tokens]
+    steps = np.array([run.version.step for run in header.version_runs], np.int32)
+    return np.repeat(steps, np.diff(bounds))
+
+
+def _experts(
+    decisions: Decisions | None, sizes: ExpertSizes, header: TrajectoryHeader, name: str
+) -> NDArray[np.int16]:
     if decisions is None or decisions.experts is None:
         raise ProtocolError(
             f'{name} comes without the experts that run.routing_replay = "R3" chooses again'
         )
-    chosen = _array(decisions.experts)
+    chosen, computed = _array(decisions.experts), header.num_tokens - len(header.bounds) + 1
+    if len(chosen) != computed:
+        raise ProtocolError(
+            f"{name} has experts of {len(chosen)} tokens, the engine computed {computed}"
+        )
     if chosen.shape[1:] != (sizes.layers, sizes.of_token):
         raise ProtocolError(
             f"{name} has {chosen.shape[2]} experts of a token in {chosen.shape[1]} layers, the "
@@ -176,8 +205,9 @@ def _experts(decisions: Decisions | None, sizes: ExpertSizes, name: str) -> NDAr
     in_order = np.sort(chosen, axis=-1)
     if (in_order[..., 1:] == in_order[..., :-1]).any():
         raise ProtocolError(f"{name} has a token with the same expert twice")
-    last = np.full((1, *chosen.shape[1:]), -1, np.int16)  # of which the engine computed nothing
-    return np.concatenate([chosen.astype(np.int16), last])
+    # Of the last token of a branch the engine computed nothing.
+    lasts = np.array(header.bounds[1:]) - np.arange(1, len(header.bounds))
+    return np.insert(chosen.astype(np.int16), lasts, np.int16(-1), axis=0)
 
 
 def _kept(
@@ -233,60 +263,64 @@ def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
     return [bool(one.min_response_tokens) and one.end_token_ids != usual for one in headers]
 
 
-def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatch:
-    """Lay sequences end to end, without padding; without a sequence it is an empty microbatch."""
-    if not sequences:
+def pack(trajectories: Sequence[TrainTrajectory], device: torch.device) -> PackedBatch:
+    """Lay trajectories end to end, without padding; without one it is an empty microbatch."""
+    if not trajectories:
         return empty_microbatch(device)
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    ends = {s.end_token_ids for s in sequences if s.end_barred is not None}
+    counts = [len(one.token_ids) for one in trajectories]
+    lengths = [length for one in trajectories for length in one.lengths]
+    ends = {s.end_token_ids for s in trajectories if s.end_barred is not None}
     if len(ends) > 1:
         raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
     barred = [
         np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
-        for s in sequences
+        for s in trajectories
         if ends
     ]
 
     def per_token(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths)).to(device)
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), counts)).to(device)
+
+    def bounds(lengths: list[int]) -> Tensor:
+        return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
 
     def joined(arrays: list[NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device)
 
     return PackedBatch(
-        token_ids=joined([s.token_ids for s in sequences]).long(),
+        token_ids=joined([s.token_ids for s in trajectories]).long(),
         position_ids=joined([np.arange(length) for length in lengths]),
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        cu_seqlens=bounds(lengths),
         max_seqlen=max(lengths),
-        loss_mask=joined([s.loss_mask for s in sequences]),
-        behavior_logprobs=joined([s.behavior_logprobs for s in sequences]),
-        temperature=per_token([s.temperature for s in sequences]),
+        cu_trajectories=bounds(counts),
+        loss_mask=joined([s.loss_mask for s in trajectories]),
+        behavior_logprobs=joined([s.behavior_logprobs for s in trajectories]),
+        temperature=per_token([s.temperature for s in trajectories]),
         version_steps=(
-            joined([s.version_steps for s in sequences if s.version_steps is not None])
-            if all(s.version_steps is not None for s in sequences)
+            joined([s.version_steps for s in trajectories if s.version_steps is not None])
+            if all(s.version_steps is not None for s in trajectories)
             else None
         ),
         end_barred=joined(barred) if ends else None,
         end_token_ids=max(ends, default=()),
-        kept=_packed_kept(sequences, device),
-        experts=joined([s.experts for s in sequences if s.experts is not None])
-        if all(s.experts is not None for s in sequences)
+        kept=_packed_kept(trajectories, device),
+        experts=joined([s.experts for s in trajectories if s.experts is not None])
+        if all(s.experts is not None for s in trajectories)
         else None,
     )
 
 
-def _packed_kept(sequences: Sequence[TrainSequence], device: torch.device) -> Kept | None:
-    """Return the tokens that tokens of packed sequences were sampled from; None if all could be."""
-    if all(s.kept is None for s in sequences):
+def _packed_kept(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Kept | None:
+    """Return the tokens that packed ones were sampled from; None if all could be."""
+    if all(s.kept is None for s in trajectories):
         return None
     counts = np.concatenate(
         [
             np.zeros(len(s.token_ids), np.int64) if s.kept is None else s.kept.counts
-            for s in sequences
+            for s in trajectories
         ]
     )
-    ids = np.concatenate([s.kept.ids for s in sequences if s.kept is not None])
+    ids = np.concatenate([s.kept.ids for s in trajectories if s.kept is not None])
     rows = np.repeat(np.arange(len(counts)), counts)
     return Kept(*(torch.from_numpy(values).to(device) for values in (counts > 0, rows, ids)))
 
@@ -300,6 +334,7 @@ def empty_microbatch(device: torch.device) -> PackedBatch:
         position_ids=numbers,
         cu_seqlens=torch.zeros(1, dtype=torch.int32, device=device),
         max_seqlen=0,
+        cu_trajectories=torch.zeros(1, dtype=torch.int32, device=device),
         loss_mask=numbers.bool(),
         behavior_logprobs=floats,
         temperature=floats,

@@ -53,13 +53,14 @@ def plan_step(
     coupled: bool = False,
     multiple_of: int = 1,
     stages: int = 1,
+    flops: Sequence[float] | None = None,
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
     ``num_tokens`` are positive, and as sequences are packed: aligned, where they must be. Replicas
-    are balanced by ``cost``, microbatches bounded by tokens. No sequence is split, that is for
-    context parallelism within a replica; one that is longer than ``max_tokens`` has a microbatch to
-    itself. Equal arguments give equal plans.
+    are balanced by ``flops``, or by their ``cost`` if that is None; microbatches are bounded by
+    tokens. No trajectory is split, that is for context parallelism within a replica; one that is
+    longer than ``max_tokens`` has a microbatch to itself. Equal arguments give equal plans.
 
     Replicas are ``coupled`` where one cannot train a microbatch while another has none: by expert
     parallelism, which exchanges tokens between them in every layer, or a pipeline, whose schedule
@@ -90,9 +91,10 @@ def plan_step(
     plans = []
     for start, end in pairwise(bounds):
         lengths = [int(length) for length in num_tokens[start:end]]
+        of_each = [cost.flops(n) for n in lengths] if flops is None else list(flops[start:end])
         minibatch = _Minibatch(
             num_tokens=lengths,
-            flops=[cost.flops(length) for length in lengths],
+            flops=of_each,
             replicas=replicas,
             max_tokens=max_tokens,
             coupled=coupled,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import Rejection, StepPlan, groups_of
-from slipstream.learner.batches.packing import ExpertSizes, TrainSequence, bars_other_ends, unpack
+from slipstream.learner.batches.packing import ExpertSizes, TrainTrajectory, bars_other_ends, unpack
 from slipstream.learner.model.collectives import any_rank, broadcast_frames, union
 from slipstream.learner.model.topology import Topology
 from slipstream.wire.errors import PeerLostError, ProtocolError, SlipstreamError
@@ -50,13 +50,13 @@ def unpack_share(
     *,
     vocab_size: int,
     experts: ExpertSizes | None = None,
-) -> dict[int, TrainSequence] | Rejection:
+) -> dict[int, TrainTrajectory] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
 
     All ranks call this with the result of ``fetch_payloads``, and all of them train or none.
     """
     headers = order.headers
-    sequences: dict[int, TrainSequence] = {}
+    sequences: dict[int, TrainTrajectory] = {}
     is_bad = bars_other_ends(headers)
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:

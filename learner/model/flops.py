@@ -6,7 +6,9 @@ rotary embeddings, the softmax and the optimizer are a few in a thousand.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 from slipstream.learner.model.hf_config import HfConfig
@@ -90,6 +92,10 @@ class SequenceCost:
             linear = _PER_FROZEN_PARAMETER * num_multiplied_parameters(hf)
             linear += _PER_PARAMETER * num_adapter_parameters(hf, adapters)
         return cls(linear=linear, quadratic=_FORWARD_AND_BACKWARD * scores_and_values)
+
+    def flops_within(self, bounds: Sequence[int]) -> float:
+        """Return the FLOPs of sequences laid end to end, which attend to themselves alone."""
+        return sum(self.flops(end - start) for start, end in pairwise(bounds))
 
     def flops(self, num_tokens: int) -> float:
         """Return the operations of one sequence."""

@@ -90,7 +90,7 @@ class RolloutLog:
         lines = []
         for index in chosen(list(places), self._per_step, seed=self._seed, step=step):
             part, place = places[index]
-            start, end = part.batch.cu_seqlens[place : place + 2].tolist()
+            start, end = part.batch.cu_trajectories[place : place + 2].tolist()
             token_ids = part.batch.token_ids[start:end].tolist()
             difference = (part.proximal - part.batch.behavior_logprobs)[start:end]
             lines.append(json.dumps(self._row(step, trajectories[index], token_ids, difference)))

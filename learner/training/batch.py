@@ -99,13 +99,12 @@ class BatchTraining:
         return TrainedBatch(figures, self._work(order, trained))
 
     def _work(self, order: StepPlan, trained: Sequence[TrainedMinibatch]) -> StepWork:
-        lengths = [header.num_tokens for header in order.headers]
         updates = trained if self._algorithm.trains_policy(order.step) else []
         members = [i for one in updates for i in order.plans[one.number].members]
         return StepWork(
-            num_tokens=sum(lengths),
+            num_tokens=sum(header.num_tokens for header in order.headers),
             num_trained_tokens=sum(header.num_response_tokens for header in order.headers),
-            flops=sum(self._cost.flops(lengths[i]) for i in members),
+            flops=sum(self._cost.flops_within(order.headers[i].bounds) for i in members),
         )
 
     def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:

@@ -45,7 +45,7 @@ class Microbatch(LossInputs):
             batch=batch,
             behavior=batch.behavior_logprobs,
             advantages=torch.empty(0),  # until they are computed: no loss takes it
-            packing=Packing.of(batch.loss_mask, batch.cu_seqlens),
+            packing=Packing.of(batch.loss_mask, batch.cu_trajectories),
             denominators=denominators,
             indices=index,
             copies=None if copies is None else copies[index].to(batch.loss_mask.device),

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.batches.probe_sequences import probe_sequences
 from slipstream.learner.model.device import device
 from slipstream.learner.training.policy import Policy
@@ -39,7 +39,7 @@ class Probe:
         mask = np.arange(length) >= self._num_context
         self._batch = pack(
             [
-                TrainSequence(
+                TrainTrajectory(
                     token_ids=np.array(one, np.int32),
                     loss_mask=mask,
                     behavior_logprobs=np.zeros(length, np.float32),

@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 
 from slipstream.algos.choice import TeacherOptions
-from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
@@ -37,7 +37,7 @@ def token_sequences() -> list[list[int]]:
     return [random.integers(0, VOCAB_SIZE, length).tolist() for length in (30, 3, 17, 2, 41)]
 
 
-def train_sequences() -> list[TrainSequence]:
+def train_sequences() -> list[TrainTrajectory]:
     """Return them with prompts of a third of each, and a hole in one."""
     result = []
     for number, tokens in enumerate(token_sequences()):
@@ -45,7 +45,7 @@ def train_sequences() -> list[TrainSequence]:
         if number == 0:
             mask[len(tokens) // 2] = False
         result.append(
-            TrainSequence(
+            TrainTrajectory(
                 token_ids=np.array(tokens, np.int32),
                 loss_mask=mask,
                 behavior_logprobs=np.zeros(len(tokens), np.float32),

@@ -4,9 +4,15 @@ A trajectory travels in three parts. The *header* is all that planning and bookk
 the *payload* holds the arrays and is opaque to the broker; the *response* is text. With the prompt
 that the broker issued it makes the *transcript* that a reward function reads.
 
-Shapes: T tokens, prompt first.
+A *turn* is what the policy chose at one time: the response, or one of several replies with context
+between them. Where that context was rewritten, the trajectory has several *branches*, laid end to
+end: each begins with all that the policy saw there, and no chosen token counts in two of them.
+
+Shapes: T tokens of all branches, prompt first.
 """
 
+from bisect import bisect_right
+from itertools import pairwise
 from math import inf
 from typing import Any, Literal, TypeAlias
 
@@ -29,6 +35,18 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: PolicyVersion
 
 
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens that the policy chose at one time."""
+
+    first_token: int  # index into token_ids
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """Index after its last token."""
+        return self.first_token + self.num_tokens
+
+
 class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a trajectory for the broker and the learner's planner."""
 
@@ -36,12 +54,14 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     sibling: int  # 0 .. group_size - 1
     lease_id: int  # the lease under which it was generated
     num_prompt_tokens: int
-    num_tokens: int  # T, prompt and response
+    num_tokens: int  # T
     version_runs: tuple[VersionRun, ...]  # as the engine reported them, by first token
     temperature: float  # of the distribution that was sampled from; 0.0 is greedy
     finish_reason: FinishReason
     min_response_tokens: int = 0  # before that many, no token of end_token_ids could be chosen
     end_token_ids: tuple[int, ...] = ()
+    turns: tuple[Turn, ...] = ()  # in order; none: one turn, the response
+    branches: tuple[int, ...] = ()  # first tokens of the second and further branches
 
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt_tokens < self.num_tokens <= MAX_TOKENS:
@@ -51,13 +71,52 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.temperature < inf:
             raise ValueError(f"temperature must be a number >= 0, got {self.temperature}")
-        starts = [run.first_token for run in self.version_runs]
-        in_order = starts == sorted(set(starts)) and starts[-1:] < [self.num_tokens]
-        if not starts or starts[0] != self.num_prompt_tokens or not in_order:
+        self._check_turns()
+        turns, starts = self.chosen, [run.first_token for run in self.version_runs]
+        firsts = [turn.first_token for turn in turns]
+        are_chosen = all(
+            (at := bisect_right(firsts, start)) and start < turns[at - 1].end for start in starts
+        )
+        is_first = starts[:1] == [self.num_prompt_tokens]
+        if not is_first or starts != sorted(set(starts)) or not are_chosen:
             raise ValueError(
                 f"version_runs start at {starts}; the response is "
-                f"[{self.num_prompt_tokens}, {self.num_tokens})"
+                f"{', '.join(f'[{turn.first_token}, {turn.end})' for turn in turns)}"
             )
+
+    def _check_turns(self) -> None:
+        """See that context precedes each turn, and that every branch ends with one."""
+        turns = self.turns
+        if not turns and not self.branches:
+            return
+        ends = [turn.end for turn in turns]
+        are_turns = (
+            [turn.first_token for turn in turns[:1]] == [self.num_prompt_tokens]
+            and ends[-1:] == [self.num_tokens]
+            and all(turn.num_tokens > 0 for turn in turns)
+            and all(one.end < other.first_token for one, other in pairwise(turns))
+        )
+        if not are_turns:
+            raise ValueError(
+                f"turns are {[(turn.first_token, turn.end) for turn in turns]}: expected context "
+                f"before each, of {self.num_prompt_tokens} tokens before the first, and the last "
+                f"to end at {self.num_tokens}"
+            )
+        branches = list(self.branches)
+        if branches != sorted(set(branches)) or not set(branches) <= set(ends[:-1]):
+            raise ValueError(f"branches start at {branches}, turns before the last end at {ends}")
+
+    @property
+    def chosen(self) -> tuple[Turn, ...]:
+        """The turns; the response of a trajectory of one turn."""
+        return self.turns or (
+            Turn(self.num_prompt_tokens, self.num_tokens - self.num_prompt_tokens),
+        )
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where branches begin, and T."""
+        return (0, *self.branches, self.num_tokens)
 
     @property
     def oldest_version(self) -> PolicyVersion:
@@ -67,15 +126,20 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_response_tokens(self) -> int:
         """Number of tokens that the policy chose."""
-        return self.num_tokens - self.num_prompt_tokens
+        return sum(turn.num_tokens for turn in self.chosen)
 
     def tokens_by_version(self) -> list[tuple[PolicyVersion, int]]:
-        """Return (version, number of response tokens chosen by it) per run."""
-        starts = [run.first_token for run in self.version_runs[1:]]
-        ends = [*starts, self.num_tokens]
+        """Return (version, number of tokens chosen by it) per run."""
+        bounds = [*(run.first_token for run in self.version_runs), self.num_tokens]
         return [
-            (run.version, end - run.first_token)
-            for run, end in zip(self.version_runs, ends, strict=True)
+            (
+                run.version,
+                sum(
+                    max(0, min(turn.end, end) - max(turn.first_token, start))
+                    for turn in self.chosen
+                ),
+            )
+            for run, (start, end) in zip(self.version_runs, pairwise(bounds), strict=True)
         ]
 
 
@@ -89,7 +153,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kept_counts: PackedArray | None = None  # [R], how many tokens each was chosen from
     kept_ids: PackedArray | None = None  # [K], those tokens, of one response token after the other
-    experts: PackedArray | None = None  # [T - 1, L, E]: the engine computes nothing of the last
+    experts: PackedArray | None = None  # [T - number of branches, L, E]
+    """The engine computes nothing of the last token of a branch."""
 
     def __post_init__(self) -> None:
         if (self.kept_counts is None) != (self.kept_ids is None):
@@ -135,9 +200,9 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         chosen = self.loss_mask.data.tobytes().count(1)
         if counts is not None and counts.shape != (chosen,):
             raise ValueError(f"kept_counts is {counts.shape}, the policy chose {chosen} tokens")
-        computed = self.token_ids.shape[0] - 1
-        if experts is not None and experts.shape[0] != computed:
-            raise ValueError(f"experts is {experts.shape}, the engine computed {computed} tokens")
+        most = self.token_ids.shape[0] - 1
+        if experts is not None and experts.shape[0] > most:
+            raise ValueError(f"experts is {experts.shape}, the engine computed {most} at most")
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

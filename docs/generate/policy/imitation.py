@@ -32,7 +32,7 @@ from docs.generate.policy.progress import Progress, digests  # noqa: E402
 from slipstream.algos.compose import PolicyOutputs  # noqa: E402
 from slipstream.algos.diagnostics import Sums  # noqa: E402
 from slipstream.algos.reduce import masked_sum  # noqa: E402
-from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack  # noqa: E402
+from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack  # noqa: E402
 from slipstream.learner.config import LearnerSection  # noqa: E402
 from slipstream.learner.model.gpt import build_model  # noqa: E402
 from slipstream.learner.model.hf_config import load_hf_config  # noqa: E402
@@ -159,9 +159,9 @@ def share_right(model: GPTModel, rows: Sequence[Row], *, seed: int | None) -> fl
     return sum(right) / len(right)
 
 
-def _sequence(prompt: list[int], answer: list[int]) -> TrainSequence:
+def _sequence(prompt: list[int], answer: list[int]) -> TrainTrajectory:
     length = len(prompt) + len(answer)
-    return TrainSequence(
+    return TrainTrajectory(
         token_ids=np.array(prompt + answer, np.int32),
         loss_mask=np.arange(length) >= len(prompt),
         behavior_logprobs=np.zeros(length, np.float32),

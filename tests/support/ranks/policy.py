@@ -22,7 +22,7 @@ from slipstream.algos.advantages import Outcomes
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.section import AlgoSection
-from slipstream.learner.batches.packing import KeptTokens, PackedBatch, TrainSequence, pack
+from slipstream.learner.batches.packing import KeptTokens, PackedBatch, TrainTrajectory, pack
 from slipstream.learner.batches.plan import MinibatchPlan, plan_step
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
@@ -52,7 +52,7 @@ REPLAYS: dict[str, RoutingReplay] = {"kept": "R3", "sequences": "R3", "group": "
 VOCABULARY = 128  # of the tiny models
 
 
-def train_sequences() -> list[TrainSequence]:
+def train_sequences() -> list[TrainTrajectory]:
     """Return sequences of unlike lengths, temperatures and bars; one has a prompt of one token.
 
     Every third was sampled from few tokens.
@@ -66,7 +66,7 @@ def train_sequences() -> list[TrainSequence]:
         barred = mask & (np.arange(length) < num_prompt + 2) if number % 2 else None
         token_ids = np.array([t if t not in ENDS else 11 for t in tokens], np.int32)
         result.append(
-            TrainSequence(
+            TrainTrajectory(
                 token_ids=token_ids,
                 kept=few_kept(token_ids, mask) if number % 3 == 0 else None,
                 loss_mask=mask,
@@ -94,7 +94,7 @@ def few_kept(
     return KeptTokens(counts, np.concatenate(sets).astype(np.int64))
 
 
-def with_experts(sequences: list[TrainSequence], hf: "HfConfig") -> list[TrainSequence]:
+def with_experts(sequences: list[TrainTrajectory], hf: "HfConfig") -> list[TrainTrajectory]:
     """Return the sequences with random experts for each token but the last, if there are any."""
     if not hf.num_routed_experts:
         return sequences
@@ -108,7 +108,7 @@ def with_experts(sequences: list[TrainSequence], hf: "HfConfig") -> list[TrainSe
     return result
 
 
-def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
+def random_outcomes(sequences: list[TrainTrajectory], step: int = 0) -> StepData:
     """Return a random reward for each sequence, in groups of two."""
     count = len(sequences)
     rng = np.random.default_rng(3)
@@ -125,7 +125,7 @@ def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
     )
 
 
-def whole_plan(sequences: list[TrainSequence]) -> MinibatchPlan:
+def whole_plan(sequences: list[TrainTrajectory]) -> MinibatchPlan:
     """Plan one minibatch of one microbatch of one replica."""
     return MinibatchPlan(((tuple(range(len(sequences))),),))
 
@@ -135,7 +135,7 @@ def algorithm(**settings: object) -> Algorithm:
     return Algorithm(choice_of(AlgoSection(**settings)), max_response_tokens=32)
 
 
-def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[float]:
+def plain_logprobs(model: torch.nn.Module, sequence: TrainTrajectory) -> list[float]:
     """Return the logprobs of one sequence alone, by the formula as one would write it down."""
     from tests.support.logits import packed_logits
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.algos.section import AlgoSection
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.batches.plan import plan_step
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
@@ -34,14 +34,14 @@ from tests.support.ranks.policy import join_ranks, random_outcomes
 from tests.support.ranks.run import section_of
 
 
-def random_sequences(vocab_size: int) -> list[TrainSequence]:
+def random_sequences(vocab_size: int) -> list[TrainTrajectory]:
     rng = np.random.default_rng(7)
     result = []
     for length in (9, 14, 20, 11, 17, 8, 12, 15):
         mask = np.arange(length) >= 3
         logprobs = np.where(mask, -3.0 + rng.random(length), 0.0)
         result.append(
-            TrainSequence(
+            TrainTrajectory(
                 token_ids=rng.integers(0, vocab_size, length).astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=logprobs.astype(np.float32),

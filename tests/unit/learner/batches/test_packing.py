@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from slipstream.learner.batches.packing import (
     ExpertSizes,
-    TrainSequence,
+    TrainTrajectory,
     bars_other_ends,
     pack,
     unpack,
@@ -19,6 +19,7 @@ from slipstream.wire.messages.trajectory import (
     Decisions,
     TrajectoryHeader,
     TrajectoryPayload,
+    Turn,
     VersionRun,
 )
 from slipstream.wire.messages.versions import PolicyVersion
@@ -53,10 +54,10 @@ def payload(
     )
 
 
-def sequence(*ids: int, temperature: float = 1.0) -> TrainSequence:
+def sequence(*ids: int, temperature: float = 1.0) -> TrainTrajectory:
     count = len(ids)
     mask = np.arange(count) >= 1
-    return TrainSequence(
+    return TrainTrajectory(
         token_ids=np.array(ids, np.int32),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, np.float32(-0.5), np.float32(0.0)),
@@ -307,3 +308,87 @@ def test_experts_that_are_to_be_chosen_again_must_be_there():
     without = payload([0.0, 0.0, -0.5, -0.5])
     with pytest.raises(ProtocolError, match=r'the experts that run\.routing_replay = "R3" chooses'):
         unpack(header(), without, vocab_size=VOCAB, experts=SIZES)
+
+
+def of_turns(*turns: tuple[int, int], branches: tuple[int, ...] = ()) -> TrajectoryHeader:
+    chosen = tuple(Turn(*turn) for turn in turns)
+    return replace(header(num_tokens=chosen[-1].end), turns=chosen, branches=branches)
+
+
+def mask_of(found: TrajectoryHeader) -> list[bool]:
+    places = {at for turn in found.turns for at in range(turn.first_token, turn.end)}
+    return [at in places for at in range(found.num_tokens)]
+
+
+def test_all_turns_of_a_trajectory_are_trained_and_no_context():
+    found = of_turns((2, 2), (6, 1), (9, 3))
+    logprobs = [-0.5] * 12
+    unpacked = unpack(found, payload(logprobs, mask=mask_of(found)), vocab_size=VOCAB)
+    assert unpacked.loss_mask.tolist() == mask_of(found)
+    assert unpacked.behavior_logprobs.tolist() == [-0.5 * one for one in mask_of(found)]
+    assert unpacked.lengths == [12]
+
+
+@pytest.mark.parametrize("place", [1, 4, 8])
+def test_a_mask_on_context_is_refused(place: int):
+    found = of_turns((2, 2), (6, 1), (9, 3))
+    mask = mask_of(found)
+    mask[place] = True
+    with pytest.raises(ProtocolError, match="the loss mask is not on the 6 response tokens"):
+        unpack(found, payload([0.0] * 12, mask=mask), vocab_size=VOCAB)
+
+
+def test_a_mask_that_leaves_out_a_chosen_token_is_refused():
+    found = of_turns((2, 2), (6, 1), (9, 3))
+    mask = mask_of(found)
+    mask[6] = False
+    with pytest.raises(ProtocolError, match="the loss mask is not on the 6 response tokens"):
+        unpack(found, payload([0.0] * 12, mask=mask), vocab_size=VOCAB)
+
+
+def test_each_turn_has_the_versions_that_chose_it():
+    runs = (
+        VersionRun(2, PolicyVersion(1, 4)),
+        VersionRun(6, PolicyVersion(1, 5)),
+        VersionRun(10, PolicyVersion(1, 6)),
+    )
+    found = replace(of_turns((2, 2), (6, 1), (9, 3)), version_runs=runs)
+    unpacked = unpack(found, payload([0.0] * 12, mask=mask_of(found)), vocab_size=VOCAB)
+    assert unpacked.version_steps is not None
+    assert unpacked.version_steps[unpacked.loss_mask].tolist() == [4, 4, 5, 5, 6, 6]
+
+
+def test_no_turn_could_end_before_its_fewest_tokens():
+    found = replace(of_turns((2, 2), (6, 3)), min_response_tokens=2, end_token_ids=(1,))
+    unpacked = unpack(found, payload([0.0] * 9, mask=mask_of(found)), vocab_size=VOCAB)
+    assert unpacked.end_barred is not None
+    assert np.flatnonzero(unpacked.end_barred).tolist() == [2, 3, 6, 7]
+
+
+def test_a_turn_of_fewer_tokens_than_it_had_to_have_is_refused():
+    found = replace(of_turns((2, 2), (6, 1)), min_response_tokens=2, end_token_ids=(1,))
+    with pytest.raises(ProtocolError, match="has 1 response tokens, of which the first 2"):
+        unpack(found, payload([0.0] * 7, mask=mask_of(found)), vocab_size=VOCAB)
+
+
+def test_branches_attend_to_themselves_and_are_one_trajectory():
+    found = of_turns((2, 2), (6, 1), (9, 3), branches=(7,))
+    two = unpack(found, payload([-1.0] * 12, mask=mask_of(found)), vocab_size=VOCAB)
+    batch = pack([sequence(7, 8, 9), two, sequence(5, 6)], torch.device("cpu"))
+    assert batch.cu_seqlens.tolist() == [0, 3, 10, 15, 17]
+    assert batch.cu_trajectories.tolist() == [0, 3, 15, 17]
+    assert batch.position_ids.tolist() == [*range(3), *range(7), *range(5), *range(2)]
+    assert batch.max_seqlen == 7
+
+
+def test_of_the_last_token_of_each_branch_no_experts_are_known():
+    found = of_turns((2, 2), (6, 1), branches=(4,))
+    numbers = np.arange(5, dtype="u1").reshape(5, 1, 1)
+    chosen = PackedArray("uint8", (5, 1, 1), memoryview(numbers.tobytes()))
+    given = replace(payload([0.0] * 7, mask=mask_of(found)), decisions=Decisions(experts=chosen))
+    sizes = ExpertSizes(layers=1, experts=8, of_token=1)
+    unpacked = unpack(found, given, vocab_size=VOCAB, experts=sizes)
+    assert unpacked.experts is not None
+    assert unpacked.experts.flatten().tolist() == [0, 1, 2, -1, 3, 4, -1]
+    with pytest.raises(ProtocolError, match="experts of 5 tokens, the engine computed 6"):
+        unpack(replace(found, branches=()), given, vocab_size=VOCAB, experts=sizes)

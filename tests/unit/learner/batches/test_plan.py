@@ -234,3 +234,11 @@ def test_a_batch_too_small_for_all_minibatches_has_fewer_and_no_replica_goes_wit
 def test_a_batch_smaller_than_the_number_of_replicas_is_refused():
     with pytest.raises(ConfigError, match=r"2 trajectories .* 3 data-parallel .* run\.min_groups"):
         plan_step([9, 9], replicas=3, minibatches=1, max_tokens=10)
+
+
+def test_work_that_is_given_decides_in_the_place_of_its_estimate():
+    """As of trajectories of several branches, which attend to themselves alone."""
+    work = [100.0, 1.0, 1.0, 1.0, 1.0, 96.0]
+    (plan,) = plan_step([10] * 6, replicas=2, minibatches=1, max_tokens=100, flops=work)
+    shares = [sum(work[i] for one in share for i in one) for share in plan.microbatches]
+    assert max(shares) == 100.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart, chosen
 from slipstream.wire.messages.broker import DeliveredTrajectory
 from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
@@ -46,8 +46,8 @@ def delivered(index: int, length: int) -> DeliveredTrajectory:
     return DeliveredTrajectory(header=header, reward=float(index))
 
 
-def sequence(index: int, length: int) -> TrainSequence:
-    return TrainSequence(
+def sequence(index: int, length: int) -> TrainTrajectory:
+    return TrainTrajectory(
         token_ids=np.full(length, index, np.int32),
         loss_mask=np.arange(length) > 0,
         behavior_logprobs=np.zeros(length, np.float32),

@@ -15,7 +15,7 @@ from slipstream.algos.diagnostics import Sums, add_sums
 from slipstream.algos.parts import NoOptions, correction
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.orders import NonFiniteError
-from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
 from slipstream.learner.batches.plan import MinibatchPlan
 from slipstream.learner.training.prepare import PreparedMinibatch, prepare
 from slipstream.learner.training.step import TrainedMinibatch, train_step
@@ -160,11 +160,11 @@ def algorithm(**settings: object) -> Algorithm:
     return Algorithm(choice_of(section), max_response_tokens=6)
 
 
-def sequences(count: int, step: int = 5) -> list[TrainSequence]:
+def sequences(count: int, step: int = 5) -> list[TrainTrajectory]:
     rng = np.random.default_rng(0)
     mask = np.arange(10) >= 4
     return [
-        TrainSequence(
+        TrainTrajectory(
             token_ids=rng.integers(0, NUM_TOKENS, 10).astype(np.int32),
             loss_mask=mask,
             behavior_logprobs=np.where(mask, -2.0 + 0.2 * rng.normal(size=10), 0.0).astype("f4"),

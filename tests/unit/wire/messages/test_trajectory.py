@@ -1,6 +1,7 @@
 from array import array
 
 import pytest
+from msgspec.structs import replace
 
 from slipstream.wire.messages.arrays import DType, PackedArray
 from slipstream.wire.messages.trajectory import (
@@ -8,6 +9,7 @@ from slipstream.wire.messages.trajectory import (
     Score,
     TrajectoryHeader,
     TrajectoryPayload,
+    Turn,
     VersionRun,
 )
 from slipstream.wire.messages.versions import PolicyVersion
@@ -132,7 +134,7 @@ def test_arrays_that_do_not_belong_together_are_rejected_by_name(field: str, arr
         ({"kept_counts": zeros("uint8", 2), "kept_ids": zeros("int32", 1, 2)}, "with 1 axes"),
         ({"experts": zeros("uint8", 4, 2)}, "with 3 axes"),
         ({"kept_counts": zeros("uint8", 3), "kept_ids": zeros("uint8", 3)}, "chose 2 tokens"),
-        ({"experts": zeros("uint8", 5, 2, 2)}, "the engine computed 4 tokens"),
+        ({"experts": zeros("uint8", 5, 2, 2)}, "the engine computed 4 at most"),
     ],
 )
 def test_decisions_that_are_not_about_the_tokens_are_rejected(
@@ -167,3 +169,65 @@ def test_arrays_of_two_axes_are_rejected():
 def test_a_score_is_either_a_reward_or_a_reason(reward: float | None, unavailable: str):
     with pytest.raises(ValueError, match="a reward or unavailable"):
         Score(group_id=0, sibling=0, lease_id=0, reward=reward, unavailable=unavailable)
+
+
+def of_turns(
+    turns: list[tuple[int, int]], *, branches: tuple[int, ...] = (), num_tokens: int = 30
+) -> TrajectoryHeader:
+    header = make_header((4, OLD), num_tokens=num_tokens)
+    return replace(header, turns=tuple(Turn(*turn) for turn in turns), branches=branches)
+
+
+def test_a_trajectory_of_several_turns_counts_the_tokens_that_the_policy_chose():
+    header = of_turns([(4, 6), (15, 5), (25, 5)], branches=(20,))
+    assert header.num_response_tokens == 16
+    assert header.bounds == (0, 20, 30)
+    assert [turn.end for turn in header.chosen] == [10, 20, 30]
+
+
+def test_a_response_is_the_only_turn_of_a_trajectory_without_turns():
+    header = make_header((4, OLD))
+    assert header.chosen == (Turn(4, 6),)
+    assert header.bounds == (0, 10)
+
+
+def test_versions_count_over_turns_what_they_chose_and_no_context():
+    runs = (VersionRun(4, OLD), VersionRun(8, NEW), VersionRun(27, OLD))
+    header = replace(of_turns([(4, 6), (15, 5), (25, 5)]), version_runs=runs)
+    assert header.tokens_by_version() == [(OLD, 4), (NEW, 9), (OLD, 3)]
+    assert sum(count for _, count in header.tokens_by_version()) == header.num_response_tokens
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [(5, 25)],  # not after the prompt
+        [(4, 6)],  # context follows it
+        [(4, 6), (10, 20)],  # nothing between them
+        [(4, 6), (9, 21)],
+        [(4, 0), (15, 15)],
+        [(15, 15), (4, 6)],
+        [(4, 6), (15, 16)],
+    ],
+)
+def test_turns_that_do_not_divide_a_trajectory_are_refused(turns: list[tuple[int, int]]):
+    with pytest.raises(ValueError, match="expected context before each, of 4 tokens before"):
+        of_turns(turns)
+
+
+@pytest.mark.parametrize("branches", [(11,), (30,), (20, 10), (10, 10), (0,)])
+def test_branches_begin_after_turns(branches: tuple[int, ...]):
+    with pytest.raises(ValueError, match="branches start at"):
+        of_turns([(4, 6), (15, 5), (25, 5)], branches=branches)
+
+
+def test_a_trajectory_without_turns_has_no_branches():
+    with pytest.raises(ValueError, match="turns are"):
+        replace(make_header((4, OLD)), branches=(6,))
+
+
+@pytest.mark.parametrize("start", [3, 10, 14, 20, 30])
+def test_a_version_run_begins_with_a_token_that_was_chosen(start: int):
+    runs = tuple(VersionRun(at, OLD) for at in sorted({4, start}))
+    with pytest.raises(ValueError, match="version_runs start at"):
+        replace(of_turns([(4, 6), (15, 5), (25, 5)]), version_runs=runs)
