@@ -1,0 +1,4 @@
+"""Trajectories of several turns: which tokens a policy was given, and which it chose.
+
+Imported by generators. Pure, without SGLang.
+"""

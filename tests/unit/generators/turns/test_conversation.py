@@ -1,0 +1,173 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.generators.engine import Completion
+from slipstream.generators.turns.conversation import Conversation, TrajectoryLimitError
+from slipstream.wire.messages.trajectory import FinishReason, TrajectoryHeader, Turn, VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
+
+V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
+
+
+def reply(
+    *ids: int,
+    versions: Sequence[tuple[int, PolicyVersion]] = ((0, V0),),
+    finish_reason: FinishReason = "stop",
+    prompt: int = 0,
+    expert: int = 0,
+) -> Completion:
+    return Completion(
+        token_ids=list(ids),
+        logprobs=[-float(one) for one in ids],
+        version_starts=list(versions),
+        finish_reason=finish_reason,
+        kept=[[one, one + 1] for one in ids],
+        experts=np.full((prompt + len(ids) - 1, 1, 1), expert, np.int32) if prompt else None,
+    )
+
+
+def conversation(max_turns: int = 9, max_tokens: int = 99) -> Conversation:
+    return Conversation(max_turns=max_turns, max_tokens=max_tokens)
+
+
+def header_of(it: Conversation) -> TrajectoryHeader:
+    """Return a header, which refuses what is none."""
+    return TrajectoryHeader(
+        group_id=0,
+        sibling=0,
+        lease_id=0,
+        num_prompt_tokens=it.turns[0].first_token,
+        num_tokens=it.num_tokens,
+        version_runs=it.version_runs,
+        temperature=1.0,
+        finish_reason=it.finish_reason,
+        turns=it.turns,
+        branches=it.branches,
+    )
+
+
+def test_a_prompt_that_begins_with_everything_so_far_continues_it():
+    it = conversation()
+    it.add([1, 2], reply(3, 4))
+    it.add([1, 2, 3, 4, 5], reply(6))
+    assert it.token_ids == [1, 2, 3, 4, 5, 6]
+    assert it.turns == (Turn(2, 2), Turn(5, 1))
+    assert it.branches == ()
+    assert it.logprobs == [0.0, 0.0, -3.0, -4.0, 0.0, -6.0]
+    assert it.kept == [[3, 4], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, 2, 3, 9],  # the reply was cut
+        [1, 9, 3, 4, 5],  # what came before it was edited
+        [7, 8],  # compacted
+        [1, 2],  # asked again
+    ],
+)
+def test_any_other_prompt_begins_a_branch_in_which_only_its_reply_is_chosen(prompt: list[int]):
+    it = conversation()
+    it.add([1, 2], reply(3, 4))
+    it.add(prompt, reply(6))
+    assert it.token_ids == [1, 2, 3, 4, *prompt, 6]
+    assert it.branches == (4,)
+    assert it.turns == (Turn(2, 2), Turn(4 + len(prompt), 1))
+    header_of(it)
+
+
+def test_a_prompt_may_go_on_with_an_earlier_branch():
+    it = conversation()
+    it.add([1], reply(2))
+    it.add([7], reply(8))
+    it.add([1, 2, 3], reply(4))
+    assert it.token_ids == [1, 2, 3, 4, 7, 8]
+    assert it.branches == (4,)
+    header_of(it)
+
+
+def test_a_response_that_goes_on_is_one_turn():
+    it = conversation()
+    it.add([1, 2], reply(3, finish_reason="length"))
+    it.add([1, 2, 3], reply(4, 5, versions=[(0, V1)]))
+    assert it.turns == (Turn(2, 3),)
+    assert it.version_runs == (VersionRun(2, V0), VersionRun(3, V1))
+    header_of(it)
+
+
+def test_version_runs_are_of_chosen_tokens_across_turns_and_branches():
+    it = conversation()
+    it.add([1, 2], reply(3, 4, versions=[(0, V0), (1, V1)]))
+    it.add([1, 2, 3, 4, 5], reply(6, versions=[(0, V1)]))
+    it.add([9], reply(8, versions=[(0, V1)]))
+    header = header_of(it)
+    assert header.version_runs == (VersionRun(2, V0), VersionRun(3, V1), VersionRun(7, V1))
+    assert header.tokens_by_version() == [(V0, 1), (V1, 2), (V1, 1)]
+    assert it.newest_version == V1
+
+
+def test_experts_are_those_of_the_call_that_computed_a_token_first():
+    it = conversation()
+    it.add([1, 2], reply(3, 4, prompt=2, expert=5))
+    it.add([1, 2, 3, 4, 5], reply(6, prompt=5, expert=6))
+    it.add([9], reply(8, prompt=1, expert=7))
+    assert it.experts is not None
+    assert it.experts.flatten().tolist() == [5, 5, 5, 6, 6, 7]
+
+
+def test_experts_that_one_call_did_not_tell_are_not_known():
+    it = conversation()
+    it.add([1, 2], reply(3, 4, prompt=2))
+    it.add([9], reply(8))
+    assert it.experts is None
+
+
+def test_a_trajectory_has_no_more_turns_than_it_may():
+    it = conversation(max_turns=1)
+    it.add([1], reply(2))
+    with pytest.raises(TrajectoryLimitError, match="1 turns at most"):
+        it.room([1, 2, 3])
+
+
+def test_tokens_that_a_branch_has_already_take_no_room():
+    it = conversation(max_tokens=10)
+    assert it.room([1, 2]) == 8
+    it.add([1, 2], reply(3, 4))
+    assert it.room([1, 2, 3, 4, 5]) == 5
+    assert it.room([1, 2, 3]) == 3  # a branch of its own
+    with pytest.raises(TrajectoryLimitError, match=r"a prompt of 6 tokens, 6 of them new, after 4"):
+        it.room([9, 9, 9, 9, 9, 9])
+
+
+@given(st.data())
+def test_every_chosen_token_is_in_the_loss_once_as_it_was_chosen(data: st.DataObject):
+    """Histories are continued, cut, edited and begun anew in any order."""
+    it = conversation(max_turns=1_000, max_tokens=100_000)
+    token = st.integers(0, 3)
+    said: list[tuple[list[int], list[int]]] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        prompt: list[int] = []
+        if said:
+            before, answer = data.draw(st.sampled_from(said))
+            prompt = [*before, *answer][: data.draw(st.integers(0, len(before) + len(answer)))]
+        prompt += data.draw(st.lists(token, min_size=int(not prompt), max_size=3))
+        answer = data.draw(st.lists(token, min_size=1, max_size=3))
+        it.add(prompt, reply(*answer))
+        said.append((prompt, answer))
+    header = header_of(it)
+    chosen = [it.token_ids[one.first_token : one.end] for one in header.turns]
+    assert sorted(t for one in chosen for t in one) == sorted(t for _, one in said for t in one)
+    assert header.num_response_tokens == sum(len(answer) for _, answer in said)
+    # Each is after the prompt that it was chosen after.
+    bounds = header.bounds
+    for turn in header.turns:
+        start = max(bound for bound in bounds if bound <= turn.first_token)
+        text = it.token_ids[start : turn.end]
+        assert any(
+            text[: len(prompt)] == prompt and text[len(prompt) :][: len(answer)] == answer
+            for prompt, answer in said
+        )
