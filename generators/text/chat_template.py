@@ -55,13 +55,24 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses these turns, or does not end.
         """
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return self.text([{"role": turn.role, "content": turn.content} for turn in turns])
+
+    def text(
+        self, messages: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None = None
+    ) -> str:
+        """Return the text that prompts the model to reply to messages, as of OpenAI's chat API.
+
+        ``tools`` are functions with JSON schemas, in the form of that API; None is without.
+
+        Raises:
+            ValueError: the template refuses these messages, or does not end.
+        """
         try:
             return self._environment.text_of(
                 self._template,
                 {
-                    "messages": messages,
-                    "tools": None,
+                    "messages": list(messages),
+                    "tools": list(tools) if tools else None,
                     "documents": None,
                     "add_generation_prompt": True,
                     **self._variables,

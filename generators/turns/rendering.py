@@ -1,0 +1,108 @@
+"""From messages to token ids, without rendering again what the policy said.
+
+A reply is kept as the tokens that were chosen. What follows it, new messages and the prompt for
+the next reply, is what the chat template writes after a reply; that this does not depend on what
+was said before is checked once for each template. Whatever a template does to earlier replies
+(Qwen3's leaves out their reasoning) is therefore not done. A reply that was cut off is closed as
+the template closes one: those tokens are context.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
+
+from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Json
+
+Message: TypeAlias = Mapping[str, Json]  # as of OpenAI's chat API
+_REPLY, _ELSE = "a1b2c3d4 reply 5e6f", "something else 9z8y"
+_USER: Message = {"role": "user", "content": "a question 7g8h"}
+_RESULT: Message = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "4 7 1"}
+
+
+class TemplateNotAppendOnlyError(ConfigError):
+    """What a chat template writes after a reply depends on what was said before."""
+
+
+class Rendering:
+    """The token ids of messages, by one chat template and tokenizer."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        encode: Callable[[str], list[int]],
+        token_text: Callable[[int], str],
+        end_token_ids: Collection[int],
+    ) -> None:
+        """Use a tokenizer: ``encode`` adds no special tokens.
+
+        Args:
+            template: of the model.
+            encode: text to token ids.
+            token_text: the text of one token, special ones included.
+            end_token_ids: that end a reply.
+        """
+        self._template = template
+        self._encode = encode
+        self._token_text = token_text
+        self._ends = frozenset(end_token_ids)
+
+    def check(self, *, uses_tools: bool = False) -> None:
+        """Refuse a template whose text after a reply depends on what was said before it.
+
+        Raises:
+            TemplateNotAppendOnlyError: it does, or takes no conversation of several turns.
+        """
+        for new in ([_USER], [_RESULT], [_RESULT, _RESULT])[: 3 if uses_tools else 1]:
+            histories = ([], [_USER, {"role": "assistant", "content": _ELSE}])
+            try:
+                found = {self._after(new, history) for history in histories}
+            except ValueError as error:
+                what = " with tools" if new[0] is _RESULT else ""
+                raise TemplateNotAppendOnlyError(
+                    f"the chat template takes no conversation of several turns{what}: {error} "
+                    "(sampling.chat_template)"
+                ) from error
+            if len(found) > 1:
+                one, other = sorted(found)
+                raise TemplateNotAppendOnlyError(
+                    f"after a reply the chat template writes {one[:200]!r} or {other[:200]!r}, "
+                    "depending on what was said before: the tokens of a conversation cannot be "
+                    "kept as they were sampled (sampling.chat_template)"
+                )
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
+        """Return the prompt of a conversation that begins with these messages.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+        return self._encode(self._template.text(messages, tools))
+
+    def following(self, reply_ids: Sequence[int], new: Sequence[Message]) -> list[int]:
+        """Return the tokens between a reply and the next one.
+
+        Args:
+            reply_ids: of the reply, as they were sampled.
+            new: messages since then, none of them a reply.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+        text = self._after(new)
+        if reply_ids and reply_ids[-1] in self._ends:
+            # The template closes a reply with the token that ended it, which is there already.
+            end = self._token_text(reply_ids[-1])
+            before, found, after = text.partition(end) if end else ("", "", "")
+            if found and not before.strip():
+                text = after
+        return self._encode(text)
+
+    def _after(self, new: Sequence[Message], history: Sequence[Message] = ()) -> str:
+        """Return what the template writes after a reply that ``new`` messages follow."""
+        reply: Message = {"role": "assistant", "content": _REPLY}
+        text = self._template.text([*history, _USER, reply, *new])
+        _, marker, after = text.rpartition(_REPLY)
+        if not marker:
+            raise ValueError("it does not repeat a reply")
+        return after
