@@ -7,7 +7,7 @@ between two calls, and each chosen token is in the loss once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +21,20 @@ class TrajectoryLimitError(ValueError):
     """A trajectory would have more turns or tokens than it may."""
 
 
-@dataclass(slots=True)
+class _Call(NamedTuple):
+    """A reply within a branch."""
+
+    num_before: int  # tokens of the branch before its prompt
+    first_token: int  # of the reply
+    completion: Completion
+
+
 class _Branch:
-    """Tokens that attend to each other, [n], and which of them the policy chose."""
+    """Tokens that attend to each other, [n], and the calls that they are of."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # 0.0 for context
-    turns: list[Turn] = field(default_factory=list)
-    versions: list[VersionRun] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)  # of each chosen token
-    experts: list[NDArray[np.int32]] = field(default_factory=list)  # n - 1 rows in all
-
-    @property
-    def num_expert_rows(self) -> int:
-        return sum(map(len, self.experts))
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.calls: list[_Call] = []
 
     def continues(self, prompt_ids: Sequence[int]) -> bool:
         """True if a prompt begins with all of this branch."""
@@ -42,23 +42,53 @@ class _Branch:
         return count <= len(prompt_ids) and list(prompt_ids[:count]) == self.token_ids
 
     def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
-        context = prompt_ids[len(self.token_ids) :]
-        self.token_ids += context
-        self.logprobs += [0.0] * len(context)
-        first, count = len(self.token_ids), len(completion.token_ids)
-        if self.turns and self.turns[-1].end == first:  # a response that goes on
-            before = self.turns.pop()
-            self.turns.append(Turn(before.first_token, before.num_tokens + count))
-        else:
-            self.turns.append(Turn(first, count))
-        self.token_ids += completion.token_ids
-        self.logprobs += completion.logprobs
-        for start, version in completion.version_starts:
-            if not self.versions or self.versions[-1].version != version:
-                self.versions.append(VersionRun(first + start, version))
-        self.kept += completion.kept or []
-        if completion.experts is not None:
-            self.experts.append(completion.experts[self.num_expert_rows :])
+        before = len(self.token_ids)
+        self.calls.append(_Call(before, len(prompt_ids), completion))
+        self.token_ids += [*prompt_ids[before:], *completion.token_ids]
+
+    def withdraw_last(self) -> None:
+        del self.token_ids[self.calls.pop().num_before :]
+
+    @property
+    def turns(self) -> list[Turn]:
+        turns: list[Turn] = []
+        for call in self.calls:
+            first, count = call.first_token, len(call.completion.token_ids)
+            if turns and turns[-1].end == first:  # a response that goes on
+                before = turns.pop()
+                first, count = before.first_token, before.num_tokens + count
+            turns.append(Turn(first, count))
+        return turns
+
+    @property
+    def logprobs(self) -> list[float]:
+        found = [0.0] * len(self.token_ids)
+        for call in self.calls:
+            end = call.first_token + len(call.completion.token_ids)
+            found[call.first_token : end] = call.completion.logprobs
+        return found
+
+    @property
+    def version_runs(self) -> list[VersionRun]:
+        runs: list[VersionRun] = []
+        for call in self.calls:
+            for start, version in call.completion.version_starts:
+                if not runs or runs[-1].version != version:
+                    runs.append(VersionRun(call.first_token + start, version))
+        return runs
+
+    @property
+    def kept(self) -> list[list[int]]:
+        return [one for call in self.calls for one in call.completion.kept or ()]
+
+    @property
+    def experts(self) -> list[NDArray[np.int32]]:
+        """Rows of n - 1 tokens in all, each of the call that computed it first."""
+        rows: list[NDArray[np.int32]] = []
+        for call in self.calls:
+            if call.completion.experts is not None:
+                rows.append(call.completion.experts[sum(map(len, rows)) :])
+        return rows
 
 
 class Conversation:
@@ -74,12 +104,11 @@ class Conversation:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._branches: list[_Branch] = []
-        self.finish_reason: FinishReason = "stop"  # of the newest reply
 
     @property
     def num_turns(self) -> int:
         """Replies so far."""
-        return sum(len(branch.turns) for branch in self._branches)
+        return sum(len(branch.calls) for branch in self._branches)
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +143,13 @@ class Conversation:
             branch = _Branch()
             self._branches.append(branch)
         branch.add(prompt_ids, completion)
-        self.finish_reason = completion.finish_reason
+
+    def withdraw(self, completion: Completion) -> None:
+        """Take back a response that nobody got; no prompt may have continued it."""
+        for branch in self._branches:
+            if branch.calls[-1].completion is completion:
+                branch.withdraw_last()
+        self._branches = [branch for branch in self._branches if branch.calls]
 
     def _continued(self, prompt_ids: Sequence[int]) -> _Branch | None:
         """Return the branch that a prompt continues; of several the longest, then the newest."""
@@ -144,13 +179,18 @@ class Conversation:
         return tuple(
             VersionRun(start + run.first_token, run.version)
             for start, branch in self._placed()
-            for run in branch.versions
+            for run in branch.version_runs
         )
 
     @property
     def newest_version(self) -> PolicyVersion:
         """The newest version that chose a token."""
-        return max(run.version for branch in self._branches for run in branch.versions)
+        return max(run.version for branch in self._branches for run in branch.version_runs)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the newest branch's last reply ended."""
+        return self._branches[-1].calls[-1].completion.finish_reason
 
     @property
     def token_ids(self) -> list[int]:

@@ -54,7 +54,10 @@ class Rendering:
             TemplateNotAppendOnlyError: it does, or takes no conversation of several turns.
         """
         for new in ([_USER], [_RESULT], [_RESULT, _RESULT])[: 3 if uses_tools else 1]:
-            histories = ([], [_USER, {"role": "assistant", "content": _ELSE}])
+            histories: tuple[list[Message], ...] = (
+                [],
+                [_USER, {"role": "assistant", "content": _ELSE}],
+            )
             try:
                 found = {self._after(new, history) for history in histories}
             except ValueError as error:

@@ -126,6 +126,22 @@ def test_experts_that_one_call_did_not_tell_are_not_known():
     assert it.experts is None
 
 
+def test_a_response_that_nobody_got_is_taken_back_with_its_prompt():
+    it = conversation()
+    it.add([1, 2], reply(3))
+    lost, kept = reply(5), reply(6)
+    it.add([1, 2, 3, 4], lost)
+    it.withdraw(lost)
+    assert it.token_ids == [1, 2, 3]
+    it.add([1, 2, 3, 4], kept)
+    assert it.token_ids == [1, 2, 3, 4, 6]
+    alone = reply(7)
+    it.add([9], alone)
+    it.withdraw(alone)
+    assert it.branches == ()
+    header_of(it)
+
+
 def test_a_trajectory_has_no_more_turns_than_it_may():
     it = conversation(max_turns=1)
     it.add([1], reply(2))

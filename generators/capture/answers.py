@@ -1,0 +1,134 @@
+"""Answers in the form of OpenAI's API: as a whole, and in the pieces of a stream."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+from typing_extensions import override
+
+from slipstream.generators.capture.session import Reply
+from slipstream.wire.messages.trajectory import Json
+
+_PIECE = 16  # characters of a chunk
+Object = dict[str, Json]
+
+
+class Answer:
+    """A reply as an answer to one kind of request."""
+
+    name: ClassVar[str]
+    name_of_chunk: ClassVar[str]
+    prefix: ClassVar[str]  # of its id
+    last: ClassVar[Object]  # what a choice without text has
+
+    def __init__(self, model: str, reply: Reply, token_text: Callable[[int], str] | None) -> None:
+        """Answer with ``reply``; with the logprobs of its tokens if their texts are known."""
+        self._reply = reply
+        completion = reply.completion
+        self._head: Object = {
+            "id": self.prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._logprobs: Json = None
+        if token_text is not None:
+            texts = [token_text(token_id) for token_id in completion.token_ids]
+            self._logprobs = self._written(texts, completion.logprobs)
+
+    def _written(self, texts: list[str], logprobs: list[float]) -> Object:
+        raise NotImplementedError
+
+    def _whole(self) -> Object:
+        """Return what a choice of a whole answer has."""
+        raise NotImplementedError
+
+    def _pieces(self) -> Iterator[Object]:
+        """Yield what the choices of a stream have."""
+        raise NotImplementedError
+
+    def whole(self) -> Object:
+        """Return the answer."""
+        choice = self._choice(finish_reason=self._reply.finish_reason, **self._whole())
+        choice["logprobs"] = self._logprobs
+        return {**self._head, "object": self.name, "choices": [choice], "usage": self._usage}
+
+    def chunks(self, *, counts_usage: bool) -> Iterator[Object]:
+        """Yield the answer in pieces."""
+        head = {**self._head, "object": self.name_of_chunk}
+        logprobs = self._logprobs
+        for piece in self._pieces():
+            yield {**head, "choices": [{**self._choice(**piece), "logprobs": logprobs}]}
+            logprobs = None
+        end = self._choice(finish_reason=self._reply.finish_reason, **self.last)
+        yield {**head, "choices": [end]}
+        if counts_usage:
+            yield {**head, "choices": [], "usage": self._usage}
+
+    def _choice(self, **fields: Json) -> Object:
+        return {"index": 0, "logprobs": None, "finish_reason": None, **fields}
+
+    @property
+    def _usage(self) -> Object:
+        prompt, reply = len(self._reply.prompt_ids), len(self._reply.completion.token_ids)
+        counts = {"prompt_tokens": prompt, "completion_tokens": reply}
+        return {**counts, "total_tokens": prompt + reply}
+
+
+class ChatAnswer(Answer):
+    """To /v1/chat/completions."""
+
+    name, name_of_chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    last: ClassVar[Object] = {"delta": {}}
+
+    @override
+    def _written(self, texts: list[str], logprobs: list[float]) -> Object:
+        rows = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, logprobs, strict=True)
+        ]
+        return {"content": rows, "refusal": None}
+
+    @override
+    def _whole(self) -> Object:
+        return {"message": {"refusal": None, **self._reply.message}}
+
+    @override
+    def _pieces(self) -> Iterator[Object]:
+        yield {"delta": {"role": "assistant", "content": ""}}
+        for piece in _pieces(self._reply.text):
+            yield {"delta": {"content": piece}}
+        for index, call in enumerate(self._reply.tool_calls):
+            yield {"delta": {"tool_calls": [{"index": index, **call}]}}
+
+
+class TextAnswer(Answer):
+    """To /v1/completions."""
+
+    name, name_of_chunk, prefix = "text_completion", "text_completion", "cmpl-"
+    last: ClassVar[Object] = {"text": ""}
+
+    @override
+    def _written(self, texts: list[str], logprobs: list[float]) -> Object:
+        starts = [0]
+        for text in texts[:-1]:
+            starts.append(starts[-1] + len(text))
+        return {
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": None,
+            "text_offset": starts,
+        }
+
+    @override
+    def _whole(self) -> Object:
+        return {"text": self._reply.text}
+
+    @override
+    def _pieces(self) -> Iterator[Object]:
+        for piece in _pieces(self._reply.text) or [""]:
+            yield {"text": piece}
+
+
+def _pieces(text: str) -> list[str]:
+    return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]

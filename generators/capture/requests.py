@@ -1,0 +1,181 @@
+"""Requests of OpenAI's chat and text completion API, as far as they are honoured.
+
+What would change the distribution that is trained is the run's, not the client's: temperature,
+top_p and their like are read and not used.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from typing_extensions import override
+
+from slipstream.wire.messages.trajectory import Json
+
+MAX_REQUEST_BYTES = 32 << 20
+_MAX_STOPS = 4  # as OpenAI allows
+Stop = str | list[str] | None
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class BadRequestError(ValueError):
+    """A request that cannot be answered, and which of its fields is why."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class _Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What both kinds of requests have."""
+
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Json] | None = None
+    stop: Stop = None
+    max_tokens: Positive | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts after which a reply ends."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def counts_usage(self) -> bool:
+        """True if a stream is to end with its numbers of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def check(self) -> None:
+        """Refuse what is not honoured and would be missed.
+
+        Raises:
+            BadRequestError: naming the field.
+        """
+        if self.n not in {None, 1}:
+            raise BadRequestError(f"n is {self.n}: a call has one reply here", "n")
+        if len(self.stops) > _MAX_STOPS or not all(self.stops):
+            raise BadRequestError(f"stop has {len(self.stops)} texts, or empty ones", "stop")
+
+
+class ChatRequest(_Completion, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Json]]
+    tools: list[dict[str, Json]] | None = None
+    tool_choice: str | dict[str, Json] | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Json] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the answer is to have those of its tokens."""
+        return bool(self.logprobs)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the reply, at most; None is as many as the run allows."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @override
+    def check(self) -> None:
+        """Refuse what is not honoured and would be missed.
+
+        Raises:
+            BadRequestError: naming the field.
+        """
+        super().check()
+        if not self.messages:
+            raise BadRequestError("messages is empty", "messages")
+        if self.top_logprobs:
+            raise BadRequestError("top_logprobs: only chosen tokens have any here", "top_logprobs")
+        if self.tool_choice not in {None, "auto", "none"}:
+            raise BadRequestError(
+                "tool_choice may be auto or none: a forced call is not the policy's choice",
+                "tool_choice",
+            )
+        if self.response_format not in (None, {"type": "text"}):
+            raise BadRequestError(
+                "response_format: a reply that is forced into a form is not the policy's choice",
+                "response_format",
+            )
+
+
+class TextRequest(_Completion, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[int]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the answer is to have those of its tokens."""
+        return self.logprobs is not None
+
+    @override
+    def check(self) -> None:
+        """Refuse what is not honoured and would be missed.
+
+        Raises:
+            BadRequestError: naming the field.
+        """
+        super().check()
+        if not self.prompt:
+            raise BadRequestError("prompt is empty", "prompt")
+        if self.echo:
+            raise BadRequestError("echo is not offered", "echo")
+        if self.logprobs not in {None, 0, 1}:
+            raise BadRequestError("logprobs: only chosen tokens have any here", "logprobs")
+
+
+def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a message as templates take it: content is text, arguments are objects.
+
+    Raises:
+        BadRequestError: it is no message of text.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadRequestError(f"a message has the role {role!r}", "messages")
+    found: dict[str, Json] = {"role": "system" if role == "developer" else role}
+    found["content"] = _text(message.get("content"))
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in calls]
+    for name in ("tool_call_id", "name"):
+        if isinstance(message.get(name), str):
+            found[name] = message[name]
+    return found
+
+
+def _text(content: Json) -> str:
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case list():
+            parts = [one.get("text") if isinstance(one, dict) else None for one in content]
+            texts = [part for part in parts if isinstance(part, str)]
+            if len(texts) == len(content):
+                return "".join(texts)
+    raise BadRequestError("content of a message is not text", "messages")
+
+
+def _call(call: Any) -> dict[str, Json]:  # noqa: ANN401 JSON
+    try:
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            arguments = msgspec.json.decode(arguments)
+        named = {"name": str(function["name"]), "arguments": arguments}
+        return {"id": str(call.get("id", "")), "type": "function", "function": named}
+    except (AttributeError, KeyError, TypeError, msgspec.DecodeError):
+        raise BadRequestError(f"{str(call)[:200]} is not a call of a tool", "messages") from None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]

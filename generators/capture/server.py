@@ -1,0 +1,174 @@
+"""OpenAI's API over HTTP, for the trajectories of one generator. A key names the trajectory.
+
+A reply is part of its trajectory once the client has all of it: a client that goes away before
+that ends the generation, or leaves a reply that nobody acted on.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from slipstream.generators.capture.answers import Answer, ChatAnswer, TextAnswer
+from slipstream.generators.capture.requests import (
+    MAX_REQUEST_BYTES,
+    BadRequestError,
+    ChatRequest,
+    TextRequest,
+)
+from slipstream.generators.capture.session import CaptureSession, Reply
+from slipstream.generators.turns.conversation import TrajectoryLimitError
+from slipstream.wire.errors import ConfigError, EngineError
+
+_log = logging.getLogger(__name__)
+_BEARER = "Bearer "
+T = TypeVar("T", ChatRequest, TextRequest)
+
+
+class CaptureServer:
+    """Listens for the clients of all trajectories that are under way."""
+
+    def __init__(
+        self, *, host: str, port: int, model: str, token_text: Callable[[int], str]
+    ) -> None:
+        """Prepare to serve at ``host``, on a port of the system's choice if ``port`` is 0.
+
+        ``model`` is the name that replies carry, ``token_text`` the text of one token.
+        """
+        self._host = host
+        self._port = port
+        self._model = model
+        self._token_text = token_text
+        self._sessions: dict[str, CaptureSession] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""  # of the API, once it listens
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        # A client that goes away cancels its generation.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"cannot listen at {self._host}:{self._port} (environment.listen): {error}"
+            ) from error
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}/v1"
+
+    async def close(self) -> None:
+        """Stop listening; what is under way is cancelled."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def open(self, session: CaptureSession) -> str:
+        """Serve a trajectory; return the key of its clients."""
+        key = secrets.token_hex(24)
+        self._sessions[key] = session
+        return key
+
+    def end(self, key: str) -> None:
+        """Serve a trajectory no longer; its calls under way are cancelled."""
+        session = self._sessions.pop(key, None)
+        for task in session.in_flight if session is not None else ():
+            task.cancel()
+
+    # ---- requests --------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return _refusal(401, "no such key", "invalid_api_key")
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, ChatRequest, CaptureSession.chat, ChatAnswer)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, TextRequest, CaptureSession.complete, TextAnswer)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        kind: type[T],
+        ask: Callable[[CaptureSession, T], Awaitable[Reply]],
+        form: type[Answer],
+    ) -> web.StreamResponse:
+        session = self._session(request)
+        if session is None:
+            return _refusal(401, "no such key", "invalid_api_key")
+        task = asyncio.current_task()
+        if task is not None:
+            session.in_flight.add(task)
+            task.add_done_callback(session.in_flight.discard)
+        try:
+            asked = msgspec.json.decode(await request.read(), type=kind)
+            reply = await ask(session, asked)
+        except msgspec.DecodeError as error:
+            return _refusal(400, f"not a request: {error}", "invalid_request_error")
+        except BadRequestError as error:
+            return _refusal(400, str(error), "invalid_request_error", param=error.param)
+        except TrajectoryLimitError as error:
+            return _refusal(400, str(error), "context_length_exceeded")
+        except EngineError as error:
+            return _refusal(503, str(error), "engine_failed")
+        session.keep(reply)  # before the client asks for the next one
+        try:
+            texts = self._token_text if asked.wants_logprobs else None
+            return await self._send(request, asked, form(self._model, reply, texts))
+        except (ConnectionError, asyncio.CancelledError):
+            session.abandon(reply)
+            raise
+
+    async def _send(
+        self, request: web.Request, asked: ChatRequest | TextRequest, answer: Answer
+    ) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if not asked.stream:
+            body = json.dumps(answer.whole()).encode()
+            response.content_type, response.content_length = "application/json", len(body)
+            await response.prepare(request)
+            await response.write(body)
+        else:
+            response.content_type = "text/event-stream"
+            await response.prepare(request)
+            for chunk in answer.chunks(counts_usage=asked.counts_usage):
+                await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _session(self, request: web.Request) -> CaptureSession | None:
+        given = request.headers.get("Authorization", "").removeprefix(_BEARER)
+        for key, session in self._sessions.items():
+            if hmac.compare_digest(key.encode(), given.encode()):
+                return session
+        return None
+
+
+def _refusal(status: int, message: str, code: str, *, param: str = "") -> web.Response:
+    error = {
+        "message": message,
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "code": code,
+        "param": param or None,
+    }
+    return web.json_response({"error": error}, status=status)

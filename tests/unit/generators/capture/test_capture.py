@@ -1,0 +1,418 @@
+"""The endpoint as OpenAI's own client sees it, before an engine that says what it is told."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from slipstream.generators.capture.server import CaptureServer
+from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.generators.turns.conversation import Conversation
+from slipstream.generators.turns.rendering import Rendering
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
+
+CALL = '{"name": "look", "arguments": {"at": "it"}}'
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@dataclass
+class Engine:
+    """Says the next thing, and remembers what it was asked."""
+
+    says: list[str] = field(default_factory=list)
+    asked: list[tuple[str, SamplingParams]] = field(default_factory=list)
+    sampled: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    hold: asyncio.Event | None = None
+    num_cancelled: int = 0
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        self.asked.append((decode(prompt_ids), params))
+        if self.hold is not None:
+            try:
+                await self.hold.wait()
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
+        text = self.says.pop(0)
+        if text == "fail":
+            raise EngineError("SGLang /generate: 500")
+        ids = [*encode(text), END][: params.max_new_tokens]
+        self.sampled.append((prompt_ids, ids))
+        return Completion(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            version_starts=[(0, PolicyVersion(1, len(self.sampled)))],
+            finish_reason="stop" if ids[-1] == END else "length",
+        )
+
+
+@dataclass
+class Served:
+    engine: Engine
+    session: CaptureSession
+    server: CaptureServer
+    key: str
+    client: openai.AsyncOpenAI
+
+    @property
+    def tokens(self) -> str:
+        return decode(self.session.conversation.token_ids)
+
+
+async def parse(text: str, _tools: Sequence[Json]) -> tuple[str, list[dict[str, Json]]]:
+    before, found, call = text.partition("CALL ")
+    if not found:
+        return text, []
+    function = json.loads(call)
+    function["arguments"] = json.dumps(function["arguments"])
+    return before, [{"id": "call_1", "type": "function", "function": function}]
+
+
+@asynccontextmanager
+async def served(
+    *says: str, max_turns: int = 999, max_tokens: int = 99_999
+) -> AsyncIterator[Served]:
+    engine = Engine(list(says))
+    session = CaptureSession(
+        sample=engine.sample,
+        params=SamplingParams(temperature=1.0, max_new_tokens=200),
+        rendering=Rendering(
+            ChatTemplate(TOOLS, {}, origin="test"), encode, token_text, {END, STOP}
+        ),
+        conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
+        encode=encode,
+        decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
+        parse_tools=parse,
+    )
+    server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
+    await server.start()
+    key = server.open(session)
+    client = openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0)
+    try:
+        yield Served(engine, session, server, key, client)
+    finally:
+        await client.close()
+        await server.close()
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def ask(it: Served, messages: list[Any], **options: Any) -> Any:  # noqa: ANN401 OpenAI's
+    return await it.client.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(HANG_S):
+            await test
+
+    asyncio.run(in_time())
+
+
+def test_a_second_question_has_the_tokens_of_the_first_and_of_its_reply():
+    async def test() -> None:
+        async with served("4", "six") as it:
+            first = await ask(it, [user("2+2?")])
+            assert first.choices[0].message.content == "4"
+            assert first.choices[0].finish_reason == "stop"
+            assert first.usage.completion_tokens == 2
+            history = [user("2+2?"), first.choices[0].message, user("3+3?")]
+            second = await ask(it, history)
+            assert second.choices[0].message.content == "six"
+            assert it.session.conversation.branches == ()
+            assert [turn.num_tokens for turn in it.session.conversation.turns] == [2, 4]
+            assert it.tokens == (
+                "<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"
+                "\n<|user|>\n3+3?<|end|>\n<|assistant|>\nsix<|end|>"
+            )
+
+    run(test())
+
+
+def test_calls_of_tools_and_their_results_continue_a_trajectory():
+    async def test() -> None:
+        async with served("let me CALL " + CALL, "found") as it:
+            first = await ask(it, [user("where?")], tools=[LOOK])
+            (choice,) = first.choices
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "let me "
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, call.function.arguments) == ("look", '{"at": "it"}')
+            result = {"role": "tool", "tool_call_id": call.id, "content": "here"}
+            await ask(it, [user("where?"), choice.message, result], tools=[LOOK])
+            assert it.session.conversation.branches == ()
+            assert f"let me CALL {CALL}<|end|>\n<|user|><result>here</result>" in it.tokens
+
+    run(test())
+
+
+def test_a_stream_says_the_same_in_pieces():
+    async def test() -> None:
+        async with served("a reply of more than one piece", "CALL " + CALL) as it:
+            stream = await ask(it, [user("?")], stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            assert text == "a reply of more than one piece"
+            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+            assert chunks[-1].usage.completion_tokens == len(text) + 1
+            stream = await ask(it, [user("!")], stream=True, tools=[LOOK])
+            calls = [c.choices[0].delta.tool_calls async for c in stream if c.choices]
+            assert [one[0].function.name for one in calls if one] == ["look"]
+
+    run(test())
+
+
+def test_logprobs_are_of_the_chosen_tokens():
+    async def test() -> None:
+        async with served("ab", "cd") as it:
+            chat = await ask(it, [user("?")], logprobs=True)
+            rows = chat.choices[0].logprobs.content
+            assert [(row.token, row.logprob) for row in rows] == [
+                ("a", -0.5),
+                ("b", -0.5),
+                ("<|end|>", -0.5),
+            ]
+            text = await it.client.completions.create(model="policy", prompt="x", logprobs=0)
+            assert text.choices[0].logprobs is not None
+            assert text.choices[0].logprobs.tokens == ["c", "d", "<|end|>"]
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "rewritten",
+    [
+        [user("2+3?"), {"role": "assistant", "content": "4"}, user("so?")],  # edited
+        [{"role": "system", "content": "they spoke of sums"}, user("so?")],  # compacted
+        [user("2+2?"), {"role": "assistant", "content": "four"}, user("so?")],  # put in its mouth
+        [user("2+2?")],  # asked again
+    ],
+)
+def test_a_history_that_was_rewritten_opens_a_branch(rewritten: list[Any]):
+    async def test() -> None:
+        async with served("4", "more") as it:
+            await ask(it, [user("2+2?")])
+            await ask(it, rewritten)
+            conversation = it.session.conversation
+            first = len(encode("<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"))
+            assert conversation.branches == (first,)
+            whole = ChatTemplate(TOOLS, {}, origin="test").text(rewritten)
+            assert decode(conversation.token_ids[first:]) == whole + "more<|end|>"
+            assert [turn.num_tokens for turn in conversation.turns] == [2, 5]
+
+    run(test())
+
+
+def test_a_history_that_is_cut_after_a_reply_keeps_the_tokens_of_that_reply():
+    async def test() -> None:
+        async with served("4", "6", "8") as it:
+            one = (await ask(it, [user("2+2?")])).choices[0].message
+            await ask(it, [user("2+2?"), one, user("3+3?")])
+            await ask(it, [user("2+2?"), one, user("4+4?")])
+            ids = it.session.conversation.token_ids
+            (start,) = it.session.conversation.branches
+            before = [*it.engine.sampled[0][0], *it.engine.sampled[0][1]]
+            assert ids[start:][: len(before)] == before
+
+    run(test())
+
+
+def test_a_text_that_goes_on_keeps_the_tokens_of_the_reply_in_it():
+    async def test() -> None:
+        async with served("b", "d") as it:
+            first = await it.client.completions.create(model="policy", prompt="a")
+            assert first.choices[0].text == "b"
+            await it.client.completions.create(model="policy", prompt="abc")
+            assert it.tokens == "ab<|end|>cd<|end|>"
+            assert it.session.conversation.branches == ()
+
+    run(test())
+
+
+def test_parallel_calls_are_branches_and_none_is_lost():
+    async def test() -> None:
+        async with served("1", "2", "3") as it:
+            await asyncio.gather(*(ask(it, [user("?")]) for _ in range(3)))
+            conversation = it.session.conversation
+            assert len(conversation.branches) == 2
+            assert sum(turn.num_tokens for turn in conversation.turns) == 6
+
+    run(test())
+
+
+def test_a_client_that_goes_away_ends_the_generation_and_leaves_nothing():
+    async def test() -> None:
+        async with served("late", "on time") as it:
+            it.engine.hold = asyncio.Event()
+            call = asyncio.create_task(ask(it, [user("?")]))
+            await until_async(lambda: it.engine.asked)
+            call.cancel()
+            await until_async(lambda: it.engine.num_cancelled)
+            assert it.session.conversation.num_tokens == 0
+            it.engine.hold = None
+            await ask(it, [user("?")])
+            assert it.session.conversation.num_turns == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "why"),
+    [
+        ({"n": 2}, "n", "one reply"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only chosen tokens"),
+        ({"tools": [LOOK], "tool_choice": "required"}, "tool_choice", "not the policy's choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "forced into a form"),
+        ({"stop": [""]}, "stop", "empty"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(options: dict[str, Any], param: str, why: str):
+    async def test() -> None:
+        async with served("x") as it:
+            with pytest.raises(openai.BadRequestError, match=why) as caught:
+                await ask(it, [user("?")], **options)
+            assert caught.value.param == param
+            assert not it.engine.asked
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"{", "not a request"),
+        (b"\xff\xfe", "not a request"),
+        (b'{"messages": "hello"}', "not a request"),
+        (b'{"messages": []}', "messages is empty"),
+        (b'{"messages": [{"role": 4}]}', "has the role 4"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is not text"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}', "is not a call"),
+        (b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 0}', "not a request"),
+    ],
+)
+def test_bad_requests_have_reasons(body: bytes, why: str):
+    async def test() -> None:
+        async with served("x") as it, aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {it.key}"}
+            url = f"{it.server.url}/chat/completions"
+            async with http.post(url, data=body, headers=headers) as answer:
+                assert answer.status == 400
+                assert why in (await answer.json())["error"]["message"]
+
+    run(test())
+
+
+def test_without_its_key_nobody_speaks_for_a_trajectory():
+    async def test() -> None:
+        async with served("x") as it:
+            stranger = it.client.with_options(api_key="no")
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.chat.completions.create(model="p", messages=[user("?")])
+            it.server.end(it.key)
+            with pytest.raises(openai.AuthenticationError):
+                await ask(it, [user("?")])
+
+    run(test())
+
+
+def test_an_engine_that_fails_is_no_fault_of_the_client():
+    async def test() -> None:
+        async with served("fail") as it:
+            with pytest.raises(openai.InternalServerError, match="SGLang /generate: 500"):
+                await ask(it, [user("?")])
+            assert it.session.conversation.num_turns == 0
+
+    run(test())
+
+
+def test_a_reply_is_no_longer_than_the_trajectory_may_be():
+    async def test() -> None:
+        async with served("x" * 50, "y", max_tokens=60) as it:
+            reply = await ask(it, [user("?")])
+            assert reply.choices[0].finish_reason == "length"
+            assert it.session.conversation.num_tokens == 60
+            with pytest.raises(openai.BadRequestError, match="60 at most") as caught:
+                await ask(it, [user("?"), reply.choices[0].message, user("and?")])
+            assert caught.value.code == "context_length_exceeded"
+
+    run(test())
+
+
+def test_a_client_s_own_sampling_parameters_do_not_change_the_distribution():
+    async def test() -> None:
+        async with served("x") as it:
+            await ask(it, [user("?")], temperature=0.1, top_p=0.5, max_tokens=7, stop=["!"])
+            ((_, params),) = it.engine.asked
+            assert (params.temperature, params.top_p) == (1.0, 1.0)
+            assert (params.max_new_tokens, params.stop) == (7, ("!",))
+
+    run(test())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_history(seed: int):
+    """Continue, edit, cut, compact, call tools, ask in parallel, go away."""
+    rng = random.Random(seed)
+
+    def text() -> str:
+        return "".join(rng.choices("ab <|>\n", k=rng.randint(1, 6)))
+
+    async def turn(it: Served, messages: list[Any]) -> list[Any]:
+        reply = await ask(it, messages, tools=[LOOK], stream=False)
+        return [*messages, reply.choices[0].message]
+
+    async def test() -> None:
+        says = [f"{text()}CALL {CALL}" if rng.random() < 0.3 else text() for _ in range(60)]
+        async with served(*says) as it:
+            histories: list[list[Any]] = [[]]
+            for _ in range(25):
+                history = list(rng.choice(histories))
+                match rng.choice(["on", "on", "on", "cut", "edit", "compact", "both", "leave"]):
+                    case "cut":
+                        history = history[: rng.randint(0, len(history))]
+                    case "edit" if history:
+                        history[rng.randrange(len(history))] = user(text())
+                    case "compact":
+                        history = [{"role": "system", "content": text()}, *history[-1:]]
+                    case "both":
+                        histories += await asyncio.gather(
+                            turn(it, [*history, user("1")]), turn(it, [*history, user("1")])
+                        )
+                        continue
+                    case "leave":
+                        it.engine.hold = asyncio.Event()
+                        call = asyncio.create_task(turn(it, [*history, user(text())]))
+                        await asyncio.sleep(rng.uniform(0, 0.01))
+                        call.cancel()
+                        it.engine.hold.set()
+                        await asyncio.gather(call, return_exceptions=True)
+                        await until_async(lambda: not it.session.in_flight)
+                        it.engine.hold = None
+                        continue
+                    case _:
+                        pass
+                histories.append(await turn(it, [*history, user(text())]))
+            conversation = it.session.conversation
+            ids = conversation.token_ids
+            trained = sorted(tuple(ids[t.first_token : t.end]) for t in conversation.turns)
+            sampled = sorted(tuple(reply) for _, reply in it.engine.sampled)
+            for one in trained:  # each as the engine sampled it, and no more often
+                sampled.remove(one)
+            assert len(sampled) == it.session.num_abandoned
+
+    run(test())
