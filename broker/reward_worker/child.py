@@ -19,8 +19,6 @@ from slipstream.broker.reward_worker.messages import (
     Load,
     Loaded,
     LoadFailed,
-    Unframer,
-    frame_of,
     to_child,
 )
 from slipstream.broker.rewards.loading import RewardFunction, load_function
@@ -33,6 +31,7 @@ from slipstream.broker.rewards.outcomes import (
     unavailable,
 )
 from slipstream.broker.rewards.sdk import Unavailable
+from slipstream.broker.sandbox.frames import Unframer, frame_of
 from slipstream.wire.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.child import EXIT_BROKEN
 from slipstream.broker.reward_worker.choice import RewardChoice
 from slipstream.broker.reward_worker.messages import Answered, Load
-from slipstream.broker.reward_worker.process import ChildProcess
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
 from slipstream.broker.reward_worker.slot import Slot, how_it_ended
 from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, unavailable
+from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.jail import check_jail
 from slipstream.broker.sandbox.process_table import now_s, process_table
 from slipstream.wire.errors import ConfigError

@@ -18,10 +18,11 @@ from slipstream.broker.reward_worker.messages import (
     Load,
     Loaded,
     LoadFailed,
+    from_child,
 )
-from slipstream.broker.reward_worker.process import ChildProcess
 from slipstream.broker.reward_worker.queue import PendingCall
 from slipstream.broker.rewards.outcomes import Fault
+from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.process_table import ProcessRow, Usage, now_s, process_table
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
@@ -85,7 +86,8 @@ class Slot:
         loading: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         child = ChildProcess(
             f"reward child {self.number}",
-            lambda message: self._received(child, message),
+            "slipstream.broker.reward_worker.child",
+            lambda body: self._received(child, from_child.decode(body)),
             lambda code: self._ended(child, code),
         )
         self.child, self._loading = child, loading

@@ -80,6 +80,7 @@ class CaptureSession:
         self._replies: dict[tuple[bytes, ...], Reply] = {}
         self.in_flight: set[asyncio.Task[object]] = set()
         self.num_abandoned = 0  # replies that no client got
+        self.newest_messages: list[Mapping[str, Json]] = []  # of a chat, the reply included
 
     async def chat(self, request: ChatRequest) -> Reply:
         """Have the policy reply to messages; ``keep`` makes it part of the trajectory.
@@ -105,6 +106,7 @@ class CaptureSession:
         if tools:
             text, calls = await self._parse_tools(text, tools)
         reply = Reply(prompt_ids, completion, text, calls, ())
+        self.newest_messages = [*request.messages, reply.message]
         return replace(reply, history=(*keys, _key(normalized(reply.message))))
 
     async def complete(self, request: TextRequest) -> Reply:

@@ -111,6 +111,11 @@ class Conversation:
         return sum(len(branch.calls) for branch in self._branches)
 
     @property
+    def is_full(self) -> bool:
+        """True if it has all the turns that it may have."""
+        return self.num_turns >= self._max_turns
+
+    @property
     def num_tokens(self) -> int:
         """Tokens so far, of all branches."""
         return sum(len(branch.token_ids) for branch in self._branches)
@@ -122,7 +127,7 @@ class Conversation:
             TrajectoryLimitError: none.
         """
         branch = self._continued(prompt_ids)
-        if self.num_turns >= self._max_turns:
+        if self.is_full:
             raise TrajectoryLimitError(
                 f"a trajectory has {self._max_turns} turns at most (environment.max_turns)"
             )

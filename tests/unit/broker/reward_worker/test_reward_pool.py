@@ -12,24 +12,17 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.broker.config import RewardSection, RewardTable
-from slipstream.broker.reward_worker import process
 from slipstream.broker.reward_worker.child import Link, Runner
 from slipstream.broker.reward_worker.choice import RewardChoice
-from slipstream.broker.reward_worker.messages import (
-    Answered,
-    Call,
-    Load,
-    Unframer,
-    frame_of,
-    from_child,
-    to_child,
-)
-from slipstream.broker.reward_worker.output import OutputLog
+from slipstream.broker.reward_worker.messages import Answered, Call, Load, from_child, to_child
 from slipstream.broker.reward_worker.queue import request_of
 from slipstream.broker.reward_worker.slot import how_it_ended
 from slipstream.broker.rewards.loading import load_function
 from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
 from slipstream.broker.rewards.sdk import Takes
+from slipstream.broker.sandbox import child_process
+from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.output import OutputLog
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     children_by_parent,
@@ -256,8 +249,8 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
     jailed: bool, rows: list[ProcessRow], doomed: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     killed: list[int] = []
-    monkeypatch.setattr(process, "kill", killed.append)
-    child = process.ChildProcess("child", lambda _: None, lambda _: None)
+    monkeypatch.setattr(child_process, "kill", killed.append)
+    child = child_process.ChildProcess("child", "none", lambda _: None, lambda _: None)
     child._process, child._jailed = SimpleNamespace(pid=50), jailed  # type: ignore[assignment]
     child._at_load = {52}
     table = {one.pid: one for one in [row(1, 0), row(2, 0), row(7, 1), *rows]}

@@ -1,4 +1,4 @@
-"""One child of a reward worker: start it, talk to it, measure it, end it with all it started."""
+"""One child that runs foreign code: start it, talk to it, measure it, end it and all it started."""
 
 import asyncio
 import fcntl
@@ -12,18 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from typing_extensions import override
 
-from slipstream.broker.reward_worker.messages import (
-    FromChild,
-    ToChild,
-    Unframer,
-    frame_of,
-    from_child,
-)
-from slipstream.broker.reward_worker.output import OutputLog
+from slipstream.broker.sandbox.frames import Unframer, frame_of
 from slipstream.broker.sandbox.jail import jailed as in_namespace
 from slipstream.broker.sandbox.jail import kept
+from slipstream.broker.sandbox.output import OutputLog
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     Usage,
@@ -49,10 +44,19 @@ class ChildProcess(asyncio.Protocol):
     """A running child. Both callbacks are called in the event loop; ``ended`` once, at the end."""
 
     def __init__(
-        self, name: str, received: Callable[[FromChild], None], ended: Callable[[int | None], None]
+        self,
+        name: str,
+        module: str,
+        received: Callable[[bytes], None],
+        ended: Callable[[int | None], None],
     ) -> None:
-        """Take callbacks: for messages, and for the exit code (None: it sends nonsense)."""
+        """Take the module to run, and callbacks: for messages, and for the exit code.
+
+        ``received`` raises ProtocolError or msgspec's errors at nonsense; then ``ended`` gets None.
+        The module is run with ``--link DESCRIPTOR``, a socket.
+        """
         self._name = name
+        self._module = module
         self._received = received
         self._ended = ended
         self._frames = Unframer()
@@ -75,8 +79,7 @@ class ChildProcess(asyncio.Protocol):
         self._jailed = jailed
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
-        module = "slipstream.broker.reward_worker.child"
-        command = [sys.executable, "-m", module, "--link", str(theirs.fileno())]
+        command = [sys.executable, "-m", self._module, "--link", str(theirs.fileno())]
         command = in_namespace(command, hide=hide) if jailed else kept(command)
         with theirs:
             try:
@@ -113,7 +116,7 @@ class ChildProcess(asyncio.Protocol):
         """The process id, or nothing before the start."""
         return [] if self._process is None else [self._process.pid]
 
-    def send(self, message: ToChild) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Send a message to the child."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame_of(message))
@@ -131,7 +134,7 @@ class ChildProcess(asyncio.Protocol):
         """Hand over the messages that are complete."""
         try:
             for body in self._frames.feed(data):
-                self._received(from_child.decode(body))
+                self._received(body)
         except (ProtocolError, *UNREADABLE):
             if self._transport is not None:
                 self._transport.close()

@@ -1,0 +1,187 @@
+"""The process of one trajectory: its environment, or an agent with a client of its own.
+
+It stays until it is killed, so that whatever it has started can be found below it.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.generators.environments.loading import LoadedEnvironment
+from slipstream.generators.environments.messages import (
+    MAX_OBSERVATION_BYTES,
+    Begin,
+    Connected,
+    Fork,
+    FromEnvironment,
+    Replied,
+    ToEnvironment,
+    Turned,
+    Unable,
+    to_environment,
+)
+from slipstream.generators.environments.sdk import (
+    Environment,
+    Messages,
+    Reply,
+    Step,
+    ToolCall,
+    Unavailable,
+    schema_of,
+)
+from slipstream.wire.messages.trajectory import ChatMessage, Json
+
+_READ_BYTES = 1 << 16
+
+
+def act(environment: LoadedEnvironment, order: Fork) -> None:
+    """Serve one trajectory, then wait for the end."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(order.address)
+    connection.setblocking(False)
+    asyncio.run(_Acting(environment, connection).serve(order.ticket))
+
+
+class _Acting:
+    def __init__(self, environment: LoadedEnvironment, connection: socket.socket) -> None:
+        self._loaded = environment
+        self._connection = connection
+        self._frames = Unframer()
+        self._bodies: list[bytes] = []
+
+    async def serve(self, ticket: str) -> None:
+        await self._send(Connected(ticket=ticket))
+        made: Environment | None = None
+        try:
+            begin = await self._receive()
+            if isinstance(begin, Begin) and self._loaded.rollout is not None:
+                await self._send(await _driven(self._loaded.rollout, begin))
+            elif isinstance(begin, Begin) and self._loaded.make is not None:
+                made = self._loaded.make()
+                await self._turns(made, begin)
+        except Unavailable as error:
+            await self._send(Unable(reason=str(error) or "Unavailable"))
+        except BaseException as error:  # noqa: BLE001 foreign code may raise anything
+            await self._send(Unable(reason=f"{type(error).__name__}: {error}"[:2_000]))
+        while await self._receive() is not None:
+            pass  # it is over; the generator hangs up and kills
+        if made is not None:
+            with suppress(Exception):
+                await made.close()
+
+    async def _turns(self, environment: Environment, begin: Begin) -> None:
+        first = messages_of(await environment.reset(begin.prompt))
+        tools = tuple(schema_of(tool) for tool in environment.tools)
+        await self._send(Turned(messages=first, tools=tools))
+        while isinstance(replied := await self._receive(), Replied):
+            found = await environment.step(reply_of(replied))
+            step = found if isinstance(found, Step) else Step(messages=found)
+            turned = Turned(
+                messages=messages_of(step.messages),
+                reward=number(step.reward, "reward"),
+                done=bool(step.done),
+                parts={str(name): number(one, name) or 0.0 for name, one in step.parts.items()},
+            )
+            await self._send(turned)
+            if turned.done or not turned.messages:
+                return
+
+    async def _send(self, message: FromEnvironment) -> None:
+        frame = frame_of(message)
+        if len(frame) > MAX_OBSERVATION_BYTES:
+            frame = frame_of(
+                Unable(
+                    reason=f"the environment says {len(frame)} bytes, at most "
+                    f"{MAX_OBSERVATION_BYTES} in a turn"
+                )
+            )
+        await asyncio.get_running_loop().sock_sendall(self._connection, frame)
+
+    async def _receive(self) -> ToEnvironment | None:
+        loop = asyncio.get_running_loop()
+        while not self._bodies:
+            data = await loop.sock_recv(self._connection, _READ_BYTES)
+            if not data:
+                return None
+            self._bodies += self._frames.feed(data)
+        return to_environment.decode(self._bodies.pop(0))
+
+
+async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
+    import openai  # slow, and for such functions alone
+
+    client = openai.AsyncOpenAI(base_url=begin.url, api_key=begin.api_key, max_retries=0)
+    try:
+        found = await rollout(client, begin.prompt)
+    finally:
+        await client.close()
+    if isinstance(found, Mapping):
+        parts = {str(name): number(one, name) or 0.0 for name, one in found.items()}
+        return Turned(messages=(), reward=parts.pop("score", None), done=True, parts=parts)
+    return Turned(messages=(), reward=number(found, "reward"), done=True)
+
+
+def number(value: object, name: str) -> float | None:
+    """Return a number that an environment gave; None is none.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"{name} is {type(value).__name__}, expected a number")
+
+
+def messages_of(said: Messages) -> tuple[dict[str, Json], ...]:
+    """Return what an environment says as messages of OpenAI's API.
+
+    Raises:
+        TypeError: it is no text, and no message of text.
+    """
+    if isinstance(said, str):
+        return ({"role": "user", "content": said},)
+    several = [said] if isinstance(said, Mapping) else list(said)
+    found: list[dict[str, Json]] = []
+    for one in several:
+        if isinstance(one, ChatMessage):
+            found.append({"role": one.role, "content": one.content})
+        elif isinstance(one, Mapping):
+            found.append(dict(one))
+        else:
+            raise TypeError(f"a message is {type(one).__name__}, expected text or a mapping")
+        content = found[-1].get("content")
+        if not isinstance(content, str | list):
+            raise TypeError(f"content of a message is {type(content).__name__}, expected text")
+    msgspec.json.encode(found)  # what JSON does not have is an error here
+    return tuple(found)
+
+
+def reply_of(replied: Replied) -> Reply:
+    """Return a reply as environments get it."""
+    calls = []
+    for call in replied.tool_calls:
+        function = call["function"]
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+        calls.append(ToolCall(function["name"], arguments, call.get("id", "")))
+    return Reply(replied.text, tuple(calls), replied.finish_reason, replied.num_tokens)
+
+
+def become_a_reaper() -> None:
+    """Have orphans below this process become its children, so that they are found."""
+    import ctypes
+
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def own_session() -> None:
+    """Leave the session of the process that was forked."""
+    os.setsid()

@@ -1,0 +1,398 @@
+"""Starts an environment's processes, talks to them, measures them and ends them.
+
+One process has the environment imported; it forks one for each trajectory. A trajectory's process
+that takes too long or too much is killed with all that it has started; if the first one ends, all
+of its trajectories fail and another is started.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.broker.sandbox.child_process import ChildProcess
+from slipstream.broker.sandbox.frames import LENGTH_BYTES, frame_of
+from slipstream.broker.sandbox.jail import check_jail
+from slipstream.broker.sandbox.process_table import (
+    ProcessRow,
+    children_by_parent,
+    descendants,
+    kill_all,
+    process_table,
+    usage_of,
+)
+from slipstream.generators.environments.messages import (
+    MAX_OBSERVATION_BYTES,
+    Connected,
+    Ended,
+    EnvironmentLoaded,
+    Fork,
+    FromEnvironment,
+    FromLoader,
+    LoadEnvironment,
+    LoadFailed,
+    ToEnvironment,
+    from_environment,
+    from_loader,
+)
+from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.process.patience import Patience, signs_of
+
+_log = logging.getLogger(__name__)
+_IMPORT_S = 120.0  # without a sign of life
+_CONNECT_S = 60.0
+_POLL_S = 0.2
+_KILL_S = 60.0
+_LONGEST_BACKOFF_S = 30.0
+_MODULE = "slipstream.generators.environments.loader"
+
+
+class EnvironmentFailedError(SlipstreamError):
+    """An environment cannot go on with a trajectory, and why."""
+
+
+@dataclass(slots=True)
+class Acting:
+    """The process of one trajectory."""
+
+    number: int
+    connected: "asyncio.Future[Any]"
+    failed: "asyncio.Future[Any]"  # why it cannot go on
+    reader: asyncio.StreamReader | None = None
+    writer: asyncio.StreamWriter | None = None
+    pid: int = 0
+
+    async def tell(self, message: ToEnvironment) -> None:
+        """Send it a message."""
+        if self.writer is None:
+            raise EnvironmentFailedError("the environment's process is not there")
+        try:
+            self.writer.write(frame_of(message))
+            await self.writer.drain()
+        except ConnectionError as error:
+            raise EnvironmentFailedError(self._why(str(error))) from error
+
+    async def hear(self) -> FromEnvironment:
+        """Return its next message.
+
+        Raises:
+            EnvironmentFailedError: there comes none.
+        """
+        if self.reader is None:
+            raise EnvironmentFailedError("the environment's process is not there")
+        reading: asyncio.Future[Any] = asyncio.ensure_future(read_message(self.reader))
+        try:
+            await asyncio.wait({reading, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                message: FromEnvironment = reading.result()
+                return message
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError) as error:
+            with suppress(TimeoutError):  # how it ended is known in a moment
+                async with asyncio.timeout(_POLL_S):
+                    await asyncio.shield(self.failed)
+            raise EnvironmentFailedError(self._why(f"it sent nonsense: {error}")) from error
+        finally:
+            reading.cancel()
+        raise EnvironmentFailedError(self._why(""))
+
+    def _why(self, otherwise: str) -> str:
+        return str(self.failed.result()) if self.failed.done() else otherwise
+
+
+@dataclass(slots=True)
+class Limits:
+    """Of one trajectory's processes."""
+
+    memory_mb: int
+    max_processes: int
+
+
+class EnvironmentHost:
+    """Processes of one environment. Make one with ``start``; close it."""
+
+    def __init__(
+        self,
+        function: str,
+        options: Mapping[str, Json],
+        limits: Limits,
+        *,
+        jailed: bool,
+        hide: Sequence[Path],
+        environment: Mapping[str, str],
+    ) -> None:
+        """Prepare; ``start`` starts."""
+        self.version = ""
+        self.drives_itself = False
+        self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by why
+        self._load = LoadEnvironment(function=function, options=dict(options))
+        self._limits = limits
+        self._jailed = jailed
+        self._hide = hide
+        self._environment = environment
+        self._folder = Path(tempfile.mkdtemp(prefix="se-"))  # short: the path of a socket
+        self._numbers = itertools.count(1)
+        self._acting: dict[int, Acting] = {}
+        self._by_ticket: dict[str, Acting] = {}
+        self._loader: ChildProcess | None = None
+        self._ready = asyncio.Event()
+        self._why_not = ""
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        function: str,
+        options: Mapping[str, Json],
+        limits: Limits,
+        *,
+        jailed: bool = True,
+        hide: Sequence[Path] = (),
+        environment: Mapping[str, str],
+    ) -> "EnvironmentHost":
+        """Import an environment.
+
+        Call it on the main thread: the process dies with the thread that forked it.
+
+        Args:
+            function: ``MODULE:NAME`` or ``FILE.py:NAME``.
+            options: its keyword arguments.
+            limits: of one trajectory.
+            jailed: in a PID namespace, so that nothing is left of it.
+            hide: files and folders that it must not see.
+            environment: its variables.
+
+        Raises:
+            ConfigError: it cannot be imported, or there is no jail here.
+        """
+        host = cls(function, options, limits, jailed=jailed, hide=hide, environment=environment)
+        try:
+            if jailed:
+                await asyncio.to_thread(check_jail)
+            address = str(host._folder / "socket")
+            host._server = await asyncio.start_unix_server(host._connected, address)
+            await host._start_loader()
+        except BaseException:
+            await host.close()
+            raise
+        host._in_background(host._watch())
+        return host
+
+    @asynccontextmanager
+    async def trajectory(self) -> AsyncIterator[Acting]:
+        """Yield the process of a trajectory; afterwards it is killed with all that it started.
+
+        Raises:
+            EnvironmentFailedError: it does not start.
+        """
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await self._ready.wait()
+        except TimeoutError:
+            raise EnvironmentFailedError(
+                f"the environment does not start: {self._why_not}"
+            ) from None
+        loop = asyncio.get_running_loop()
+        number, ticket = next(self._numbers), secrets.token_hex(16)
+        acting = Acting(number, loop.create_future(), loop.create_future())
+        self._acting[number] = self._by_ticket[ticket] = acting
+        try:
+            if self._loader is None:
+                raise EnvironmentFailedError("the environment's process has ended")
+            fork = Fork(number=number, address=str(self._folder / "socket"), ticket=ticket)
+            self._loader.send(fork)
+            ends = {acting.connected, acting.failed}
+            await asyncio.wait(ends, timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not acting.connected.done():
+                raise EnvironmentFailedError(acting._why("its process does not connect"))
+            yield acting
+        finally:
+            self._by_ticket.pop(ticket, None)
+            if acting.writer is not None:
+                acting.writer.close()
+            await asyncio.shield(self._in_background(self._kill(acting)))
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        self._closed = True
+        for acting in self._acting.values():
+            _fail(acting, "the generator ends")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._loader is not None:
+            await self._loader.end()
+        if self._server is not None:
+            self._server.close()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    # ---- the process that has it imported ----------------------------------------
+
+    async def _start_loader(self) -> None:
+        loaded: asyncio.Future[EnvironmentLoaded] = asyncio.get_running_loop().create_future()
+
+        def received(body: bytes) -> None:
+            message: FromLoader = from_loader.decode(body)
+            match message:
+                case EnvironmentLoaded() if not loaded.done():
+                    loaded.set_result(message)
+                case LoadFailed(message=why) if not loaded.done():
+                    loaded.set_exception(ConfigError(why))
+                case Ended(number=number, code=code):
+                    if (acting := self._acting.get(number)) is not None:
+                        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+                        _fail(acting, f"its process ended {how}")
+                case _:
+                    pass
+
+        def ended(code: int | None) -> None:
+            if not loaded.done():
+                loaded.set_exception(ConfigError(f"its process ended with code {code}"))
+            elif self._loader is loader and not self._closed:
+                self._lost(loader, code)
+
+        loader = ChildProcess("environment", _MODULE, received, ended)
+        try:
+            await loader.start(jailed=self._jailed, hide=self._hide, environment=self._environment)
+            loader.send(self._load)
+            patience = Patience("the environment to load", _IMPORT_S, signs_of(lambda: loader.pids))
+            while not (await asyncio.wait({loaded}, timeout=_POLL_S))[0]:
+                if patience.is_over():
+                    loaded.set_exception(
+                        ConfigError(
+                            f"the environment does not load: its process {patience.why} "
+                            "(environment.function)"
+                        )
+                    )
+            found = loaded.result()
+        except BaseException:
+            await loader.end()
+            raise
+        self.version, self.drives_itself = found.version, found.drives_itself
+        self._loader = loader
+        self._ready.set()
+
+    def _lost(self, loader: ChildProcess, code: int | None) -> None:
+        self._ready.clear()
+        self._loader = None
+        self.replaced["loader"] += 1
+        _log.error("the environment's process ended with code %s and is started again", code)
+        for acting in self._acting.values():
+            _fail(acting, "the environment's process ended")
+        self._in_background(self._replace(loader))
+
+    async def _replace(self, loader: ChildProcess) -> None:
+        await loader.end()
+        failures = 0
+        while not self._closed:
+            try:
+                await self._start_loader()
+            except (ConfigError, OSError) as error:
+                self._why_not = str(error)
+                _log.error("the environment does not start: %s", error)
+                await asyncio.sleep(min(2.0**failures, _LONGEST_BACKOFF_S))
+                failures += 1
+            else:
+                return
+
+    # ---- trajectories' processes ---------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                first = await read_message(reader)
+        except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
+            writer.close()
+            return
+        ticket = first.ticket if isinstance(first, Connected) else ""
+        acting = self._by_ticket.pop(ticket, None)
+        if acting is None or acting.connected.done():
+            writer.close()
+            return
+        acting.reader, acting.writer = reader, writer
+        acting.pid = _peer(writer)
+        acting.connected.set_result(None)
+
+    async def _kill(self, acting: Acting) -> None:
+        """Kill a trajectory's process and all below it."""
+        started: dict[int, float] = {}
+        if acting.pid:
+            table = process_table()
+            row = table.get(acting.pid)
+            if row is not None and not row.is_zombie:
+                family = [acting.pid, *descendants(acting.pid, children_by_parent(table))]
+                started = {pid: table[pid].started_s for pid in family if pid in table}
+        if started and (left := await kill_all(started, timeout_s=_KILL_S)):
+            _log.error("trajectory %d left processes behind: %s", acting.number, left)
+        self._acting.pop(acting.number, None)
+
+    async def _watch(self) -> None:
+        """Measure trajectories' processes; end those over their limits."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if not self._acting:
+                continue
+            table = process_table()
+            children = children_by_parent(table)
+            for acting in list(self._acting.values()):
+                if acting.pid and not acting.failed.done():
+                    self._measure(acting, table, children)
+
+    def _measure(
+        self, acting: Acting, table: Mapping[int, ProcessRow], children: Mapping[int, list[int]]
+    ) -> None:
+        used = usage_of((acting.pid, *descendants(acting.pid, children)), table)
+        limits = self._limits
+        if used.rss_bytes > limits.memory_mb << 20:
+            self.replaced["memory"] += 1
+            why = f"took more than environment.memory_mb = {limits.memory_mb}"
+        elif used.num_tasks > limits.max_processes:
+            self.replaced["processes"] += 1
+            why = f"has more than environment.max_processes = {limits.max_processes}"
+        else:
+            return
+        _fail(acting, f"killed: it {why}")
+
+    def _in_background(self, job: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def read_message(reader: asyncio.StreamReader) -> FromEnvironment:
+    """Return the next message on a stream."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    if length > MAX_OBSERVATION_BYTES:
+        raise ConnectionError(f"a message of {length} bytes, at most {MAX_OBSERVATION_BYTES}")
+    return from_environment.decode(await reader.readexactly(length))
+
+
+def _peer(writer: asyncio.StreamWriter) -> int:
+    """Return the process id of whoever connected, as this host sees it."""
+    connection = writer.get_extra_info("socket")
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return pid if pid != os.getpid() else 0
+
+
+def _fail(acting: Acting, why: str) -> None:
+    if not acting.failed.done():
+        acting.failed.set_result(why)

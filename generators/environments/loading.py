@@ -1,0 +1,78 @@
+"""Find an environment by its name: a class, or a function that drives an agent itself."""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.generators.environments.sdk import Environment, schema_of
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.source_files import module_named
+from slipstream.wire.messages.trajectory import Json
+
+_SETTING = "environment"
+_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnvironment:
+    """An environment that trajectories can be begun with."""
+
+    version: str
+    make: Callable[[], Environment] | None  # None: it drives itself
+    rollout: Callable[..., Any] | None
+
+
+def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironment:
+    """Return what ``MODULE:NAME`` or ``FILE.py:NAME`` names.
+
+    Raises:
+        ConfigError: there is no such thing, it takes no such options, or a tool has no schema.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not (colon and where and attribute):
+        raise ConfigError(f"{_SETTING}.function {name!r} is not MODULE:NAME or FILE.py:NAME")
+    try:
+        module = module_named(where)
+        target: Any = getattr(module, attribute)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"cannot load {_SETTING}.function {name!r}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(target):
+        raise ConfigError(f"{_SETTING}.function {name!r} is neither a class nor a function")
+    version = str(getattr(target, "version", "")) or _digest(module.__file__ or "")
+    first = () if inspect.isclass(target) else (None, None)
+    try:
+        inspect.signature(target).bind(*first, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_SETTING}.options of {name!r}: {error}") from error
+    if not inspect.isclass(target):
+        if not inspect.iscoroutinefunction(target):
+            raise ConfigError(
+                f"{_SETTING}.function {name!r} is a function and not async: expected a class with "
+                "a method step, or `async def rollout(client, prompt)`"
+            )
+        return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
+    for method in ("reset", "step", "call", "close"):
+        found = getattr(target, method, None) or getattr(Environment, method)
+        if not inspect.iscoroutinefunction(found):
+            raise ConfigError(f"{_SETTING}.function {name!r}: its method {method} is not async")
+    if not callable(getattr(target, "step", None)):
+        raise ConfigError(f"{_SETTING}.function {name!r} is a class without a method step")
+    try:
+        for tool in getattr(target, "tools", ()):
+            schema_of(tool)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"{_SETTING}.function {name!r}: {error}") from error
+    made: Any = target  # a class of the user, which need not be a subclass
+    return LoadedEnvironment(version, lambda: made(**options), None)
+
+
+def _digest(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:_DIGITS]
+    except OSError:
+        return ""

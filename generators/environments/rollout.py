@@ -1,0 +1,143 @@
+"""One trajectory of several turns: environment and policy in turns, until one of them is done."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slipstream.generators.capture.requests import ChatRequest
+from slipstream.generators.capture.server import CaptureServer
+from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.environments.host import Acting, EnvironmentFailedError, EnvironmentHost
+from slipstream.generators.environments.messages import Begin, Replied, Turned, Unable
+from slipstream.generators.turns.conversation import TrajectoryLimitError
+from slipstream.wire.messages.trajectory import Json, Prompt
+
+EndedBy = Literal["environment", "turns", "tokens", "cut"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a trajectory, besides its tokens."""
+
+    ended_by: EndedBy
+    messages: list[dict[str, Json]]  # all that was said, in order
+    rewards: list[float | None] = field(default_factory=list)  # by turn; None where none was given
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float | None:
+        """The sum over turns; None if the environment gave none."""
+        given = [one for one in self.rewards if one is not None]
+        return sum(given) if given else None
+
+
+async def run_trajectory(
+    host: EnvironmentHost,
+    session: CaptureSession,
+    prompt: Prompt,
+    *,
+    timeout_s: float,
+    server: CaptureServer | None = None,
+    model: str = "policy",
+) -> Outcome:
+    """Run one trajectory; its tokens are in ``session.conversation``.
+
+    Args:
+        host: of the environment.
+        session: of this trajectory.
+        prompt: that it begins with.
+        timeout_s: for all of it, engine and environment together.
+        server: where an agent that drives itself finds the policy.
+        model: its name there.
+
+    Raises:
+        EnvironmentFailedError: the environment cannot go on: no reward, and none of 0.
+        EngineError: the engine failed.
+    """
+    try:
+        async with asyncio.timeout(timeout_s), host.trajectory() as acting:
+            if host.drives_itself:
+                return await _driven(acting, session, prompt, server, model)
+            return await _in_turns(acting, session, prompt)
+    except TimeoutError:
+        raise EnvironmentFailedError(
+            f"a trajectory took longer than environment.timeout_s = {timeout_s:g}"
+        ) from None
+
+
+async def _in_turns(acting: Acting, session: CaptureSession, prompt: Prompt) -> Outcome:
+    await acting.tell(Begin(prompt=prompt))
+    turned = await _turned(acting)
+    if not turned.messages:
+        raise EnvironmentFailedError("reset returned no message")
+    messages: list[dict[str, Json]] = list(turned.messages)
+    outcome, tools = Outcome("environment", messages), list(turned.tools) or None
+    while True:
+        try:
+            reply = await session.chat(ChatRequest(messages=list(messages), tools=tools))
+        except TrajectoryLimitError:
+            outcome.ended_by = "turns" if session.conversation.is_full else "tokens"
+            return outcome
+        session.keep(reply)
+        messages.append(reply.message)
+        await acting.tell(
+            Replied(
+                text=reply.text,
+                tool_calls=tuple(reply.tool_calls),
+                finish_reason=reply.finish_reason,
+                num_tokens=len(reply.completion.token_ids),
+            )
+        )
+        turned = await _turned(acting)
+        outcome.rewards.append(turned.reward)
+        outcome.parts |= turned.parts
+        if turned.done or not turned.messages:
+            return outcome
+        messages += turned.messages
+
+
+async def _driven(
+    acting: Acting,
+    session: CaptureSession,
+    prompt: Prompt,
+    server: CaptureServer | None,
+    model: str,
+) -> Outcome:
+    if server is None:
+        raise EnvironmentFailedError("there is no endpoint for an agent that drives itself")
+    key = server.open(session)
+    try:
+        begin = Begin(prompt=prompt, url=server.url, api_key=key, model=model)
+        await acting.tell(begin)
+        turned = await _turned(acting)
+    finally:
+        server.end(key)
+    if not session.conversation.num_turns:
+        raise EnvironmentFailedError("it asked the policy for nothing")
+    return Outcome("environment", said_in(session), [turned.reward], dict(turned.parts))
+
+
+def said_in(session: CaptureSession) -> list[dict[str, Json]]:
+    """Return the newest history of a client, with the reply to it."""
+    return [dict(message) for message in session.newest_messages]
+
+
+async def _turned(acting: Acting) -> Turned:
+    message = await acting.hear()
+    if isinstance(message, Unable):
+        raise EnvironmentFailedError(message.reason)
+    if not isinstance(message, Turned):
+        raise EnvironmentFailedError("it sent nonsense")
+    return message
+
+
+def transcript_text(messages: Sequence[Json]) -> str:
+    """Return all that was said after the first question, for reward functions and people."""
+    lines = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        said = [str(message.get("content") or "")]
+        said += [f"{one['function']['name']}({one['function']['arguments']})" for one in calls]
+        lines.append(f"{message['role']}: " + "\n".join(part for part in said if part))
+    return "\n".join(lines)

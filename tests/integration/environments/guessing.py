@@ -1,0 +1,156 @@
+"""Environments that behave, and some that do not."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+
+from slipstream.generators.environments.sdk import (
+    Environment,
+    Messages,
+    Prompt,
+    Reply,
+    Step,
+    Unavailable,
+)
+
+
+class Guess(Environment):
+    """Asks for a number until it is said."""
+
+    def __init__(self, *, most: int = 5) -> None:
+        self._most = most
+        self._said = 0
+
+    async def reset(self, prompt: Prompt) -> str:
+        self._number = str(prompt.ground_truth)
+        return prompt.text
+
+    async def step(self, reply: Reply) -> Step:
+        self._said += 1
+        if reply.text == self._number:
+            return Step(done=True, reward=1.0, parts={"guesses": self._said})
+        if self._said == self._most:
+            return Step(done=True, reward=0.0)
+        return Step(messages="no", reward=-0.25)
+
+
+def look(at: str, times: int = 1) -> str:
+    """Look at something."""
+    return " ".join([at] * times)
+
+
+def fail(why: str) -> str:
+    """Fail."""
+    raise RuntimeError(why)
+
+
+class Tools(Environment):
+    tools = (look, fail)
+
+
+class Hangs(Environment):
+    async def step(self, _reply: Reply) -> Step:
+        time.sleep(1_000)  # noqa: ASYNC251 that is what it does wrong
+        return Step(done=True)
+
+
+def start_two() -> str:
+    started = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2)]
+    return "\n".join(str(one.pid) for one in started)
+
+
+class Leaves(Environment):
+    """Starts processes, some of which leave its session; says their ids."""
+
+    async def step(self, reply: Reply) -> Step:
+        pids = start_two()
+        await asyncio.to_thread(Path(reply.text).write_text, pids)
+        return Step(done=True, reward=1.0)
+
+
+class Crashes(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        ctypes.string_at(0)
+        return "never"
+
+
+class Exits(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        os._exit(7)
+
+
+class Raises(Environment):
+    async def step(self, reply: Reply) -> Messages:
+        raise ValueError(f"what is {reply.text}?")
+
+
+class Busy(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        raise Unavailable("its server is busy")
+
+
+class Huge(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        return "x" * 10_000_000
+
+
+class Binary(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        return {"role": "user", "content": b"\xff"}  # type: ignore[dict-item]
+
+
+class Grows(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        held = [bytearray(1 << 20) for _ in range(400)]
+        await asyncio.sleep(1_000)
+        return str(len(held))
+
+
+class KillsAll(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        os.kill(os.getppid(), 9)
+        await asyncio.sleep(1_000)
+        return "never"
+
+
+async def rollout(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, float]:
+    """Ask twice, and forget the first question."""
+    first = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": prompt.text}]
+    )
+    said = first.choices[0].message.content
+    second = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": f"is it {said}?"}]
+    )
+    right = second.choices[0].message.content == "yes"
+    return {"score": float(right), "length": float(len(said or ""))}
+
+
+async def asks_nothing(_client: openai.AsyncOpenAI, _prompt: Prompt) -> float:
+    return 1.0
+
+
+def not_async(_client: object, _prompt: object) -> float:
+    return 0.0
+
+
+def untyped(at) -> str:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    return str(at)
+
+
+class BadTool(Environment):
+    tools = (untyped,)
+
+
+class NoStep:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit("environments are imported")

@@ -1,0 +1,253 @@
+"""Environments in processes of their own, before an engine that says what it is told."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.generators.capture.server import CaptureServer
+from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.engine import SamplingParams
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
+from slipstream.generators.environments.rollout import Outcome, run_trajectory
+from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.generators.turns.conversation import Conversation
+from slipstream.generators.turns.rendering import Rendering
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
+from tests.support.tiny_run import ROOT
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.generators.capture.test_capture import CALL, Engine, parse
+from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
+
+pytestmark = pytest.mark.integration
+HERE = Path(__file__).parent / "environments" / "guessing.py"
+LIMITS = Limits(memory_mb=300, max_processes=32)
+
+
+@asynccontextmanager
+async def host(
+    name: str, limits: Limits = LIMITS, **options: object
+) -> AsyncIterator[EnvironmentHost]:
+    started = await EnvironmentHost.start(
+        f"{HERE}:{name}",
+        options,
+        limits,
+        environment={"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    )
+    try:
+        yield started
+    finally:
+        await started.close()
+
+
+def session(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> CaptureSession:
+    return CaptureSession(
+        sample=engine.sample,
+        params=SamplingParams(temperature=1.0, max_new_tokens=400),
+        rendering=Rendering(
+            ChatTemplate(TOOLS, {}, origin="test"), encode, token_text, {END, STOP}
+        ),
+        conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
+        encode=encode,
+        decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
+        parse_tools=parse,
+    )
+
+
+PROMPT = Prompt(prompt="which?", ground_truth=7)
+
+
+async def outcome(
+    name: str, *says: str, timeout_s: float = HANG_S, **options: int
+) -> tuple[Outcome, CaptureSession]:
+    its = session(Engine(list(says)), **options)
+    async with host(name) as environment:
+        return await run_trajectory(environment, its, PROMPT, timeout_s=timeout_s), its
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(HANG_S):
+            await test
+
+    asyncio.run(in_time())
+
+
+def test_policy_and_environment_take_turns_until_it_is_done():
+    async def test() -> None:
+        found, its = await outcome("Guess", "3", "9", "7")
+        assert (found.ended_by, found.reward, found.rewards) == (
+            "environment",
+            0.5,
+            [-0.25, -0.25, 1.0],
+        )
+        assert found.parts == {"guesses": 3.0}
+        assert its.conversation.branches == ()
+        assert decode(its.conversation.token_ids) == (
+            "<|user|>\nwhich?<|end|>\n<|assistant|>\n3<|end|>"
+            "\n<|user|>\nno<|end|>\n<|assistant|>\n9<|end|>"
+            "\n<|user|>\nno<|end|>\n<|assistant|>\n7<|end|>"
+        )
+
+    run(test())
+
+
+def test_tools_are_called_and_what_they_raise_is_their_result():
+    async def test() -> None:
+        says = [
+            "CALL " + CALL,
+            'CALL {"name": "fail", "arguments": {"why": "so"}}',
+            'CALL {"name": "none", "arguments": {}}',
+            "done",
+        ]
+        found, _ = await outcome("Tools", *says)
+        results = [one["content"] for one in found.messages if one["role"] == "tool"]
+        assert results == [
+            "it",
+            "error: RuntimeError: so",
+            "error: there is no tool none, only look, fail",
+        ]
+        assert found.reward is None
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("options", "ended_by"), [({"max_turns": 2}, "turns"), ({"max_tokens": 90}, "tokens")]
+)
+def test_a_trajectory_ends_at_its_limits_with_what_it_has(options: dict[str, int], ended_by: str):
+    async def test() -> None:
+        found, its = await outcome("Guess", *"1234568", **options)
+        assert found.ended_by == ended_by
+        assert its.conversation.num_turns == len(found.rewards) == 2
+        assert found.reward == -0.5
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Crashes", "its process ended by signal 11"),
+        ("Exits", "its process ended with code 7"),
+        ("Raises", "ValueError: what is x?"),
+        ("Busy", "its server is busy"),
+        ("Huge", "says 10000079 bytes, at most 8388608 in a turn"),
+        ("Binary", "content of a message is bytes, expected text"),
+        ("Grows", "took more than environment.memory_mb = 300"),
+        ("KillsAll", "the environment's process ended"),
+        ("asks_nothing", "there is no endpoint"),
+    ],
+)
+def test_an_environment_that_fails_gives_a_reason_and_no_reward(name: str, why: str):
+    async def test() -> None:
+        with pytest.raises(EnvironmentFailedError, match=why):
+            await outcome(name, "x")
+
+    run(test())
+
+
+def test_one_that_hangs_is_killed_at_the_deadline_of_its_trajectory():
+    async def test() -> None:
+        async with host("Hangs") as environment:
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s = 1"):
+                await run_trajectory(environment, session(Engine(["x"])), PROMPT, timeout_s=1.0)
+            assert asyncio.get_running_loop().time() - began < HANG_S / 2
+            assert not environment._acting
+
+    run(test())
+
+
+def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
+    async def test() -> None:
+        file = tmp_path / "pids"
+        async with host("Leaves") as environment:
+            before = len(psutil.Process().children(recursive=True))
+            found = await run_trajectory(
+                environment, session(Engine([str(file)])), PROMPT, timeout_s=HANG_S
+            )
+            assert found.reward == 1.0
+            assert len(file.read_text().split()) == 2
+            await until_async(lambda: len(psutil.Process().children(recursive=True)) == before)
+
+    run(test())
+
+
+def test_trajectories_run_side_by_side_and_one_that_fails_costs_no_other():
+    async def test() -> None:
+        async with host("Guess") as environment:
+
+            async def one(*says: str) -> float | None:
+                its = session(Engine(list(says)))
+                return (await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)).reward
+
+            rewards = await asyncio.gather(
+                one("7"), one("1", "7"), *(one("fail") for _ in range(3)), return_exceptions=True
+            )
+            assert rewards[:2] == [1.0, 0.75]
+            assert all(isinstance(error, Exception) for error in rewards[2:])
+
+    run(test())
+
+
+def test_the_process_that_has_it_imported_is_replaced_when_it_is_lost():
+    async def test() -> None:
+        async with host("Guess") as environment:
+            assert environment._loader is not None
+            (pid,) = environment._loader.pids
+            os.kill(pid, 9)
+            await until_async(lambda: environment.replaced["loader"])
+            its = session(Engine(["7"]))
+            found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)
+            assert found.reward == 1.0
+
+    run(test())
+
+
+def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
+    async def test() -> None:
+        engine = Engine(["7", "yes"])
+        its = session(engine)
+        server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
+        await server.start()
+        try:
+            async with host("rollout") as environment:
+                assert environment.drives_itself
+                found = await run_trajectory(
+                    environment, its, PROMPT, timeout_s=HANG_S, server=server
+                )
+        finally:
+            await server.close()
+        assert (found.reward, found.parts) == (1.0, {"length": 1.0})
+        assert len(its.conversation.branches) == 1  # it forgot what it had asked
+        assert [one["role"] for one in found.messages] == ["user", "assistant"]
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("Nothing", {}, "AttributeError"),
+        ("NoStep", {}, "a class without a method step"),
+        ("not_async", {}, "is a function and not async"),
+        ("BadTool", {}, "tool untyped: argument at has no type"),
+        ("Guess", {"least": 1}, "environment.options"),
+        ("HERE", {}, "AttributeError"),
+    ],
+)
+def test_what_is_no_environment_is_refused_at_the_start(
+    name: str, options: dict[str, object], why: str
+):
+    async def test() -> None:
+        with pytest.raises(ConfigError, match=why):
+            async with host(name, **options):
+                pass
+
+    run(test())
