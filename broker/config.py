@@ -12,6 +12,7 @@ from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
+    EnvironmentSection,
     EvalSection,
     NotNegative,
     Positive,
@@ -207,11 +208,17 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
     broker: BrokerSection
     reward: RewardSection
     logging: LoggingSection
+    environment: EnvironmentSection = EnvironmentSection()
 
     @property
     def keys_folder(self) -> Path:
         """Folder of the broker's and its clients' keys."""
         return keys_folder(self.run, self.broker)
+
+    @property
+    def generators_score(self) -> bool:
+        """True if generators send rewards: by a function, or those of an environment."""
+        return self.reward.inline or self.environment.is_named
 
     @property
     def max_in_flight(self) -> int:
@@ -266,6 +273,7 @@ def broker_settings(table: Table) -> BrokerSettings:
         sampling=section(table, "sampling", SamplingSection),
         broker=section(table, "broker", BrokerSection),
         reward=section(table, "reward", RewardSection),
+        environment=section(table, "environment", EnvironmentSection),
         logging=section(table, "logging", LoggingSection),
     )
     if not settings.data.sources:
@@ -292,7 +300,7 @@ def broker_settings(table: Table) -> BrokerSettings:
             f"run.groups_per_step = {settings.run.groups_per_step} groups at once"
         )
     run, sampling = settings.run, settings.sampling
-    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    longest = settings.environment.longest(sampling)
     step_bytes = run.groups_per_step * run.group_size * longest * _BYTES_PER_TOKEN
     if step_bytes > settings.broker.high_water_bytes:
         raise ConfigError(

@@ -43,6 +43,8 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
             f"run.epochs = {run.epochs:g} of {prompts.training.num_rows} prompts are fewer than "
             f"the run.groups_per_step = {run.groups_per_step} of one learner step"
         )
+    acts, most = settings.environment.is_named, settings.environment.longest(sampling)
+    eval_response = settings.eval.max_response_tokens
     return LedgerRules(
         bound=StalenessBound(
             run.staleness_bound, run.groups_per_step, reserves=run.staleness_mode == "wait"
@@ -64,10 +66,10 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         high_water_bytes=settings.broker.high_water_bytes,
         replay_budget_bytes=settings.broker.replay_budget_bytes,
         drop_overlong=sampling.overlong_responses == "drop",
-        max_prompt_tokens=sampling.max_prompt_tokens,
+        max_prompt_tokens=most if acts else sampling.max_prompt_tokens,
         max_response_tokens={
-            "train": sampling.max_response_tokens,
-            "eval": settings.eval.max_response_tokens or sampling.max_response_tokens,
+            "train": most if acts else sampling.max_response_tokens,
+            "eval": most if acts else eval_response or sampling.max_response_tokens,
         },
         prompts_fingerprint=prompts.training.fingerprint(),
         problems_fingerprint=fingerprint_of(prompts.held_out),

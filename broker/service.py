@@ -192,7 +192,7 @@ async def _make_server(
         max_message_bytes=broker.max_message_bytes,
         max_requests_per_s=broker.max_requests_per_s,
         keys=ring,
-        scores_inline=settings.reward.inline,
+        scores_inline=settings.generators_score,
         cache_bytes=broker.cache_bytes,
         records=records,
         trail=trail,

@@ -220,6 +220,7 @@ def resolved_text(config: RunConfig) -> str:
         "eval": to_table(config.broker.eval),
         "broker": to_table(config.broker.broker),
         "reward": to_table(config.broker.reward),
+        "environment": to_table(config.generators.environment),
         "sampling": to_table(config.generators.sampling),
         "generators": to_table(config.generators.generators),
         "weightbus": to_table(config.generators.weightbus),

@@ -19,6 +19,7 @@ from slipstream.wire.settings.lora import LoraSection, lora_section
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
+    EnvironmentSection,
     EvalSection,
     Positive,
     RunSection,
@@ -137,6 +138,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     reward: RewardSection
     hidden: tuple[Path, ...]  # which a reward function must not see
     lora: LoraSection = LoraSection()
+    environment: EnvironmentSection = EnvironmentSection()
 
     @property
     def model(self) -> Path:
@@ -185,6 +187,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def longest_tokens(self) -> int:
         """Most tokens of a prompt and its response."""
+        if self.environment.is_named:
+            return self.environment.longest(self.sampling)
         responses = self.sampling.max_response_tokens, self.eval.max_response_tokens
         return self.sampling.max_prompt_tokens + max(responses)
 
@@ -217,6 +221,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         reward=section(table, "reward", RewardSection),
         hidden=private_paths(table),
         lora=lora_section(table),
+        environment=section(table, "environment", EnvironmentSection),
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)
@@ -249,7 +254,25 @@ def generator_settings(table: Table) -> GeneratorSettings:
     _check_ranks(settings.generators.sglang, config)
     _check_nodes(settings)
     _check_replay(settings.run, config)
+    _check_environment(settings)
     return settings
+
+
+def _check_environment(settings: GeneratorSettings) -> None:
+    """Refuse settings that trajectories of several turns cannot have."""
+    if not settings.environment.is_named:
+        return
+    fewest = settings.sampling.min_response_tokens
+    if fewest:
+        raise ConfigError(
+            f"sampling.min_response_tokens must be 0 with environment.function, got {fewest}: a "
+            "turn may be as short as a call of a tool"
+        )
+    if settings.generators.siblings_together:
+        raise ConfigError(
+            "generators.siblings_together must be false with environment.function: each sibling "
+            "has its own turns"
+        )
 
 
 def _check_replay(run: RunSection, config: Mapping[str, object]) -> None:
@@ -441,9 +464,11 @@ def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
         "sampling.max_response_tokens": sampling.max_response_tokens,
         "eval.max_response_tokens": settings.eval.max_response_tokens,
     }
-    setting = max(responses, key=responses.__getitem__)
+    setting = "sampling.max_prompt_tokens + " + max(responses, key=responses.__getitem__)
+    if settings.environment.max_tokens:
+        setting = "environment.max_tokens"
     longest = settings.longest_tokens
-    what = f"one trajectory of sampling.max_prompt_tokens + {setting} = {longest}"
+    what = f"one trajectory of {setting} = {longest}"
     positions = _model_config(folder).get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:
         raise ConfigError(f"run.model has {positions} positions and cannot hold {what} tokens")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.weightbus.agent.engine import EngineWeights
-from slipstream.wire.messages.trajectory import FinishReason
+from slipstream.wire.messages.trajectory import FinishReason, Json
 from slipstream.wire.messages.versions import PolicyVersion
 
 
@@ -92,6 +92,15 @@ class InferenceEngine(EngineWeights, Protocol):
         ``seeds`` are 63-bit, one per response, or none.
 
         Raises EngineError if the engine fails. Cancelling the call ends the generation.
+        """
+        ...
+
+    async def tool_calls(
+        self, text: str, tools: Sequence[Json], parser: str
+    ) -> tuple[str, list[dict[str, Json]]]:
+        """Return a reply's text without its calls of tools, and those as of OpenAI's API.
+
+        Raises EngineError if there is no such parser. A reply that it cannot read has no calls.
         """
         ...
 

@@ -92,20 +92,34 @@ def decision_bytes(submission: Submission) -> int:
 def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:
     """Return the arrays of a trajectory; prompt tokens are outside the loss mask."""
     prompt, response = len(prompt_ids), len(completion.token_ids)
-    shape = (prompt + response,)
-    mask = bytes(prompt) + b"\1" * response
-    return TrajectoryPayload(
-        token_ids=PackedArray("int32", shape, _packed("i", prompt_ids + completion.token_ids)),
-        loss_mask=PackedArray("bool", shape, memoryview(mask)),
-        behavior_logprobs=PackedArray(
-            "float32", shape, _packed("f", [0.0] * prompt + completion.logprobs)
-        ),
-        decisions=_decisions(completion),
+    return packed(
+        prompt_ids + completion.token_ids,
+        bytes(prompt) + b"\1" * response,
+        [0.0] * prompt + completion.logprobs,
+        kept=completion.kept,
+        experts=completion.experts,
     )
 
 
-def _decisions(completion: Completion) -> Decisions | None:
-    kept, experts = completion.kept, completion.experts
+def packed(
+    token_ids: list[int],
+    mask: bytes,
+    logprobs: list[float],
+    *,
+    kept: list[list[int]] | None,
+    experts: NDArray[np.int32] | None,
+) -> TrajectoryPayload:
+    """Return the arrays of a trajectory of T tokens, of which ``mask`` is 1 at the chosen ones."""
+    shape = (len(token_ids),)
+    return TrajectoryPayload(
+        token_ids=PackedArray("int32", shape, _packed("i", token_ids)),
+        loss_mask=PackedArray("bool", shape, memoryview(mask)),
+        behavior_logprobs=PackedArray("float32", shape, _packed("f", logprobs)),
+        decisions=_decisions(kept, experts),
+    )
+
+
+def _decisions(kept: list[list[int]] | None, experts: NDArray[np.int32] | None) -> Decisions | None:
     if kept is None and experts is None:
         return None
     return Decisions(

@@ -11,6 +11,7 @@ from pathlib import Path
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.environments.agent import Agent
 from slipstream.generators.lanes import lanes_of
 from slipstream.generators.nodes.leader import Leader, leading
 from slipstream.generators.nodes.place import NodePlace
@@ -79,6 +80,13 @@ async def serve(
                     "reward.inline scores answers one by one, but a reward function takes whole "
                     "groups: leave it to reward workers (reward.inline = false)"
                 )
+        sampler = make_sampler(settings, engine, codec)
+        agent: Agent | None = None
+        if settings.environment.is_named:
+            acting = Agent.running(
+                settings.environment, settings.sampling, sampler, hide=settings.hidden
+            )
+            agent = await cleanup.enter_async_context(acting)
         health.waits_for(f"the broker at {settings.run.broker_endpoint}")
         connecting = BrokerClient.connect(
             settings.run.broker_endpoint,
@@ -104,7 +112,8 @@ async def serve(
         audit = ProbeAudit(engine, noise)
         worker = GeneratorWorker(
             client=client,
-            sampler=make_sampler(settings, engine, codec),
+            sampler=sampler,
+            agent=agent,
             lanes=lanes_of(settings),
             siblings_together=settings.generators.siblings_together,
             skips_bad_prompts=settings.skips_bad_prompts,

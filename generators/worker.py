@@ -15,6 +15,8 @@ from typing import Literal
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
+from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.lanes import Booking, Lanes
 from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.rollout import (
@@ -71,13 +73,15 @@ class GeneratorWorker:
         max_credits: int = 64,
         engine_patience_s: float = 120.0,
         audit: ProbeAudit | None = None,
+        agent: Agent | None = None,
     ) -> None:
         """Start without weights.
 
         An engine that failed has ``engine_patience_s`` to answer again.
         ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
         another generator could not score; None leaves both to reward workers. Answers are sent once
-        an ``audit`` has passed their versions; None passes all.
+        an ``audit`` has passed their versions; None passes all. An ``agent`` runs trajectories of
+        several turns; None answers prompts in one.
         """
         self._audit = audit
         self._max_credits = max_credits
@@ -85,6 +89,7 @@ class GeneratorWorker:
         self._rewards = rewards
         self._client = client
         self._sampler = sampler
+        self._agent = agent
         self._lanes = lanes
         self._together = siblings_together
         self._skips_bad_prompts = skips_bad_prompts
@@ -202,7 +207,7 @@ class GeneratorWorker:
             else:
                 await booking.enter()
                 await self._generate(work, prompt_ids, booking)
-        except* (EngineError, ValueError) as failed:
+        except* (EngineError, EnvironmentFailedError, ValueError) as failed:
             error = failed.exceptions[0]
             if isinstance(error, EngineError):
                 await self._await_engine()
@@ -246,7 +251,7 @@ class GeneratorWorker:
 
         async def score_and_send(submission: Submission) -> None:
             nonlocal unsent
-            if self._rewards is not None:
+            if self._rewards is not None and submission[0].score is None:
                 submission = await self._scored(submission, work.prompt, self._rewards)
             unsent -= 1
             if unsent == 0:
@@ -262,7 +267,10 @@ class GeneratorWorker:
                 _log.warning("%s", error)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
-            submissions = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            if self._agent is not None:
+                submissions = [await self._agent.run(work, sibling) for sibling in siblings]
+            else:
+                submissions = await run_rollouts(self._sampler, work, siblings, prompt_ids)
             if self._audit is not None:  # they keep their lanes: what waits is bounded
                 await self._audit.until_proven(newest_version(submissions))
             booking.leave(len(siblings))  # scoring and sending take no lane

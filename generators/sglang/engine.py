@@ -10,6 +10,7 @@ was chosen.
 import asyncio
 import base64
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.families.registry import checksum_name
 from slipstream.wire.messages.manifest import Bucket
+from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -41,7 +43,22 @@ _ALL = -1  # of top_k
 _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
+_PARSE = "/parse_function_call"
 _KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
+
+
+class _ParsedCall(msgspec.Struct, frozen=True):
+    """A call that SGLang's parser found."""
+
+    name: str | None
+    parameters: str  # JSON
+
+
+class _Parsed(msgspec.Struct, frozen=True):
+    """The answer of SGLang's parser of tool calls."""
+
+    normal_text: str
+    calls: tuple[_ParsedCall, ...]
 
 
 def load_of(groups: Sequence[Mapping[str, Any]]) -> EngineLoad:
@@ -184,6 +201,33 @@ class SglangEngine:
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} scores asked, got {str(answers)[:200]}")
         return answers
+
+    async def tool_calls(
+        self, text: str, tools: Sequence[Json], parser: str
+    ) -> tuple[str, list[dict[str, Json]]]:
+        """Return a reply's text without its calls of tools, and those as of OpenAI's API.
+
+        A reply that the parser cannot read has no calls.
+
+        Raises:
+            EngineError: there is no such parser, or no answer.
+        """
+        body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        answer = await self._request("POST", _PARSE, body, self._control_timeout)
+        try:
+            found = msgspec.convert(answer, _Parsed)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"SGLang {_PARSE}: unexpected answer, {error}") from error
+        calls: list[dict[str, Json]] = [
+            {
+                "id": f"call_{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.parameters},
+            }
+            for call in found.calls
+            if call.name
+        ]
+        return found.normal_text, calls
 
     async def load(self) -> EngineLoad:
         """Return the server's load as of its last batch; it answers while paused.

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from slipstream.generators.text.chat_template import load_chat_template, read_json, token_text
+from slipstream.generators.text.chat_template import (
+    ChatTemplate,
+    load_chat_template,
+    read_json,
+    token_text,
+)
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
 from slipstream.wire.settings.sections import SamplingSection
@@ -119,6 +124,21 @@ class TextCodec:
                 raise OverlongPromptError(problem)
             case "truncate":
                 return ids[-limit:]
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, special ones included."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None without one."""
+        return self._template
 
     def decode(self, token_ids: list[int]) -> str:
         """Return a response's text, without special tokens."""

@@ -29,7 +29,7 @@ class Rendering:
 
     def __init__(
         self,
-        template: ChatTemplate,
+        template: ChatTemplate | None,
         encode: Callable[[str], list[int]],
         token_text: Callable[[int], str],
         end_token_ids: Collection[int],
@@ -37,7 +37,7 @@ class Rendering:
         """Use a tokenizer: ``encode`` adds no special tokens.
 
         Args:
-            template: of the model.
+            template: of the model; without one texts of messages follow each other as they are.
             encode: text to token ids.
             token_text: the text of one token, special ones included.
             end_token_ids: that end a reply.
@@ -53,6 +53,12 @@ class Rendering:
         Raises:
             TemplateNotAppendOnlyError: it does, or takes no conversation of several turns.
         """
+        if self._template is None:
+            if uses_tools:
+                raise TemplateNotAppendOnlyError(
+                    "the model has no chat template, which tools need: set sampling.chat_template"
+                )
+            return
         for new in ([_USER], [_RESULT], [_RESULT, _RESULT])[: 3 if uses_tools else 1]:
             histories: tuple[list[Message], ...] = (
                 [],
@@ -80,7 +86,7 @@ class Rendering:
         Raises:
             ValueError: the template refuses them.
         """
-        return self._encode(self._template.text(messages, tools))
+        return self._encode(self._text(messages, tools))
 
     def following(self, reply_ids: Sequence[int], new: Sequence[Message]) -> list[int]:
         """Return the tokens between a reply and the next one.
@@ -104,8 +110,13 @@ class Rendering:
     def _after(self, new: Sequence[Message], history: Sequence[Message] = ()) -> str:
         """Return what the template writes after a reply that ``new`` messages follow."""
         reply: Message = {"role": "assistant", "content": _REPLY}
-        text = self._template.text([*history, _USER, reply, *new])
+        text = self._text([*history, _USER, reply, *new])
         _, marker, after = text.rpartition(_REPLY)
         if not marker:
             raise ValueError("it does not repeat a reply")
         return after
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> str:
+        if self._template is None:
+            return "".join(str(message["content"]) for message in messages)
+        return self._template.text(messages, tools)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
@@ -142,10 +141,17 @@ class RolloutLog:
                 }
                 for run in header.version_runs
             ],
-            # |proximal - behavior|, mean over the run's tokens
+            "turns": [
+                {"first_token": turn.first_token, "num_tokens": turn.num_tokens}
+                for turn in header.chosen
+            ],
+            "branches": list(header.branches),
+            # |proximal - behavior|, mean over the run's chosen tokens
             "logprob_abs_diff_by_run": [
-                float(torch.mean(distance[start:end]))
-                for start, end in pairwise([*starts, len(difference)])
+                float(distance[start:end].sum()) / max(1, count)
+                for (start, end), (_, count) in zip(
+                    pairwise([*starts, len(difference)]), header.tokens_by_version(), strict=True
+                )
             ],
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],

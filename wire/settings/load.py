@@ -25,6 +25,7 @@ SECTIONS = (
     "broker",
     "generators",
     "reward",
+    "environment",
     "learner",
     "lora",
     "algo",

@@ -214,6 +214,46 @@ class SamplingSection(Section, frozen=True, kw_only=True):
         return self.is_truncated and self.kept_tokens == "replay"
 
 
+class EnvironmentSection(Section, frozen=True, kw_only=True):
+    """[environment]: what the policy acts in over several turns.
+
+    See [environments.md](environments.md). A path is relative to the folder the process was started
+    in.
+    """
+
+    function: str = ""
+    """MODULE:NAME or FILE.py:NAME of a class, or of an async function that drives an agent itself.
+    Empty: a prompt is answered in one turn."""
+    options: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Keyword arguments of the class, or of the function."""
+    max_turns: AtLeast1 = 16
+    """Replies in one trajectory."""
+    max_tokens: AtLeast0 = 0
+    """Tokens of one trajectory, context included, of all branches together; 0 is
+    sampling.max_prompt_tokens and sampling.max_response_tokens together."""
+    timeout_s: Positive = 1800.0
+    """A trajectory that takes longer has failed and is tried elsewhere."""
+    memory_mb: AtLeast1 = 1024
+    """Memory of one trajectory's process and all that it starts; past it they are killed."""
+    max_processes: AtLeast1 = 64
+    """Processes and threads of one trajectory."""
+    environment: tuple[str, ...] = ()
+    """Variables that an environment gets besides the system's and Python's."""
+    sandbox: Literal["namespaces", "none"] = "namespaces"
+    """How environments are run: in namespaces made by bubblewrap (`bwrap`), or unprotected."""
+    tool_call_parser: str = ""
+    """Name of SGLang's parser of tool calls for this model, as in qwen25 or llama3."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if trajectories have an environment."""
+        return bool(self.function)
+
+    def longest(self, sampling: "SamplingSection") -> int:
+        """Return the most tokens of a trajectory."""
+        return self.max_tokens or sampling.max_prompt_tokens + sampling.max_response_tokens
+
+
 class SourceTable(Section, frozen=True, kw_only=True):
     """[data.sources.NAME] and [eval.sets.NAME]: one file or one generated data set."""
 

@@ -1,0 +1,203 @@
+"""The siblings of a group as trajectories of several turns, each in an environment of its own."""
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from slipstream.generators.capture.server import CaptureServer
+from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
+from slipstream.generators.environments.host import EnvironmentHost, Limits
+from slipstream.generators.environments.rollout import Outcome, run_trajectory, transcript_text
+from slipstream.generators.rollout import Sampler, Submission, packed
+from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.turns.conversation import Conversation
+from slipstream.generators.turns.rendering import Rendering
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.trajectory import MAX_PARTS, Json, Score, TrajectoryHeader
+from slipstream.wire.process.environment import handed_on
+from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
+
+_LISTEN = "127.0.0.1"
+_MODEL = "policy"
+
+
+def rendering_of(codec: TextCodec) -> Rendering:
+    """Return what renders messages for a model."""
+    return Rendering(codec.template, codec.text_ids, codec.token_text, codec.end_token_ids)
+
+
+class ToolParser:
+    """Finds calls of tools in a reply, by the engine's own parser."""
+
+    def __init__(self, engine: InferenceEngine, name: str) -> None:
+        """Use the parser of this name."""
+        self._engine = engine
+        self._name = name
+
+    async def __call__(self, text: str, tools: Sequence[Json]) -> tuple[str, list[dict[str, Json]]]:
+        """Return the text of a reply without its calls, and the calls as of OpenAI's API."""
+        if not self._name:
+            return text, []
+        return await self._engine.tool_calls(text, tools, self._name)
+
+
+class Agent:
+    """Runs trajectories in an environment. Make one with ``running``."""
+
+    def __init__(
+        self,
+        settings: EnvironmentSection,
+        sampling: SamplingSection,
+        sampler: Sampler,
+        host: EnvironmentHost,
+        server: CaptureServer,
+    ) -> None:
+        self._settings = settings
+        self._max_tokens = settings.longest(sampling)
+        self._sampler = sampler
+        self._host = host
+        self._server = server
+        self._rendering = rendering_of(sampler.codec)
+        self._parse_tools = ToolParser(sampler.engine, settings.tool_call_parser)
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls,
+        settings: EnvironmentSection,
+        sampling: SamplingSection,
+        sampler: Sampler,
+        *,
+        hide: Sequence[Path],
+    ) -> AsyncIterator["Agent"]:
+        """Yield an agent whose environment is imported; nothing of it is left afterwards.
+
+        Raises:
+            ConfigError: the environment cannot be imported, a setting is wrong, or the chat
+                template takes no conversation of several turns.
+        """
+        rendering_of(sampler.codec).check(uses_tools=bool(settings.tool_call_parser))
+        host = await EnvironmentHost.start(
+            settings.function,
+            settings.options,
+            Limits(memory_mb=settings.memory_mb, max_processes=settings.max_processes),
+            jailed=settings.sandbox != "none",
+            hide=hide,
+            environment=handed_on(
+                os.environ,  # noqa: TID251 parts of it are handed on to a child
+                named=settings.environment,
+                setting="environment.environment",
+            ),
+        )
+        server = CaptureServer(
+            host=_LISTEN, port=0, model=_MODEL, token_text=sampler.codec.token_text
+        )
+        try:
+            await server.start()
+            yield cls(settings, sampling, sampler, host, server)
+        finally:
+            await server.close()
+            await host.close()
+
+    async def run(self, group: LeasedGroup, sibling: int) -> Submission:
+        """Run one sibling of a group.
+
+        Raises:
+            EnvironmentFailedError: the environment cannot go on.
+            EngineError: the engine failed.
+        """
+        params = self._sampler.params[group.item]
+        session = CaptureSession(
+            sample=self._sample(group, sibling),
+            params=params,
+            rendering=self._rendering,
+            conversation=Conversation(
+                max_turns=self._settings.max_turns, max_tokens=self._max_tokens
+            ),
+            encode=self._sampler.codec.text_ids,
+            decode=self._sampler.codec.decode,
+            parse_tools=self._parse_tools,
+        )
+        outcome = await run_trajectory(
+            self._host,
+            session,
+            group.prompt,
+            timeout_s=self._settings.timeout_s,
+            server=self._server,
+            model=_MODEL,
+        )
+        return self._submission(group, sibling, params, session.conversation, outcome)
+
+    def _sample(self, group: LeasedGroup, sibling: int) -> "_Sample":
+        seed: int | None = None
+        if self._sampler.run_seed is not None:
+            seed = sibling_seed(self._sampler.run_seed, group.item, group.position, sibling)
+        return _Sample(self._sampler.engine, seed)
+
+    def _submission(
+        self,
+        group: LeasedGroup,
+        sibling: int,
+        params: SamplingParams,
+        conversation: Conversation,
+        outcome: Outcome,
+    ) -> Submission:
+        turns, num_tokens = conversation.turns, conversation.num_tokens
+        is_single = len(turns) == 1 and turns[0].end == num_tokens
+        header = TrajectoryHeader(
+            group_id=group.group_id,
+            sibling=sibling,
+            lease_id=group.lease_id,
+            num_prompt_tokens=turns[0].first_token,
+            num_tokens=num_tokens,
+            version_runs=conversation.version_runs,
+            temperature=params.temperature,
+            finish_reason="stop" if outcome.ended_by == "environment" else "length",
+            turns=() if is_single else turns,
+            branches=conversation.branches,
+        )
+        mask = bytearray(num_tokens)
+        for turn in turns:
+            mask[turn.first_token : turn.end] = b"\1" * turn.num_tokens
+        payload = packed(
+            conversation.token_ids,
+            bytes(mask),
+            conversation.logprobs,
+            kept=conversation.kept,
+            experts=conversation.experts,
+        )
+        score = None
+        if outcome.reward is not None:
+            score = Score(
+                group_id=group.group_id,
+                sibling=sibling,
+                lease_id=-1,
+                reward=outcome.reward,
+                parts=dict(itertools.islice(outcome.parts.items(), MAX_PARTS)),
+                function=self._settings.function,
+                version=self._host.version,
+            )
+        text = transcript_text(outcome.messages)
+        return SubmitTrajectory(header=header, score=score), [encode(payload), text.encode()]
+
+
+class _Sample:
+    """Has the engine reply within one trajectory; each call has a seed of its own."""
+
+    def __init__(self, engine: InferenceEngine, seed: int | None) -> None:
+        self._engine = engine
+        self._seed = seed
+        self._num_calls = 0
+
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        seeds = [] if self._seed is None else [self._seed ^ self._num_calls]
+        self._num_calls += 1
+        found = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
+        if len(found) != 1:
+            raise EngineError(f"the engine gave {len(found)} replies to one prompt")
+        return found[0]
