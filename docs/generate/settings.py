@@ -33,6 +33,7 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import (
     CheckpointSection,
+    EnvironmentSection,
     EvalSection,
     RunSection,
     SamplingSection,
@@ -43,6 +44,7 @@ SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "data": (DataSection, "the broker"),
     "sampling": (SamplingSection, "the generators and the broker"),
     "reward": (RewardSection, "reward workers and `slipstream run`"),
+    "environment": (EnvironmentSection, "the generators"),
     "eval": (EvalSection, "the broker, the generators and the learner"),
     "learner": (LearnerSection, "the learner"),
     "lora": (LoraSection, "the learner and the generators"),

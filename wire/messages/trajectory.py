@@ -47,7 +47,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.first_token + self.num_tokens
 
 
-class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Metadata of a trajectory for the broker and the learner's planner."""
 
     group_id: int
