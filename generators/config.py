@@ -193,6 +193,11 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling.max_prompt_tokens + max(responses)
 
     @property
+    def most_outside(self) -> int:
+        """Trajectories beyond the engine's lanes, at most, while as many are not in the engine."""
+        return self.environment.max_outside if self.environment.is_named else 0
+
+    @property
     def expert_layers(self) -> ExpertLayers | None:
         """Layers whose experts are recorded for the learner; None if none are."""
         if self.run.routing_replay != "R3":

@@ -2,12 +2,17 @@
 
 import asyncio
 import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from slipstream.generators.concurrency import Concurrency, Observation, Range, decide, first_limit
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import EngineLoad
 
 _log = logging.getLogger(__name__)
+_MEAN_S = 10.0  # over which the number of trajectories outside the engine is averaged
 
 
 class Lanes:
@@ -17,13 +22,25 @@ class Lanes:
     the limit was lowered since it was requested.
     """
 
-    def __init__(self, within: Range, *, longest_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        within: Range,
+        *,
+        longest_tokens: int | None = None,
+        most_outside: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open the lanes.
 
         Args:
             within: how many there are; without ``longest_tokens`` always ``within.highest``.
             longest_tokens: of prompt and response together; the limit follows the engine's load.
+            most_outside: trajectories that are booked beyond the lanes, at most, while as many are
+                not in the engine, because something answers them.
+            now: seconds of a clock.
         """
+        self._most_outside = most_outside
+        self._outside = MeanCount(now)
         self._within = within
         self._longest_tokens = longest_tokens
         self._state: Concurrency | None = None
@@ -35,8 +52,12 @@ class Lanes:
 
     @property
     def free(self) -> int:
-        """Lanes that are not booked; negative if the limit fell below the booked number."""
-        return self.limit - self._booked
+        """Lanes that are not booked; negative if the limit fell below the booked number.
+
+        Those that trajectories outside the engine do not use count, as many as there are on
+        average: at a moment many may be between two replies.
+        """
+        return self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
 
     async def until_free(self) -> None:
         """Wait for a lane."""
@@ -81,6 +102,15 @@ class Lanes:
             )
         self._changed.set()
 
+    async def _come_in(self) -> None:
+        while self.in_flight >= self.limit:
+            await self.until_changed()
+        self.in_flight += 1
+
+    def _step_out(self) -> None:
+        self.in_flight -= 1
+        self._changed.set()
+
     async def until_changed(self) -> None:
         """Wait until a sequence ends or the load was observed."""
         self._changed.clear()
@@ -117,6 +147,78 @@ class Booking:
         """Release all remaining lanes, because the group has ended."""
         self.leave(self._open)
 
+    @asynccontextmanager
+    async def by_call(self) -> AsyncIterator["CallLanes"]:
+        """Yield the lanes of one trajectory, which is in the engine during its calls alone."""
+        lanes = CallLanes(self._lanes)
+        try:
+            yield lanes
+        finally:
+            lanes.close()
+
+
+class CallLanes:
+    """Lanes of one trajectory of several turns, for each of its calls of the engine.
+
+    It has one from the beginning: it entered the engine's lanes with its group. Afterwards it takes
+    one for each call, so that others use it while an environment answers.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._has_one = True
+        self._num_calls = 0
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Have a lane during one call of the engine."""
+        lanes = self._lanes
+        is_first, self._has_one = self._has_one, False
+        if self._num_calls == 0 and not is_first:
+            lanes._outside.add(-1)
+        self._num_calls += 1
+        try:
+            if not is_first:
+                await lanes._come_in()
+            try:
+                yield
+            finally:
+                lanes._step_out()
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                lanes._outside.add(1)
+
+    def close(self) -> None:
+        """Have a lane again, as every trajectory of a booking has that leaves it."""
+        if not self._has_one:
+            self._has_one = True
+            self._lanes._outside.add(-1)
+            self._lanes.in_flight += 1
+
+
+class MeanCount:
+    """A number and its mean over the last seconds, in which older ones weigh less."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Begin at 0; ``now`` is a clock in seconds."""
+        self._now = now
+        self._count = 0
+        self._mean = 0.0
+        self._at_s = now()
+
+    def add(self, change: int) -> None:
+        """Change the number."""
+        self._mean = self.mean
+        self._at_s = self._now()
+        self._count += change
+
+    @property
+    def mean(self) -> float:
+        """Its mean until now."""
+        weight = math.exp(-(self._now() - self._at_s) / _MEAN_S)
+        return self._count + (self._mean - self._count) * weight
+
 
 def lanes_of(settings: GeneratorSettings) -> Lanes:
     """Return the lanes of one engine under these settings."""
@@ -127,6 +229,9 @@ def lanes_of(settings: GeneratorSettings) -> Lanes:
         highest=settings.generators.max_sequences,
         step=group_size,
     )
-    if settings.generators.concurrency == "fixed":
-        return Lanes(within)
-    return Lanes(within, longest_tokens=settings.longest_tokens)
+    follows_load = settings.generators.concurrency == "adaptive"
+    return Lanes(
+        within,
+        longest_tokens=settings.longest_tokens if follows_load else None,
+        most_outside=settings.most_outside,
+    )

@@ -54,7 +54,7 @@ _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
 _RETRY_S = 0.5
 _COUNTED = (
     *("tokens", "trajectories", "retracted", "decision_bytes"),
-    *("refused", "failed", "rejected", "unavailable"),
+    *("refused", "failed", "rejected", "unavailable", "environment_failed"),
 )
 
 
@@ -248,6 +248,7 @@ class GeneratorWorker:
         """Sample the siblings, together or one by one, and send each when it is finished."""
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
         unsent = len(work.siblings)
+        failed: list[EnvironmentFailedError] = []
 
         async def score_and_send(submission: Submission) -> None:
             nonlocal unsent
@@ -267,10 +268,13 @@ class GeneratorWorker:
                 _log.warning("%s", error)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
-            if self._agent is not None:
-                submissions = [await self._agent.run(work, sibling) for sibling in siblings]
-            else:
-                submissions = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            try:
+                submissions = await self._sampled(work, siblings, prompt_ids, booking)
+            except EnvironmentFailedError as error:  # its siblings go on: they are kept
+                self._counters["environment_failed"] += 1
+                booking.leave(len(siblings))
+                failed.append(error)
+                return
             if self._audit is not None:  # they keep their lanes: what waits is bounded
                 await self._audit.until_proven(newest_version(submissions))
             booking.leave(len(siblings))  # scoring and sending take no lane
@@ -279,6 +283,17 @@ class GeneratorWorker:
         async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
             for siblings in together:
                 group.create_task(sample_and_send(siblings))
+        if failed:
+            raise failed[0]
+
+    async def _sampled(
+        self, work: LeasedGroup, siblings: tuple[int, ...], prompt_ids: list[int], booking: Booking
+    ) -> list[Submission]:
+        """Return some siblings; of several turns they are one."""
+        if self._agent is None:
+            return await run_rollouts(self._sampler, work, siblings, prompt_ids)
+        async with booking.by_call() as lanes:
+            return [await self._agent.run(work, sibling, lanes) for sibling in siblings]
 
     async def _scored(self, submission: Submission, prompt: Prompt, rewards: Rewards) -> Submission:
         """Score an answer here; without a reward it is scored elsewhere."""

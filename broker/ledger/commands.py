@@ -37,7 +37,13 @@ from slipstream.broker.ledger.state import BookState, LedgerRules
 from slipstream.broker.ledger.training import Training
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.broker import LeasedGroup
-from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader, TrajectoryKey
+from slipstream.wire.messages.trajectory import (
+    MAX_REASON,
+    Prompt,
+    Score,
+    TrajectoryHeader,
+    TrajectoryKey,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 
 
@@ -198,11 +204,11 @@ class Ledger:
         if lease is not None and lease.holder == holder:
             self._decisions.drop(self.book.groups[lease.group_id], reason)
 
-    def release(self, holder: str, lease_id: int, reason: LeaseEnd) -> None:
-        """Take back a lease before its end."""
+    def release(self, holder: str, lease_id: int, reason: LeaseEnd, detail: str = "") -> None:
+        """Take back a lease before its end; ``detail`` is what its holder says about it."""
         lease = self.book.leases.get(lease_id)
         if lease is not None and lease.holder == holder:
-            self._end_lease(lease, reason)
+            self._end_lease(lease, reason, detail)
 
     def release_all(self, holder: str, reason: LeaseEnd, keep: Collection[int] = ()) -> None:
         """Take back a generator's leases, because it restarted or left."""
@@ -219,8 +225,9 @@ class Ledger:
                 ended += 1
         return ended
 
-    def _end_lease(self, lease: Lease, reason: LeaseEnd) -> None:
-        self._decisions.record(LeaseEnded(lease_id=lease.lease_id, reason=reason))
+    def _end_lease(self, lease: Lease, reason: LeaseEnd, detail: str = "") -> None:
+        ended = LeaseEnded(lease_id=lease.lease_id, reason=reason, detail=detail[:MAX_REASON])
+        self._decisions.record(ended)
         self._terms.end(lease.lease_id)
         group = self.book.groups[lease.group_id]
         if group.attempts >= self.book.rules.max_attempts:

@@ -40,7 +40,7 @@ from slipstream.broker.ledger.groups import NOBODY, Group, Lease
 from slipstream.broker.ledger.state import TrainedStep
 from slipstream.broker.ledger.survivorship import TRAINED
 from slipstream.wire.messages.dead_letters import Failure, is_dead
-from slipstream.wire.messages.trajectory import Score
+from slipstream.wire.messages.trajectory import MAX_REASON, Score
 from slipstream.wire.messages.versions import PolicyVersion, staleness_steps
 
 
@@ -133,8 +133,12 @@ def _apply_generation(book: Book, event: Issued | Leased | LeaseEnded | Generate
             group.attempts += reason in FAULTS
             group.deaths += reason in DEATHS
             if reason in FAULTS:
-                group.note(Failure(by=lease.holder, reason=f"its lease of generation {reason}"))
+                why = f": {event.detail}" if event.detail else ""
+                why = f"its lease of generation {reason}{why}"[:MAX_REASON]
+                group.note(Failure(by=lease.holder, reason=why))
             state.ended_leases[reason] += 1
+            if reason not in {"lost", "orphaned"}:
+                state.restarted_trajectories += group.size - len(group.headers)
         case Generated(header=header, num_bytes=num_bytes):
             group = book.groups[header.group_id]
             is_last = len(group.headers) + 1 == group.size

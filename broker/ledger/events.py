@@ -67,6 +67,7 @@ class LeaseEnded(Event, frozen=True):
 
     lease_id: int
     reason: LeaseEnd
+    detail: str = ""  # what the holder said
 
 
 class Generated(Event, frozen=True):

@@ -96,12 +96,12 @@ class LeaseBook:
                 self._attempt_ended(keys, other, "the reward worker died")
         self._on_return()
 
-    def release(self, holder: str, lease_id: int) -> bool:
+    def release(self, holder: str, lease_id: int, reason: str = "") -> bool:
         """Take back a lease before its end; True if it is one of generation, which failed."""
         if self._scoring.give_back(holder, lease_id):
             self._on_return()
             return False
-        self._ledger.release(holder, lease_id, "failed")
+        self._ledger.release(holder, lease_id, "failed", reason)
         return True
 
     def undelivered(self, answer: Answer) -> None:

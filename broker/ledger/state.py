@@ -83,6 +83,7 @@ class BookState(msgspec.Struct, kw_only=True):
     sealed_step: int = 0
     dropped: Counter[str] = msgspec.field(default_factory=Counter)
     ended_leases: Counter[str] = msgspec.field(default_factory=Counter)
+    restarted_trajectories: int = 0  # under way when their lease ended: they begin anew
     staleness: Counter[int] = msgspec.field(default_factory=Counter)  # in steps -> trained tokens
     lengths: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)  # see survivorship
     cancelled: Counter[str] = msgspec.field(default_factory=Counter)

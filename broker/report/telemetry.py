@@ -195,6 +195,7 @@ class Telemetry:
                 "eval_unscored": book.index.eval_unscored,
                 "eval_rounds": len(state.eval_rounds),
                 "lapsed_leases": state.ended_leases["lapsed"],
+                "restarted_trajectories": state.restarted_trajectories,
                 "dead_letters": len(book.state.dead_letters),
                 "rejected_messages": self.rejected.total(),
                 **{f"rejected_{why}": count for why, count in sorted(self.rejected.items())},

@@ -60,8 +60,8 @@ class Generation:
                 _log.warning("%s cannot answer a prompt: %s", session.name, log_text(detail))
                 self._ledger.reject(session.holder, lease_id, reason)
             case ReleaseLease(lease_id=lease_id, reason=reason):
-                if self._leases.release(session.holder, lease_id):
-                    text = log_text(reason)
+                text = log_text(reason)
+                if self._leases.release(session.holder, lease_id, text):
                     _log.warning("%s handed back lease %d: %s", session.name, lease_id, text)
             case _:
                 assert_never(request)

@@ -1,7 +1,8 @@
 """The calls of one trajectory: which tokens a request means, and what became of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -100,11 +101,12 @@ class CaptureSession:
             raise
         except ValueError as error:
             raise BadRequestError(f"the chat template refuses it: {error}", "messages") from error
-        completion = await self._reply(prompt_ids, request.limit, request.stops)
-        text = self._decode(completion.token_ids)
         calls: list[dict[str, Json]] = []
-        if tools:
-            text, calls = await self._parse_tools(text, tools)
+        with self._params_of(prompt_ids, request.limit, request.stops) as params:
+            completion = await self._sample(prompt_ids, params)
+            text = self._decode(completion.token_ids)
+            if tools:
+                text, calls = await self._parse_tools(text, tools)
         reply = Reply(prompt_ids, completion, text, calls, ())
         self.newest_messages = [*request.messages, reply.message]
         return replace(reply, history=(*keys, _key(normalized(reply.message))))
@@ -123,7 +125,8 @@ class CaptureSession:
         if isinstance(prompt, str):
             # What was said before is in the prompt as text: its tokens are those that were chosen.
             ids = self._as_sampled(prompt) or ids
-        completion = await self._reply(ids, request.max_tokens, request.stops)
+        with self._params_of(ids, request.max_tokens, request.stops) as params:
+            completion = await self._sample(ids, params)
         text = self._decode(completion.token_ids)
         history = (_key({"text": (prompt if isinstance(prompt, str) else "") + text}),)
         return Reply(ids, completion, text, [], history if isinstance(prompt, str) else ())
@@ -140,13 +143,15 @@ class CaptureSession:
         self._replies.pop(reply.history, None)
         self.num_abandoned += 1
 
-    async def _reply(
+    @contextmanager
+    def _params_of(
         self, prompt_ids: list[int], limit: int | None, stops: tuple[str, ...]
-    ) -> Completion:
-        room = self.conversation.room(prompt_ids)
-        most = min(room, self._params.max_new_tokens, limit or room)
-        stop = (*self._params.stop, *stops)
-        return await self._sample(prompt_ids, replace(self._params, max_new_tokens=most, stop=stop))
+    ) -> Iterator[SamplingParams]:
+        """Yield those of a reply, whose room in the trajectory is spoken for until it is kept."""
+        longest = self._params.max_new_tokens
+        with self.conversation.room(prompt_ids, min(longest, limit or longest)) as most:
+            stop = (*self._params.stop, *stops)
+            yield replace(self._params, max_new_tokens=most, stop=stop)
 
     def _prompt(
         self,

@@ -11,6 +11,7 @@ from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.environments.host import EnvironmentHost, Limits
 from slipstream.generators.environments.rollout import Outcome, run_trajectory, transcript_text
+from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.turns.conversation import Conversation
@@ -104,8 +105,8 @@ class Agent:
             await server.close()
             await host.close()
 
-    async def run(self, group: LeasedGroup, sibling: int) -> Submission:
-        """Run one sibling of a group.
+    async def run(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> Submission:
+        """Run one sibling of a group, which has ``lanes`` of the engine.
 
         Raises:
             EnvironmentFailedError: the environment cannot go on.
@@ -113,7 +114,7 @@ class Agent:
         """
         params = self._sampler.params[group.item]
         session = CaptureSession(
-            sample=self._sample(group, sibling),
+            sample=self._sample(group, sibling, lanes),
             params=params,
             rendering=self._rendering,
             conversation=Conversation(
@@ -133,11 +134,11 @@ class Agent:
         )
         return self._submission(group, sibling, params, session.conversation, outcome)
 
-    def _sample(self, group: LeasedGroup, sibling: int) -> "_Sample":
+    def _sample(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> "_Sample":
         seed: int | None = None
         if self._sampler.run_seed is not None:
             seed = sibling_seed(self._sampler.run_seed, group.item, group.position, sibling)
-        return _Sample(self._sampler.engine, seed)
+        return _Sample(self._sampler.engine, seed, lanes)
 
     def _submission(
         self,
@@ -189,15 +190,17 @@ class Agent:
 class _Sample:
     """Has the engine reply within one trajectory; each call has a seed of its own."""
 
-    def __init__(self, engine: InferenceEngine, seed: int | None) -> None:
+    def __init__(self, engine: InferenceEngine, seed: int | None, lanes: CallLanes) -> None:
         self._engine = engine
         self._seed = seed
+        self._lanes = lanes
         self._num_calls = 0
 
     async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         seeds = [] if self._seed is None else [self._seed ^ self._num_calls]
         self._num_calls += 1
-        found = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
+        async with self._lanes.call():
+            found = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
         if len(found) != 1:
             raise EngineError(f"the engine gave {len(found)} replies to one prompt")
         return found[0]

@@ -6,7 +6,8 @@ a branch of its own. So no token is rendered or tokenized twice, whatever happen
 between two calls, and each chosen token is in the loss once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +105,8 @@ class Conversation:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._branches: list[_Branch] = []
+        self._num_pending = 0  # replies that are being generated
+        self._pending_tokens = 0  # that they and what is new in their prompts may have
 
     @property
     def num_turns(self) -> int:
@@ -112,34 +115,49 @@ class Conversation:
 
     @property
     def is_full(self) -> bool:
-        """True if it has all the turns that it may have."""
-        return self.num_turns >= self._max_turns
+        """True if it has all the turns that it may have, those under way included."""
+        return self.num_turns + self._num_pending >= self._max_turns
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, of all branches."""
         return sum(len(branch.token_ids) for branch in self._branches)
 
-    def room(self, prompt_ids: Sequence[int]) -> int:
-        """Return how many tokens a reply to this prompt may have.
+    @contextmanager
+    def room(self, prompt_ids: Sequence[int], most: int) -> Iterator[int]:
+        """Yield how many tokens a reply to this prompt may have, ``most`` at most.
+
+        Until the end of the context they are spoken for: calls may be under way side by side.
 
         Raises:
             TrajectoryLimitError: none.
         """
+        new, room = self._room(prompt_ids)
+        found = min(room, most)
+        self._num_pending += 1
+        self._pending_tokens += new + found
+        try:
+            yield found
+        finally:
+            self._num_pending -= 1
+            self._pending_tokens -= new + found
+
+    def _room(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Return how many tokens of a prompt are new, and how many a reply may have."""
         branch = self._continued(prompt_ids)
         if self.is_full:
             raise TrajectoryLimitError(
                 f"a trajectory has {self._max_turns} turns at most (environment.max_turns)"
             )
         new = len(prompt_ids) - (len(branch.token_ids) if branch is not None else 0)
-        room = self._max_tokens - self.num_tokens - new
+        room = self._max_tokens - self.num_tokens - self._pending_tokens - new
         if room < 1:
             raise TrajectoryLimitError(
                 f"a prompt of {len(prompt_ids)} tokens, {new} of them new, after "
                 f"{self.num_tokens} tokens: a trajectory has {self._max_tokens} at most "
                 "(environment.max_tokens)"
             )
-        return room
+        return new, room
 
     def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Record a response to a prompt of these tokens."""

@@ -8,12 +8,21 @@ from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
 ENVIRONMENT = """
+import os
+
 from slipstream.generators.environments.sdk import Environment, Prompt, Reply, Step
 
 
 class Sums(Environment):
+    def __init__(self, failures: str = "") -> None:
+        self._failures = failures
+
     async def reset(self, prompt: Prompt) -> str:
         self._turns = 0
+        if self._failures and prompt.row == 1:
+            raise RuntimeError("there is no world for row 1")
+        if self._failures and prompt.row in {2, 3}:
+            fails_once(f"{self._failures}/{prompt.row}")
         return prompt.text
 
     async def step(self, reply: Reply) -> Step:
@@ -22,6 +31,14 @@ class Sums(Environment):
         reward = digits / max(1, len(reply.text))
         done = self._turns == 3
         return Step(messages="+1=", reward=reward, done=done, parts={"turns": self._turns})
+
+
+def fails_once(path: str) -> None:
+    try:
+        open(path, "x").close()
+    except FileExistsError:
+        return
+    os._exit(9)
 """
 
 
@@ -51,4 +68,47 @@ def test_a_run_trains_trajectories_of_several_turns(tmp_path: Path):
         ):  # of the weights that the learner has then; it has those of earlier versions no more
             assert one["step"] <= row["step"]
             assert difference < 1e-5 or one["step"] < row["step"]
+    run.assert_nothing_left()
+
+
+def few_prompts(folder: Path) -> None:
+    for name in ("train", "held_out"):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
+
+
+def test_environments_that_fail_are_tried_again_and_what_never_works_is_a_dead_letter(
+    tmp_path: Path,
+):
+    """A failure is no reward of 0, siblings that were finished are kept, all is counted."""
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    (tmp_path / "failures").mkdir()
+    run = TinyRun(
+        tmp_path,
+        {
+            "environment.function": f"{tmp_path / 'env.py'}:Sums",
+            "environment.options.failures": tmp_path / "failures",
+            "environment.max_turns": 3,
+            "environment.max_tokens": 150,
+            "sampling.max_response_tokens": 24,
+            "reward.workers": 0,
+            "eval.file": tmp_path / "held_out.jsonl",
+            "eval.every_steps": 2,
+            "generators.count": 2,
+        },
+        before=few_prompts,
+    )
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert (summary["finished"], summary["unaccounted"], summary["trained"]) == (True, 0, 16)
+    assert summary["dropped"]["lease_exhausted"] >= 1
+    assert summary["queue"]["restarted_trajectories"] >= 2
+    assert {row["parts"]["turns"] for row in run.rollouts()} == {3.0}
+    assert "RuntimeError: there is no world for row 1" in run.log("broker")
+    assert "its process ended with code 9" in run.log("broker")
+    points = [(point["step"], point["overall"]) for point in summary["eval"]]
+    assert [
+        (step, found["num_problems"], found["num_answers"], found["num_dropped"])
+        for step, found in points
+    ] == [(step, 6, 5, 1) for step in (0, 2, 4)]
     run.assert_nothing_left()

@@ -233,6 +233,9 @@ class EnvironmentSection(Section, frozen=True, kw_only=True):
     sampling.max_prompt_tokens and sampling.max_response_tokens together."""
     timeout_s: Positive = 1800.0
     """A trajectory that takes longer has failed and is tried elsewhere."""
+    max_outside: AtLeast0 = 64
+    """Trajectories of one generator beyond generators.max_sequences, at most: as many are taken as
+    are not in the engine, because their environment answers. Each has a process."""
     memory_mb: AtLeast1 = 1024
     """Memory of one trajectory's process and all that it starts; past it they are killed."""
     max_processes: AtLeast1 = 64

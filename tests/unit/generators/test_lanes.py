@@ -1,13 +1,14 @@
 """Lanes of an engine: what is booked, what is in it, and a limit that follows its load."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import EngineLoad
-from slipstream.generators.lanes import Lanes, lanes_of
+from slipstream.generators.lanes import CallLanes, Lanes, MeanCount, lanes_of
 from tests.support.waiting import HANG_S
 
 WITHIN = Range(lowest=4, highest=32, step=4)
@@ -158,3 +159,80 @@ def test_one_group_and_one_problem_always_fit(
     assert found == limits
     table["generators"] = {"max_sequences": 64, "device": "cpu", "concurrency": "fixed"}
     assert lanes_of(generator_settings(table)).limit == 64
+
+
+def test_a_mean_follows_a_number_over_seconds():
+    now = [0.0]
+    it = MeanCount(lambda: now[0])
+    it.add(8)
+    assert it.mean == 0.0
+    now[0] = 1.0
+    assert 0.7 < it.mean < 0.8
+    it.add(-8)
+    now[0] = 100.0
+    assert it.mean < 0.001
+    it.add(3)
+    now[0] = 200.0
+    assert it.mean == pytest.approx(3.0, abs=0.001)
+
+
+def test_while_an_environment_answers_others_have_the_lane_and_more_trajectories_are_taken():
+    async def scenario() -> None:
+        now = [0.0]
+        within = Range(lowest=2, highest=4, step=2)
+        lanes = Lanes(within, most_outside=3, now=lambda: now[0])
+        booking = lanes.book(4)
+        await booking.enter()
+        assert (lanes.in_flight, lanes.free) == (4, 0)
+        async with AsyncExitStack() as stack:
+            four = [await stack.enter_async_context(booking.by_call()) for _ in range(4)]
+            for one in four:
+                async with one.call():
+                    assert lanes.in_flight == 4 - four.index(one)
+            assert (lanes.in_flight, lanes.free) == (0, 0), "it may have been a moment"
+            now[0] = 1.0
+            assert lanes.free == 0
+            now[0] = 100.0
+            assert lanes.free == 3, "as many as may be beyond the lanes"
+            other = lanes.book(2)
+            await other.enter()
+            assert (lanes.in_flight, lanes.free) == (2, 1)
+            async with four[0].call(), four[0].call():  # side by side
+                assert lanes.in_flight == 4
+                waiting = asyncio.create_task(one_call(four[1]))
+                await asyncio.sleep(0)
+                assert not waiting.done(), "the engine is full"
+                other.leave(2)
+                await asyncio.wait_for(waiting, HANG_S)
+            assert lanes.in_flight == 0
+        assert lanes.in_flight == 4
+        booking.leave(4)
+        assert lanes.in_flight == 0
+        now[0] = 300.0
+        assert lanes.free == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_cancelled_while_it_waits_for_a_lane_leaves_nothing():
+    async def scenario() -> None:
+        lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9)
+        booking = lanes.book(1)
+        await booking.enter()
+        async with booking.by_call() as first:
+            async with first.call():
+                waiting = asyncio.create_task(one_call(first))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+                assert lanes.in_flight == 1
+            assert lanes.in_flight == 0
+        booking.close()
+        assert (lanes.in_flight, lanes.free) == (0, 1)
+
+    asyncio.run(scenario())
+
+
+async def one_call(lanes: CallLanes) -> None:
+    async with lanes.call():
+        pass

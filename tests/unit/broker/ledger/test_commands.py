@@ -112,6 +112,7 @@ def test_a_lapsed_lease_is_granted_again_for_the_missing_siblings_only():
     assert (again.group_id, again.siblings) == (group.group_id, (0, 2))
     assert again.lease_id != group.lease_id
     assert ledger.book.state.ended_leases == {"lapsed": 1}
+    assert ledger.book.state.restarted_trajectories == 2
 
 
 def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
@@ -129,8 +130,11 @@ def test_handing_back_is_for_the_holder_only():
     first, second = lease(ledger, max_sequences=4)
     ledger.release("generator-1", first.lease_id, "failed")
     assert len(ledger.book.leases) == 2
-    ledger.release("generator-0", first.lease_id, "failed")
+    ledger.release("generator-0", first.lease_id, "failed", "its world has ended")
     assert list(ledger.book.leases) == [second.lease_id]
+    assert [one.reason for one in ledger.book.groups[first.group_id].failures] == [
+        "its lease of generation failed: its world has ended"
+    ]
     ledger.release_all("generator-0", "restarted")
     assert ledger.book.leases == {}
     assert ledger.book.state.ended_leases == {"failed": 1, "restarted": 1}

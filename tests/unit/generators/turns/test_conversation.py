@@ -142,21 +142,39 @@ def test_a_response_that_nobody_got_is_taken_back_with_its_prompt():
     header_of(it)
 
 
+def room(it: Conversation, prompt_ids: list[int]) -> int:
+    with it.room(prompt_ids, most=1_000) as found:
+        return found
+
+
 def test_a_trajectory_has_no_more_turns_than_it_may():
     it = conversation(max_turns=1)
     it.add([1], reply(2))
     with pytest.raises(TrajectoryLimitError, match="1 turns at most"):
-        it.room([1, 2, 3])
+        room(it, [1, 2, 3])
 
 
 def test_tokens_that_a_branch_has_already_take_no_room():
     it = conversation(max_tokens=10)
-    assert it.room([1, 2]) == 8
+    assert room(it, [1, 2]) == 8
     it.add([1, 2], reply(3, 4))
-    assert it.room([1, 2, 3, 4, 5]) == 5
-    assert it.room([1, 2, 3]) == 3  # a branch of its own
+    assert room(it, [1, 2, 3, 4, 5]) == 5
+    assert room(it, [1, 2, 3]) == 3  # a branch of its own
     with pytest.raises(TrajectoryLimitError, match=r"a prompt of 6 tokens, 6 of them new, after 4"):
-        it.room([9, 9, 9, 9, 9, 9])
+        room(it, [9, 9, 9, 9, 9, 9])
+
+
+def test_calls_under_way_side_by_side_have_no_more_than_there_is():
+    it = conversation(max_tokens=20, max_turns=3)
+    with it.room([1, 2], most=5) as one, it.room([1, 2], most=5) as other:
+        assert (one, other) == (5, 5)
+        with it.room([1, 2], most=9) as third:
+            assert third == 4
+            with pytest.raises(TrajectoryLimitError, match="3 turns at most"):
+                room(it, [1, 2])
+        with pytest.raises(TrajectoryLimitError, match="20 at most"):
+            room(it, [1, 2, 3, 4, 5, 6])
+    assert room(it, [1, 2]) == 18
 
 
 @given(st.data())
