@@ -28,6 +28,7 @@ from slipstream.wire.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
 _BEARER = "Bearer "
+LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
 T = TypeVar("T", ChatRequest, TextRequest)
 
 
@@ -127,21 +128,29 @@ class CaptureServer:
         except BadRequestError as error:
             return _refusal(400, str(error), "invalid_request_error", param=error.param)
         except TrajectoryLimitError as error:
-            return _refusal(400, str(error), "context_length_exceeded")
+            session.reached_limit = True
+            return _refusal(400, str(error), LIMIT_REACHED)
         except EngineError as error:
             return _refusal(503, str(error), "engine_failed")
         session.keep(reply)  # before the client asks for the next one
+        texts = self._token_text if asked.wants_logprobs else None
+        response = web.StreamResponse()
         try:
-            texts = self._token_text if asked.wants_logprobs else None
-            return await self._send(request, asked, form(self._model, reply, texts))
-        except (ConnectionError, asyncio.CancelledError):
+            await self._send(response, request, asked, form(self._model, reply, texts))
+        except ConnectionError:  # it went away, as clients do
+            session.abandon(reply)
+        except asyncio.CancelledError:
             session.abandon(reply)
             raise
+        return response
 
     async def _send(
-        self, request: web.Request, asked: ChatRequest | TextRequest, answer: Answer
-    ) -> web.StreamResponse:
-        response = web.StreamResponse()
+        self,
+        response: web.StreamResponse,
+        request: web.Request,
+        asked: ChatRequest | TextRequest,
+        answer: Answer,
+    ) -> None:
         if not asked.stream:
             body = json.dumps(answer.whole()).encode()
             response.content_type, response.content_length = "application/json", len(body)
@@ -154,7 +163,6 @@ class CaptureServer:
                 await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
 
     def _session(self, request: web.Request) -> CaptureSession | None:
         given = request.headers.get("Authorization", "").removeprefix(_BEARER)

@@ -81,6 +81,7 @@ class CaptureSession:
         self._replies: dict[tuple[bytes, ...], Reply] = {}
         self.in_flight: set[asyncio.Task[object]] = set()
         self.num_abandoned = 0  # replies that no client got
+        self.reached_limit = False  # a client was told so
         self.newest_messages: list[Mapping[str, Json]] = []  # of a chat, the reply included
 
     async def chat(self, request: ChatRequest) -> Reply:

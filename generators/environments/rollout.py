@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.generators.capture.requests import ChatRequest
-from slipstream.generators.capture.server import CaptureServer
+from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
 from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.host import Acting, EnvironmentFailedError, EnvironmentHost
-from slipstream.generators.environments.messages import Begin, Replied, Turned, Unable
+from slipstream.generators.environments.messages import (
+    Begin,
+    FromEnvironment,
+    Replied,
+    Turned,
+    Unable,
+)
 from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.messages.trajectory import Json, Prompt
 
@@ -76,8 +82,8 @@ async def _in_turns(acting: Acting, session: CaptureSession, prompt: Prompt) -> 
     while True:
         try:
             reply = await session.chat(ChatRequest(messages=list(messages), tools=tools))
-        except TrajectoryLimitError:
-            outcome.ended_by = "turns" if session.conversation.is_full else "tokens"
+        except TrajectoryLimitError as error:
+            outcome.ended_by = _limit_of(session, str(error))
             return outcome
         session.keep(reply)
         messages.append(reply.message)
@@ -110,12 +116,26 @@ async def _driven(
     try:
         begin = Begin(prompt=prompt, url=server.url, api_key=key, model=model)
         await acting.tell(begin)
-        turned = await _turned(acting)
+        message = await acting.hear()
     finally:
         server.end(key)
+    if isinstance(message, Unable) and session.reached_limit and LIMIT_REACHED in message.reason:
+        return Outcome(_limit_of(session, message.reason), said_in(session))
+    turned = _as_turned(message)
     if not session.conversation.num_turns:
         raise EnvironmentFailedError("it asked the policy for nothing")
     return Outcome("environment", said_in(session), [turned.reward], dict(turned.parts))
+
+
+def _limit_of(session: CaptureSession, why: str) -> EndedBy:
+    """Return which limit ended a trajectory, which goes on as far as it came.
+
+    Raises:
+        EnvironmentFailedError: it did not begin.
+    """
+    if not session.conversation.num_turns:
+        raise EnvironmentFailedError(f"the first prompt is too long: {why}")
+    return "turns" if session.conversation.is_full else "tokens"
 
 
 def said_in(session: CaptureSession) -> list[dict[str, Json]]:
@@ -124,7 +144,10 @@ def said_in(session: CaptureSession) -> list[dict[str, Json]]:
 
 
 async def _turned(acting: Acting) -> Turned:
-    message = await acting.hear()
+    return _as_turned(await acting.hear())
+
+
+def _as_turned(message: FromEnvironment) -> Turned:
     if isinstance(message, Unable):
         raise EnvironmentFailedError(message.reason)
     if not isinstance(message, Turned):

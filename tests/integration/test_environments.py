@@ -212,21 +212,48 @@ def test_the_process_that_has_it_imported_is_replaced_when_it_is_lost():
 
 def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
     async def test() -> None:
-        engine = Engine(["7", "yes"])
-        its = session(engine)
-        server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
-        await server.start()
-        try:
-            async with host("rollout") as environment:
-                assert environment.drives_itself
-                found = await run_trajectory(
-                    environment, its, PROMPT, timeout_s=HANG_S, server=server
-                )
-        finally:
-            await server.close()
+        found, its = await driven("rollout", "7", "yes")
         assert (found.reward, found.parts) == (1.0, {"length": 1.0})
         assert len(its.conversation.branches) == 1  # it forgot what it had asked
         assert [one["role"] for one in found.messages] == ["user", "assistant"]
+
+    run(test())
+
+
+async def driven(name: str, *says: str, **limits: int) -> tuple[Outcome, CaptureSession]:
+    its = session(Engine(list(says)), **limits)
+    server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
+    await server.start()
+    try:
+        async with host(name) as environment:
+            found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S, server=server)
+    finally:
+        await server.close()
+    return found, its
+
+
+@pytest.mark.parametrize(
+    ("limits", "ended_by", "num_turns"),
+    [({"max_turns": 2}, "turns", 2), ({"max_tokens": 90}, "tokens", 2)],
+)
+def test_an_agent_that_meets_a_limit_has_a_trajectory_that_was_cut_off(
+    limits: dict[str, int], ended_by: str, num_turns: int
+):
+    async def test() -> None:
+        found, its = await driven("asks_on", *"123456789", **limits)
+        assert (found.ended_by, found.reward) == (ended_by, None)
+        assert its.conversation.num_turns == num_turns
+
+    run(test())
+
+
+@pytest.mark.parametrize("name", ["Guess", "asks_on"])
+def test_a_prompt_that_leaves_no_room_is_no_trajectory(name: str):
+    async def test() -> None:
+        with pytest.raises(
+            EnvironmentFailedError, match=r"the first prompt is too long: .*a prompt of 31 tokens"
+        ):
+            await driven(name, "1", max_tokens=3)
 
     run(test())
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -130,6 +131,14 @@ async def rollout(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, float
     )
     right = second.choices[0].message.content == "yes"
     return {"score": float(right), "length": float(len(said or ""))}
+
+
+async def asks_on(client: openai.AsyncOpenAI, prompt: Prompt) -> float:
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    while True:
+        found = await client.chat.completions.create(model="policy", messages=messages)
+        said = {"role": "assistant", "content": found.choices[0].message.content}
+        messages += [said, {"role": "user", "content": "on"}]
 
 
 async def asks_nothing(_client: openai.AsyncOpenAI, _prompt: Prompt) -> float:

@@ -203,7 +203,8 @@ def test_while_an_environment_answers_others_have_the_lane_and_more_trajectories
                 await asyncio.sleep(0)
                 assert not waiting.done(), "the engine is full"
                 other.leave(2)
-                await asyncio.wait_for(waiting, HANG_S)
+                async with asyncio.timeout(HANG_S):
+                    await waiting
             assert lanes.in_flight == 0
         assert lanes.in_flight == 4
         booking.leave(4)

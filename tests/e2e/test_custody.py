@@ -1,0 +1,122 @@
+"""Agents that rewrite, branch and die: what is trained is what the engine says that it sampled."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_run import ROOT, TinyRun
+from tests.support.tool_policy import write_tool_policy
+
+pytestmark = [pytest.mark.e2e]
+AGENT = ROOT / "tests" / "e2e" / "environments" / "wandering.py"
+SAME = 1e-4
+Sampled = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def engine_record(run: TinyRun) -> Sampled:
+    """Return (prompt, reply) of each request that the engines finished, by their own logs."""
+    found: Sampled = Counter()
+    for path in (run.folder / "logs").glob("*-sglang.log*"):
+        for line in path.read_text(errors="replace").splitlines():
+            at = line.find('{"timestamp"')
+            if at < 0 or '"request.finished"' not in line:
+                continue
+            row = json.loads(line[at:])
+            prompt = row["obj"]["input_ids"]
+            outs = row["out"] if isinstance(row["out"], list) else [row["out"]]
+            for out in outs:
+                found[tuple(prompt), tuple(out["output_ids"])] += 1
+    return found
+
+
+def trained_turns(row: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield what each turn was chosen after, and its tokens."""
+    tokens = row["token_ids"]
+    starts = [0, *row["branches"]]
+    for turn in row["turns"]:
+        first = turn["first_token"]
+        branch = max(start for start in starts if start <= first)
+        yield tuple(tokens[branch:first]), tuple(tokens[first : first + turn["num_tokens"]])
+
+
+def is_of(sampled: Sampled, prompt: tuple[int, ...], reply: tuple[int, ...]) -> bool:
+    """True if a turn is one reply, or several of which each goes on after the one before."""
+    return bool(sampled[prompt, reply]) or any(
+        sampled[prompt, reply[:n]] and is_of(sampled, prompt + reply[:n], reply[n:])
+        for n in range(1, len(reply))
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "groups_per_step"),
+    [(4, 8), pytest.param(64, 16, marks=pytest.mark.slow)],
+    ids=["64", "2048"],
+)
+def test_trained_tokens_are_those_that_the_engine_sampled(
+    tmp_path: Path, steps: int, groups_per_step: int
+) -> None:
+    """With compaction, edits, parallel calls, cancelled streams, agents that die, and publishes."""
+    run = TinyRun(
+        tmp_path,
+        {
+            "run.steps": steps,
+            "run.groups_per_step": groups_per_step,
+            "data.file": tmp_path / "train.jsonl",
+            "environment.function": f"{AGENT}:rollout",
+            "environment.options.deaths": 0.05 if steps == 4 else 0.01,
+            "environment.max_turns": 24,
+            "environment.max_tokens": 1000,
+            "environment.tool_call_parser": "qwen25",
+            "sampling.max_prompt_tokens": 64,
+            "sampling.max_response_tokens": 16,
+            "generators.count": 2,
+            "generators.max_sequences": 16,
+            "generators.sglang.log_requests": True,
+            "generators.sglang.log_requests_level": 3,
+            "generators.sglang.log_requests_format": "json",
+            "learner.rollouts_per_step": 1000,
+            "learner.max_rollout_bytes": 1 << 30,
+        },
+        before=lambda folder: write_tool_policy(folder / "model"),
+    )
+    if steps > 4:
+        run.wait_until(lambda: run.steps() >= steps // 4, "a quarter of the run")
+        generator = run.process_with("slipstream.generators.main")
+        assert generator is not None
+        generator.kill()
+    assert run.wait() == 0, run.output
+    summary, rows = run.summary(), run.rollouts()
+    count = steps * groups_per_step * 2
+    assert (summary["finished"], summary["unaccounted"]) == (True, 0)
+    assert len(rows) == len({(row["group_id"], row["sibling"]) for row in rows}) == count
+
+    sampled = engine_record(run)
+    assert sampled
+    turns = [turn for row in rows for turn in trained_turns(row)]
+    strangers = [turn for turn in turns if not is_of(sampled, *turn)]
+    assert not strangers, f"{len(strangers)} of {len(turns)} turns, such as {strangers[0]}"
+
+    for row in rows:
+        runs = row["version_runs"]
+        assert all(one["first_token"] < other["first_token"] for one, other in pairwise(runs))
+    fresh = [
+        difference
+        for row in rows
+        for one, difference in zip(row["version_runs"], row["logprob_abs_diff_by_run"], strict=True)
+        if one["step"] == row["step"]
+    ]
+    assert len({one["step"] for row in rows for one in row["version_runs"]}) >= steps - 1
+    assert len(fresh) > count / 4
+    assert max(fresh) < SAME
+    did = Counter[str]()
+    for row in rows:
+        did.update({name: int(value) for name, value in row["parts"].items()})
+    assert all(did[name] for name in ("calls", "together", "cancel", "compacted", "edited"))
+    assert summary["queue"]["restarted_trajectories"] > 0
+    assert sum(map(bool, (row["branches"] for row in rows))) > count / 8
+    run.assert_nothing_left()
