@@ -72,6 +72,8 @@ test-slow: setup  ## whole fault matrices, new schedules, a real chat model; abo
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py
+	$(PY) -m pip install $(QUIETLY) --target .cache/agents openai-agents==0.24.0 smolagents==1.26.0
+	PYTHONPATH=.cache/agents $(PY) -m pytest -q tests/integration/test_agent_clients.py
 	$(PY) -m pip install $(QUIETLY) --target .cache/audit -c deploy/constraints-cpu.txt $(AUDIT)
 	PYTHONPATH=.cache/audit $(PY) -m pytest -q tests/integration/test_known_holes.py
 	$(PY) -m pytest -q -s -m 'slow and not chaos' $(PROCESS_TESTS)

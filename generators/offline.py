@@ -19,6 +19,10 @@ from slipstream.broker.config import private_folders
 from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.data.sources import load_training_prompts, local_data
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.generators.concurrency import Range
+from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.lanes import Lanes
 from slipstream.generators.offline_config import OfflineSettings
 from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
@@ -46,7 +50,7 @@ from slipstream.wire.process.stopping import stop_event
 _log = logging.getLogger(__name__)
 _VERSION = PolicyVersion(0, 0)
 _PROGRESS_S = 5.0
-_ENGINE_ATTEMPTS = 2
+_ATTEMPTS = 2
 _RETRY_AFTER_S = 2.0  # by then we know whether the engine's process has ended
 
 
@@ -91,7 +95,14 @@ async def generate(settings: OfflineSettings, name: str) -> int:
         process, engine = started
         await engine.label(_VERSION)
         sampler = make_sampler(settings.generator, engine, codec)
-        generation = Generation(settings, source, sampler, pool, writer, answered)
+        agent: Agent | None = None
+        generator = settings.generator
+        if generator.environment.is_named:
+            acting = Agent.running(
+                generator.environment, generator.sampling, sampler, hide=generator.hidden
+            )
+            agent = await cleanup.enter_async_context(acting)
+        generation = Generation(settings, source, sampler, pool, writer, answered, agent=agent)
         async with running(generation.run(), watch(process)) as (job, watching):
             if job not in await first_ended(stopping, job, watching):
                 return EXIT_INTERRUPTED
@@ -107,7 +118,7 @@ class _Progress:
     prompts: int = 0
     tokens: int = 0
     dropped: int = 0
-    failed: int = 0  # of those dropped: by the engine
+    failed: int = 0  # of those dropped: the engine or an environment failed
     rewards: list[float] = field(default_factory=list)
 
     def line(self) -> str:
@@ -132,9 +143,16 @@ class Generation:
         writer: TrajectoryFileWriter,
         answered: set[int],
         *,
+        agent: Agent | None = None,
         retry_after_s: float = _RETRY_AFTER_S,
     ) -> None:
-        """Prepare; ``answered`` are the positions of the prompts that are done already."""
+        """Prepare; ``answered`` are the positions of the prompts that are done already.
+
+        An ``agent`` runs trajectories of several turns; None answers prompts in one.
+        """
+        self._agent = agent
+        most = settings.generator.generators.max_sequences
+        self._lanes = Lanes(Range(lowest=1, highest=most, step=1))
         self._retry_after_s = retry_after_s
         self._settings = settings
         self._source = source
@@ -146,9 +164,10 @@ class Generation:
         self._progress = _Progress(total, prompts=total - len(self._open))
 
     async def run(self) -> int:
-        """Answer, score and record every prompt; return how many the engine failed at."""
+        """Answer, score and record every prompt; return how many could not be answered."""
         generator = self._settings.generator
-        lanes = max(1, generator.generators.max_sequences // generator.run.group_size)
+        under_way = generator.generators.max_sequences + generator.most_outside
+        lanes = max(1, under_way // generator.run.group_size)
         if self._progress.prompts:
             _log.info("%d prompts are in the file already", self._progress.prompts)
         positions = iter(self._open)
@@ -162,8 +181,7 @@ class Generation:
             _log.info("%s, in %s", self._progress.line(), self._settings.out)
         if self._progress.failed:
             _log.error(
-                "the engine failed at %d prompts: start again to try them once more",
-                self._progress.failed,
+                "%d prompts failed: start again to try them once more", self._progress.failed
             )
         return self._progress.failed
 
@@ -202,7 +220,7 @@ class Generation:
         )
         try:
             submissions = await self._sampled(work, siblings, prompt_ids)
-        except EngineError as error:
+        except (EngineError, EnvironmentFailedError) as error:
             self._progress.failed += 1
             return str(error)
         headers = [message.header for message, _ in submissions]
@@ -210,12 +228,7 @@ class Generation:
         if cut_off and self._settings.generator.sampling.overlong_responses == "drop":
             return f"{len(cut_off)} responses were cut off (sampling.overlong_responses)"
         transcripts = [submitted_transcript(one, prompt) for one in submissions]
-        items = [
-            ScoringItem(group_id=position, sibling=header.sibling, lease_id=header.lease_id)
-            for header in headers
-        ]
-        to_score = list(zip(items, transcripts, strict=True))
-        scores = {score.sibling: score async for score in self._scorer.score(to_score)}
+        scores = await self._scores(submissions, transcripts)
         self._progress.tokens += sum(header.num_response_tokens for header in headers)
         trajectories = []
         for header in headers:
@@ -235,14 +248,61 @@ class Generation:
         self._writer.append(group)
         return ""
 
+    async def _scores(
+        self, submissions: Sequence[Submission], transcripts: Sequence[Transcript]
+    ) -> dict[int, Score]:
+        """Return scores by sibling: those of the environment, else of the reward function."""
+        scores = {
+            message.header.sibling: message.score
+            for message, _ in submissions
+            if message.score is not None
+        }
+        to_score = [
+            (
+                ScoringItem(
+                    group_id=message.header.group_id,
+                    sibling=message.header.sibling,
+                    lease_id=message.header.lease_id,
+                ),
+                transcript,
+            )
+            for (message, _), transcript in zip(submissions, transcripts, strict=True)
+            if message.score is None
+        ]
+        if to_score:
+            scores |= {one.sibling: one async for one in self._scorer.score(to_score)}
+        return scores
+
     async def _sampled(
         self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
     ) -> list[Submission]:
-        """Return all siblings, with one more attempt if the engine fails."""
-        for attempt in range(1, _ENGINE_ATTEMPTS):
+        """Return all siblings, with one more attempt if the engine or an environment fails."""
+        for attempt in range(1, _ATTEMPTS):
             try:
-                return await run_rollouts(self._sampler, work, siblings, prompt_ids)
-            except EngineError as error:
+                return await self._rollouts(work, siblings, prompt_ids)
+            except (EngineError, EnvironmentFailedError) as error:
                 _log.warning("prompt %d, attempt %d: %s", work.position, attempt, error)
                 await asyncio.sleep(self._retry_after_s)
-        return await run_rollouts(self._sampler, work, siblings, prompt_ids)
+        return await self._rollouts(work, siblings, prompt_ids)
+
+    async def _rollouts(
+        self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
+    ) -> list[Submission]:
+        agent = self._agent
+        if agent is None:
+            return await run_rollouts(self._sampler, work, siblings, prompt_ids)
+        booking = self._lanes.book(len(siblings))
+        try:
+            await booking.enter()
+
+            async def one(sibling: int) -> Submission:
+                async with booking.by_call() as lanes:
+                    return await agent.run(work, sibling, lanes)
+
+            found = await asyncio.gather(*map(one, siblings), return_exceptions=True)
+        finally:
+            booking.close()
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        return [sibling for sibling in found if not isinstance(sibling, BaseException)]

@@ -1,7 +1,8 @@
 """Requests of OpenAI's chat and text completion API, as far as they are honoured.
 
 What would change the distribution that is trained is the run's, not the client's: temperature,
-top_p and their like are read and not used.
+top_p and their like are read and not used. A call of a tool that is ``required`` is not forced: it
+is the policy's choice, and an agent whose model may fail to make one goes on from there.
 """
 
 from collections.abc import Mapping
@@ -93,11 +94,6 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
             raise BadRequestError("messages is empty", "messages")
         if self.top_logprobs:
             raise BadRequestError("top_logprobs: only chosen tokens have any here", "top_logprobs")
-        if self.tool_choice not in {None, "auto", "none"}:
-            raise BadRequestError(
-                "tool_choice may be auto or none: a forced call is not the policy's choice",
-                "tool_choice",
-            )
         if self.response_format not in (None, {"type": "text"}):
             raise BadRequestError(
                 "response_format: a reply that is forced into a form is not the policy's choice",

@@ -114,9 +114,16 @@ class _Acting:
 
 
 async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
-    import openai  # slow, and for such functions alone
+    import openai  # for such functions alone
 
-    client = openai.AsyncOpenAI(base_url=begin.url, api_key=begin.api_key, max_retries=0)
+    client = openai.AsyncOpenAI(
+        base_url=begin.url,
+        api_key=begin.api_key,
+        max_retries=0,
+        timeout=None,  # environment.timeout_s is for the whole trajectory
+        # Within this host, without TLS, whose certificates take long to load.
+        http_client=openai.DefaultAsyncHttpxClient(verify=False),
+    )
     try:
         found = await rollout(client, begin.prompt)
     finally:

@@ -1,6 +1,7 @@
 """Find an environment by its name: a class, or a function that drives an agent itself."""
 
 import hashlib
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
                 f"{_SETTING}.function {name!r} is a function and not async: expected a class with "
                 "a method step, or `async def rollout(client, prompt)`"
             )
+        importlib.import_module(
+            "openai"
+        )  # slow: here once, and not in every process that is forked
         return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
     for method in ("reset", "step", "call", "close"):
         found = getattr(target, method, None) or getattr(Environment, method)

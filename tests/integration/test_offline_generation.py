@@ -110,3 +110,44 @@ def test_ctrl_c_ends_it_and_leaves_no_process_behind(tmp_path: Path):
     _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert alive == []
     assert list(read_groups(tmp_path / "a.trajectories")) == []
+
+
+ENVIRONMENT = """
+from slipstream.generators.environments.sdk import Environment, Prompt, Reply, Step
+
+class Twice(Environment):
+    async def reset(self, prompt: Prompt) -> str:
+        if prompt.row == 2:
+            raise OSError("no such world")
+        self._asked = False
+        return prompt.text
+
+    async def step(self, reply: Reply) -> Step:
+        if self._asked:
+            return Step(done=True, reward=2.0 if reply.text else None, parts={"asked": 2})
+        self._asked = True
+        return Step(messages="1+1=")
+"""
+
+
+def test_trajectories_of_several_turns_are_recorded_too(tmp_path: Path):
+    command = write_run(tmp_path, length=12, shortest=0)
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    command += [
+        f"environment.function={tmp_path / 'env.py'}:Twice",
+        "environment.max_tokens=100",
+        "run.group_size=2",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "prompt 2 dropped: OSError: no such world" in done.stderr
+    assert "1 prompts failed: start again" in done.stderr
+    groups = sorted(read_groups(tmp_path / "a.trajectories"), key=lambda g: g.group.group_id)
+    assert [g.group.group_id for g in groups] == [0, 1, 4, 5]
+    for group in groups:
+        for one, payload in zip(group.group.trajectories, group.payloads, strict=True):
+            mask = decode_payload(payload).loss_mask.data.tobytes()
+            assert len(one.header.turns) == 2
+            assert mask.count(1) == one.header.num_response_tokens
+            # Who replies nothing has no reward of the environment: it is the function's.
+            assert one.reward == 2.0 or one.parts.get("six") == 6.0

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import secrets
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -78,7 +79,9 @@ async def parse(text: str, _tools: Sequence[Json]) -> tuple[str, list[dict[str, 
         return text, []
     function = json.loads(call)
     function["arguments"] = json.dumps(function["arguments"])
-    return before, [{"id": "call_1", "type": "function", "function": function}]
+    return before, [
+        {"id": f"call_{secrets.token_hex(4)}", "type": "function", "function": function}
+    ]
 
 
 @asynccontextmanager
@@ -271,12 +274,21 @@ def test_a_client_that_goes_away_ends_the_generation_and_leaves_nothing():
     run(test())
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_call_that_is_asked_for_is_not_forced(choice: object):
+    async def test() -> None:
+        async with served("no") as it:
+            found = await ask(it, [user("?")], tools=[LOOK], tool_choice=choice)
+            assert found.choices[0].message.content == "no"
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("options", "param", "why"),
     [
         ({"n": 2}, "n", "one reply"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only chosen tokens"),
-        ({"tools": [LOOK], "tool_choice": "required"}, "tool_choice", "not the policy's choice"),
         ({"response_format": {"type": "json_object"}}, "response_format", "forced into a form"),
         ({"stop": [""]}, "stop", "empty"),
     ],
