@@ -37,6 +37,7 @@ COMMANDS = {
     "replay": ("replay", "train on recorded batches alone"),
     "data": ("data_check", "check prompts before a run"),
     "reward": ("try_reward", "try a reward function without a run"),
+    "env": ("env", "try an environment without a run, turn by turn"),
     "keys": ("keys", "keys for roles on other hosts: make, list, revoke"),
 }
 

@@ -41,6 +41,9 @@ class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
                 origin[f"reward.{key}"] = msgspec.to_builtins(value)
         for name, values in (("data", self.generator.data), ("sampling", self.generator.sampling)):
             origin |= {f"{name}.{key}": v for key, v in msgspec.to_builtins(values).items()}
+        if self.generator.environment.is_named:
+            environment = msgspec.to_builtins(self.generator.environment)
+            origin |= {f"environment.{key}": v for key, v in environment.items()}
         return origin
 
 

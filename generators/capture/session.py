@@ -32,6 +32,7 @@ class Reply:
     text: str
     tool_calls: list[dict[str, Json]]
     history: tuple[bytes, ...]  # what a later request begins with if it continues this one
+    asked: tuple[Mapping[str, Json], ...] = ()  # messages of the request
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -59,6 +60,7 @@ class CaptureSession:
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
         parse_tools: ParseTools,
+        on_reply: "Callable[[Reply], None] | None" = None,
     ) -> None:
         """Begin without a call.
 
@@ -70,6 +72,7 @@ class CaptureSession:
             encode: a text prompt to its tokens.
             decode: tokens to text, without special ones.
             parse_tools: text and calls of a reply that may hold calls of the given tools.
+            on_reply: is told each reply that becomes part of the trajectory.
         """
         self._sample = sample
         self._params = params
@@ -77,6 +80,7 @@ class CaptureSession:
         self._encode = encode
         self._decode = decode
         self._parse_tools = parse_tools
+        self._on_reply = on_reply
         self.conversation = conversation
         self._replies: dict[tuple[bytes, ...], Reply] = {}
         self.in_flight: set[asyncio.Task[object]] = set()
@@ -108,8 +112,7 @@ class CaptureSession:
             text = self._decode(completion.token_ids)
             if tools:
                 text, calls = await self._parse_tools(text, tools)
-        reply = Reply(prompt_ids, completion, text, calls, ())
-        self.newest_messages = [*request.messages, reply.message]
+        reply = Reply(prompt_ids, completion, text, calls, (), tuple(request.messages))
         return replace(reply, history=(*keys, _key(normalized(reply.message))))
 
     async def complete(self, request: TextRequest) -> Reply:
@@ -137,6 +140,10 @@ class CaptureSession:
         self.conversation.add(reply.prompt_ids, reply.completion)
         if reply.history:
             self._replies[reply.history] = reply
+        if reply.asked:
+            self.newest_messages = [*reply.asked, reply.message]
+        if self._on_reply is not None:
+            self._on_reply(reply)
 
     def abandon(self, reply: Reply) -> None:
         """Take back a reply that its client did not get."""

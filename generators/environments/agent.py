@@ -2,12 +2,12 @@
 
 import itertools
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.capture.session import CaptureSession, Reply
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.environments.host import EnvironmentHost, Limits
 from slipstream.generators.environments.rollout import Outcome, run_trajectory, transcript_text
@@ -105,7 +105,13 @@ class Agent:
             await server.close()
             await host.close()
 
-    async def run(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> Submission:
+    async def run(
+        self,
+        group: LeasedGroup,
+        sibling: int,
+        lanes: CallLanes,
+        on_reply: Callable[[Reply], None] | None = None,
+    ) -> Submission:
         """Run one sibling of a group, which has ``lanes`` of the engine.
 
         Raises:
@@ -123,6 +129,7 @@ class Agent:
             encode=self._sampler.codec.text_ids,
             decode=self._sampler.codec.decode,
             parse_tools=self._parse_tools,
+            on_reply=on_reply,
         )
         outcome = await run_trajectory(
             self._host,

@@ -1,0 +1,162 @@
+"""`slipstream env try`: run trajectories in an environment, turn by turn, without a run."""
+
+import argparse
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.broker.data.mixture import PromptSource
+from slipstream.broker.data.sources import load_training_prompts, local_data
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
+from slipstream.deploy.terminal.console import make_console
+from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.trial import Said, TriedTrajectory, try_environment
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Json, Prompt
+from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
+from slipstream.wire.process.logs import start_logging
+from slipstream.wire.settings.load import load_table
+
+EXIT_FAILED = 1
+_COLORS = {"assistant": "green", "tool": "yellow", "system": "magenta"}
+EXAMPLES = """examples:
+  slipstream env try my_env.py:Env --config run.toml            three prompts of [data]
+  slipstream env try my_env.py:Env --model models/Qwen3-0.6B --prompt 'Guess.' --truth 7
+  slipstream env try --config run.toml --n 8 --json             everything, for programs
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("action", choices=("try",))
+    parser.add_argument("--model", metavar="FOLDER", help="the policy, by default run.model")
+    parser.add_argument("--prompt", metavar="TEXT", help="instead of prompts of [data]")
+    parser.add_argument("--truth", default="", metavar="TEXT", help="ground truth of --prompt")
+    parser.add_argument("--n", type=int, default=3, metavar="N", help="trajectories (3)")
+    add_config(parser, required=False, text="the settings of a run")
+    add_json(parser)
+    add_overrides(parser, "FILE.py:NAME|section.key=value")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.n < 1:
+        raise ConfigError(f"--n must be at least 1, got {arguments.n}")
+    words: list[str] = []
+    for word in arguments.overrides:
+        named = f"environment.function={word}"
+        words.append(word if "=" in word else named)
+    if arguments.model:
+        words.append(f"run.model={arguments.model}")
+    table = load_table(arguments.config, words)
+    if not table.get("run", {}).get("name"):
+        table.setdefault("run", {})["name"] = "trial"
+    settings = generator_settings(table)
+    if not settings.environment.is_named:
+        raise ConfigError("name an environment: FILE.py:NAME, or environment.function")
+    prompts = _prompts(settings, arguments)
+    start_logging("env")
+    screen = _Screen(None if arguments.json else make_console(), len(prompts))
+    tried = asyncio.run(
+        try_environment(
+            settings, prompts, on_begin=screen.began, on_said=screen.said, on_end=screen.ended
+        )
+    )
+    if tried is None:
+        return EXIT_INTERRUPTED
+    if arguments.json:
+        print_json({"trajectories": tried, **summary(tried)})
+    else:
+        screen.summarize(tried)
+    return EXIT_FAILED if any(one.failed for one in tried) else 0
+
+
+def _prompts(settings: GeneratorSettings, arguments: argparse.Namespace) -> list[Prompt]:
+    if arguments.prompt is not None:
+        prompt = Prompt(prompt=arguments.prompt, ground_truth=arguments.truth)
+        return [prompt] * arguments.n
+    if not settings.data.file and not settings.data.sources:
+        raise ConfigError("give a prompt: --prompt TEXT, or data.file")
+    run = settings.run
+    source: PromptSource = load_training_prompts(local_data(settings.data, run), seed=run.seed)
+    return [source.at(position) for position in range(arguments.n)]
+
+
+def summary(tried: Sequence[TriedTrajectory]) -> dict[str, Json]:
+    """Return the mean reward, the numbers of tokens, and why some have failed."""
+    rewards = [one.reward for one in tried if one.reward is not None]
+    return {
+        "count": len(tried),
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "without_reward": sum(one.reward is None and not one.failed for one in tried),
+        "failed": dict(Counter(one.failed for one in tried if one.failed)),
+    }
+
+
+class _Screen:
+    """Prints what is said as it is said; without a console nothing."""
+
+    def __init__(self, console: Console | None, count: int) -> None:
+        self._console = console
+        self._count = count
+        self._shown: list[dict[str, Json]] = []  # of the history, as it was printed
+        self._began_s = time.monotonic()
+
+    def began(self, number: int, prompt: Prompt) -> None:
+        self._shown = []
+        row = f", row {prompt.row}" if prompt.row >= 0 else ""
+        if self._console is not None:
+            self._console.rule(Text(f"trajectory {number + 1} of {self._count}{row}"))
+
+    def said(self, said: Said) -> None:
+        history = list(said.asked)
+        known = self._shown
+        if history[: len(known)] != known:
+            known = []
+            self._print("the history was rewritten: a branch begins", "bold red")
+        for message in history[len(known) :]:
+            self._message(message, "")
+        cut = ", cut off" if said.finish_reason == "length" else ""
+        self._message(said.message, f" ({said.num_tokens} tokens{cut})")
+        self._shown = [*history, said.message]
+
+    def ended(self, tried: TriedTrajectory) -> None:
+        if tried.failed:
+            self._print(f"failed: {tried.failed}", "red")
+            return
+        reward = (
+            "none, it is the reward function's" if tried.reward is None else f"{tried.reward:g}"
+        )
+        parts = "".join(f", {name} {value:g}" for name, value in tried.parts.items())
+        branches = f", {tried.num_branches} branches" if tried.num_branches > 1 else ""
+        cut = ", cut off at a limit" if tried.was_cut_off else ""
+        self._print(
+            f"reward {reward}{parts}: {len(tried.said)} turns, {tried.num_chosen} of "
+            f"{tried.num_tokens} tokens by the policy{branches}{cut}, {tried.seconds:.1f} s",
+            "bold",
+        )
+
+    def summarize(self, tried: Sequence[TriedTrajectory]) -> None:
+        found = summary(tried)
+        mean = "-" if found["mean"] is None else f"{found['mean']:.3f}"
+        failed = sum(found["failed"].values())
+        self._print(f"{len(tried)} trajectories, mean reward {mean}, {failed} failed", "")
+
+    def _message(self, message: dict[str, Json], note: str) -> None:
+        role = str(message.get("role"))
+        content = message.get("content") or ""
+        text = content if isinstance(content, str) else "".join(str(p.get("text")) for p in content)
+        self._print(f"{role}{note}", f"bold {_COLORS.get(role, 'cyan')}")
+        if text:
+            self._print(text, "")
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            self._print(f"-> {function['name']}({function['arguments']})", "yellow")
+
+    def _print(self, text: str, style: str) -> None:
+        if self._console is not None:
+            self._console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,145 @@
+"""Try an environment: a few trajectories one after the other, without a run.
+
+Imported by deploy.commands.env.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from slipstream.generators.capture.session import Reply
+from slipstream.generators.concurrency import Range
+from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.lanes import Lanes
+from slipstream.generators.sglang.running import make_sampler, running_engine, watch
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.messages.broker import LeasedGroup
+from slipstream.wire.messages.trajectory import Json, Prompt
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.run_until import first_ended, running
+from slipstream.wire.process.stopping import stop_event
+
+_NAME = "trial"
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """A reply of the policy, and the messages that came before it."""
+
+    asked: tuple[dict[str, Json], ...]
+    message: dict[str, Json]
+    num_tokens: int
+    finish_reason: str
+
+
+class TriedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory, or why there is none."""
+
+    row: int
+    said: tuple[Said, ...] = ()
+    reward: float | None = None  # None: a reward function would give it
+    parts: dict[str, float] = {}
+    failed: str = ""  # why the environment could not go on
+    was_cut_off: bool = False
+    num_tokens: int = 0
+    num_chosen: int = 0  # by the policy
+    num_branches: int = 0
+    seconds: float = 0.0
+
+
+async def try_environment(
+    settings: GeneratorSettings,
+    prompts: Sequence[Prompt],
+    *,
+    on_begin: Callable[[int, Prompt], None],
+    on_said: Callable[[Said], None],
+    on_end: Callable[[TriedTrajectory], None],
+) -> list[TriedTrajectory] | None:
+    """Run a trajectory from each prompt; None if it was interrupted.
+
+    Args:
+        settings: of a generator; its engine serves ``run.model``.
+        prompts: to begin with.
+        on_begin: is told the number of a trajectory and its prompt.
+        on_said: is told each reply at once.
+        on_end: is told each trajectory that has ended.
+
+    Raises:
+        ConfigError: there is no such environment, or the model cannot talk to it.
+        SlipstreamError: the engine does not start or has failed.
+    """
+    codec = TextCodec(settings.model, settings.sampling)
+    async with AsyncExitStack() as cleanup:
+        stopping = asyncio.create_task(stop_event().wait())
+        cleanup.callback(stopping.cancel)
+        started = await cleanup.enter_async_context(running_engine(settings, _NAME, stopping))
+        if started is None:
+            return None
+        process, engine = started
+        await engine.label(PolicyVersion(0, 0))
+        sampler = make_sampler(settings, engine, codec)
+        acting = Agent.running(
+            settings.environment, settings.sampling, sampler, hide=settings.hidden
+        )
+        agent = await cleanup.enter_async_context(acting)
+
+        async def one_after_the_other() -> list[TriedTrajectory]:
+            found = []
+            for number, prompt in enumerate(prompts):
+                on_begin(number, prompt)
+                found.append(await _one(agent, number, prompt, on_said))
+                on_end(found[-1])
+            return found
+
+        async with running(one_after_the_other(), watch(process)) as (job, watching):
+            if job not in await first_ended(stopping, job, watching):
+                return None
+            found: list[TriedTrajectory] = job.result()
+            return found
+
+
+async def _one(
+    agent: Agent, number: int, prompt: Prompt, on_said: Callable[[Said], None]
+) -> TriedTrajectory:
+    work = LeasedGroup(
+        group_id=number, lease_id=0, item="train", position=number, prompt=prompt, siblings=(0,)
+    )
+    said: list[Said] = []
+
+    def heard(reply: Reply) -> None:
+        said.append(
+            Said(
+                asked=tuple(dict(message) for message in reply.asked),
+                message=reply.message,
+                num_tokens=len(reply.completion.token_ids),
+                finish_reason=reply.finish_reason,
+            )
+        )
+        on_said(said[-1])
+
+    booking = Lanes(Range(lowest=1, highest=1, step=1)).book(1)
+    await booking.enter()
+    began_s = time.monotonic()
+    try:
+        async with booking.by_call() as lanes:
+            message, _ = await agent.run(work, 0, lanes, heard)
+    except EnvironmentFailedError as error:
+        return TriedTrajectory(
+            row=prompt.row, said=tuple(said), failed=str(error), seconds=time.monotonic() - began_s
+        )
+    header, score = message.header, message.score
+    return TriedTrajectory(
+        row=prompt.row,
+        said=tuple(said),
+        reward=None if score is None else score.reward,
+        parts={} if score is None else score.parts,
+        was_cut_off=header.finish_reason == "length",
+        num_tokens=header.num_tokens,
+        num_chosen=header.num_response_tokens,
+        num_branches=1 + len(header.branches),
+        seconds=time.monotonic() - began_s,
+    )

@@ -1,0 +1,115 @@
+"""`slipstream env try`: an environment, an engine and a terminal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tool_policy import write_tool_policy
+from tests.support.waiting import HANG_S
+
+pytestmark = pytest.mark.integration
+ENVIRONMENT = '''
+from slipstream.generators.environments.sdk import Environment, Prompt, Reply, Step
+
+
+def look(at: int) -> str:
+    """Look at a place."""
+    return f"a tree at {at}"
+
+
+class Trees(Environment):
+    tools = (look,)
+
+    async def reset(self, prompt: Prompt) -> str:
+        if prompt.ground_truth == "none":
+            raise RuntimeError("no wood")
+        return prompt.text
+
+    async def step(self, reply: Reply) -> Step:
+        results = [await self.call(call) for call in reply.tool_calls]
+        return Step(messages=results, reward=0.5, done=not results, parts={"calls": len(results)})
+
+
+async def rollout(client, prompt):
+    for question in ("where?", "why?"):
+        messages = [{"role": "user", "content": question}]
+        await client.chat.completions.create(model="policy", messages=messages)
+    return 1
+'''
+SETTINGS = (
+    "environment.tool_call_parser=qwen25",
+    "environment.max_turns=3",
+    "environment.max_tokens=900",
+    "sampling.max_response_tokens=8",
+    "generators.max_cached_tokens=4096",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("try")
+    write_tool_policy(path / "model")
+    (path / "my env.py").write_text(ENVIRONMENT)
+    return path
+
+
+def env_try(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "slipstream.deploy.main", "env", "try"),
+            *("--model", str(folder / "model"), *words, *SETTINGS),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+        env={**os.environ, "COLUMNS": "100"},  # noqa: TID251 handed on
+    )
+
+
+def test_turns_and_calls_are_shown_as_they_come(folder: Path):
+    done = env_try(folder, "my env.py:Trees", "--prompt", "Where are the trees?", "--n", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in (
+        "trajectory 4 of 4",
+        "Where are the trees?",
+        '-> look({"at": ',
+        "tool\na tree at ",
+        " tokens by the policy",
+        "4 trajectories, mean reward ",
+    ):
+        assert text in done.stdout, done.stdout
+
+
+def test_an_agent_that_begins_anew_has_branches_and_programs_get_everything(folder: Path):
+    done = env_try(folder, "my env.py:rollout", "--prompt", "x", "--n", "1", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    (one,) = found["trajectories"]
+    assert (one["reward"], one["num_branches"], len(one["said"])) == (1.0, 2, 2)
+    assert [said["asked"][0]["content"] for said in one["said"]] == ["where?", "why?"]
+
+
+def test_what_fails_is_named_and_is_the_exit_code(folder: Path):
+    done = env_try(folder, "my env.py:Trees", "--prompt", "x", "--truth", "none", "--n", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "failed: RuntimeError: no wood" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_template_that_depends_on_what_was_said_before_is_refused(folder: Path):
+    template = folder / "counts.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ loop.index }}{{ m.role }}{{ m.content }}<|end|>{% endfor %}"
+        "{{ messages | length }}"
+    )
+    done = env_try(folder, "my env.py:Trees", "--prompt", "x", f"sampling.chat_template={template}")
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = [one for one in done.stderr.splitlines() if "after a reply the chat template" in one]
+    assert "sampling.chat_template" in line
+    assert "Traceback" not in done.stderr
