@@ -236,7 +236,12 @@ class Generation:
             if score.reward is None:
                 return f"reward unavailable: {score.unavailable}"
             trajectories.append(
-                DeliveredTrajectory(header=header, reward=score.reward, parts=score.parts)
+                DeliveredTrajectory(
+                    header=header,
+                    reward=score.reward,
+                    parts=score.parts,
+                    turn_rewards=score.turn_rewards,
+                )
             )
         self._progress.rewards += [t.reward for t in trajectories]
         group = RecordedGroup(

@@ -13,7 +13,7 @@ from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.version_runs import version_runs
 from slipstream.wire.messages.arrays import DType, PackedArray, narrowest
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
-from slipstream.wire.messages.codec import decode_payload, encode
+from slipstream.wire.messages.codec import decode_payload, decode_texts, encode
 from slipstream.wire.messages.trajectory import (
     Decisions,
     ItemKind,
@@ -75,7 +75,8 @@ async def run_rollouts(
 def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:
     """Return a sibling's transcript for a reward function, as the broker would make it."""
     message, frames = submission
-    return transcript_of(message.header, prompt, frames[1].decode())
+    replies = decode_texts(frames[2]) if message.header.turns else ()
+    return transcript_of(message.header, prompt, frames[1].decode(), replies)
 
 
 def newest_version(submissions: Sequence[Submission]) -> PolicyVersion:

@@ -242,7 +242,7 @@ class Ledger:
         group = self.book.groups.get(score.group_id)
         if group is None or score.sibling not in group.headers or score.sibling in group.scores:
             return  # it ended, or was scored already
-        score = clamped(score)
+        score = clamped(score, len(group.headers[score.sibling].chosen))
         if score.reward is None:
             self._decisions.record(
                 ScoringFailed(

@@ -119,6 +119,7 @@ def as_delivered(group: Group) -> DeliveredGroup:
                 header=group.headers[sibling],
                 reward=rewards[sibling],
                 parts=group.scores[sibling].parts,
+                turn_rewards=group.scores[sibling].turn_rewards,
             )
             for sibling in range(group.size)
         ),

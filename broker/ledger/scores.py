@@ -16,11 +16,15 @@ _MOST = 1e15  # of a reward; squares of such are finite in float32
 _UNCHANGED = 100  # characters; nearly all scores are short
 
 
-def clamped(score: Score) -> Score:
-    """Return a score with a finite reward or none, finite parts, and texts of a bounded length."""
-    if score.reward is not None and not abs(score.reward) <= _MOST:
-        unavailable = f"invalid: the reward is {score.reward}; it may be at most {_MOST:g}"
-        score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
+def clamped(score: Score, num_turns: int = 1) -> Score:
+    """Return a score with a finite reward or none, finite parts, and texts of a bounded length.
+
+    A score with rewards of turns has one for each of the trajectory's ``num_turns``, or no reward.
+    """
+    if score.reward is not None and (invalid := _why_invalid(score, num_turns)):
+        score = msgspec.structs.replace(
+            score, reward=None, turn_rewards=(), unavailable=f"invalid: {invalid}"
+        )
     parts = score.parts
     short = len(parts) <= MAX_PARTS and all(len(name) <= MAX_PART_NAME for name in parts)
     if not short or not all(map(_is_plain, parts.values())):
@@ -36,6 +40,19 @@ def clamped(score: Score) -> Score:
             excerpt=score.excerpt[:MAX_EXCERPT],
         )
     return score
+
+
+def _why_invalid(score: Score, num_turns: int) -> str:
+    if score.reward is not None and not _is_plain(score.reward):
+        return f"the reward is {score.reward}; it may be at most {_MOST:g}"
+    if len(score.turn_rewards) not in {0, num_turns}:
+        return (
+            f"turn_rewards has {len(score.turn_rewards)} numbers, the trajectory {num_turns} turns"
+        )
+    for number, reward in enumerate(score.turn_rewards, start=1):
+        if not _is_plain(reward):
+            return f"the reward of turn {number} is {reward}; it may be at most {_MOST:g}"
+    return ""
 
 
 def _is_plain(value: float) -> bool:

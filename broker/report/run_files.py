@@ -245,6 +245,7 @@ def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, o
         "ground_truth": group.prompt.ground_truth,
         "reward": score.reward,
         "parts": score.parts,
+        "turn_rewards": score.turn_rewards,
         "finish_reason": header.finish_reason,
         "response_tokens": header.num_response_tokens,
         "versions": [version.label for version, _ in header.tokens_by_version()],

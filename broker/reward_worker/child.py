@@ -203,9 +203,10 @@ def took_too_long(timeout_s: float) -> str:
 
 
 def _answer(call: Call, function: RewardFunction, result: object) -> Answered:
+    num_turns = [len(transcript.turns) for transcript in call.transcripts]
     if function.info.takes == "answer":
-        return Answered(call_id=call.call_id, outcomes=(outcome_of(result),))
-    outcomes = outcomes_of(result, len(call.transcripts))
+        return Answered(call_id=call.call_id, outcomes=(outcome_of(result, num_turns[0]),))
+    outcomes = outcomes_of(result, num_turns)
     if function.info.takes == "group":
         outcomes = all_or_none(outcomes)
     return Answered(call_id=call.call_id, outcomes=tuple(outcomes))

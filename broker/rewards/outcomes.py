@@ -18,6 +18,7 @@ from slipstream.wire.messages.trajectory import (
     Transcript,
 )
 
+_TURN_REWARDS = "turn_rewards"  # of a mapping that a function returns
 Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
 
 
@@ -39,47 +40,77 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     unavailable: str = ""
     parts: dict[str, float] = {}
+    turn_rewards: tuple[float, ...] = ()  # one for each turn, or none at all
     left_out: int = 0  # parts past the first MAX_PARTS
 
 
-def outcome_of(result: object) -> Outcome:
-    """Return the outcome of one result: a finite number, or a mapping with a finite ``score``."""
+def outcome_of(result: object, num_turns: int = 1) -> Outcome:
+    """Return the outcome of one result about an answer of so many turns.
+
+    It is a finite number, or a mapping with a finite ``score``, or with ``turn_rewards``, whose sum
+    is the score of one that has none.
+    """
     parts: Mapping[object, object] = result if isinstance(result, Mapping) else {}
-    reward = finite(parts.get("score") if isinstance(result, Mapping) else result)
+    turn_rewards: list[float] = []
+    if _TURN_REWARDS in parts:
+        given = _listed(parts[_TURN_REWARDS], num_turns + 1)
+        turn_rewards = [number for one in given or () if (number := finite(one)) is not None]
+        if given is None or len(turn_rewards) < len(given):
+            shown = _shown(parts[_TURN_REWARDS])
+            return unavailable(f"invalid: {_TURN_REWARDS} is {shown}, expected a list of numbers")
+        if len(given) != num_turns:
+            count = f"more than {num_turns}" if len(given) > num_turns else str(len(given))
+            return unavailable(
+                f"invalid: {_TURN_REWARDS} has {count} numbers, the answer {num_turns} turns"
+            )
+    score = sum(turn_rewards) if turn_rewards and "score" not in parts else parts.get("score")
+    reward = finite(score if isinstance(result, Mapping) else result)
     if reward is None:
         return unavailable(f"invalid: returned {_shown(result)}")
     numbers = {
         name: number
         for name, part in parts.items()
         if isinstance(name, str)
+        and name != _TURN_REWARDS
         and 0 < len(name) <= MAX_PART_NAME
         and name.isprintable()  # a lone surrogate is not
         and (number := finite(part)) is not None
     }
     kept = dict(islice(numbers.items(), MAX_PARTS))
-    return Outcome(reward=reward, parts=kept, left_out=len(numbers) - len(kept))
+    return Outcome(
+        reward=reward,
+        parts=kept,
+        turn_rewards=tuple(turn_rewards),
+        left_out=len(numbers) - len(kept),
+    )
 
 
-def outcomes_of(results: object, count: int) -> list[Outcome]:
-    """Return the outcomes of the results of ``count`` answers.
+def outcomes_of(results: object, num_turns: Sequence[int]) -> list[Outcome]:
+    """Return the outcomes of the results of answers of so many turns each.
 
     Raises:
         InvalidResultsError: they are no list, or one of another length.
     """
-    if isinstance(results, Mapping | str | bytes) or not hasattr(results, "__iter__"):
+    count = len(num_turns)
+    values = _listed(results, count + 1)
+    if values is None:
         raise InvalidResultsError(
             f"invalid: returned {_shown(results)}, expected a list of {count} results"
         )
-    values: list[object] = []
-    for value in results:
-        values.append(value)
-        if len(values) > count:  # it may never end
-            raise InvalidResultsError(
-                f"invalid: returned more than {count} results for {count} answers"
-            )
+    if len(values) > count:
+        raise InvalidResultsError(
+            f"invalid: returned more than {count} results for {count} answers"
+        )
     if len(values) < count:
         raise InvalidResultsError(f"invalid: returned {len(values)} results for {count} answers")
-    return [outcome_of(value) for value in values]
+    return [outcome_of(value, turns) for value, turns in zip(values, num_turns, strict=True)]
+
+
+def _listed(values: object, most: int) -> list[object] | None:
+    """Return the first values of a list, which may never end; None for what is none."""
+    if isinstance(values, Mapping | str | bytes) or not hasattr(values, "__iter__"):
+        return None
+    return list(islice(values, most))
 
 
 def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -118,6 +149,7 @@ def score_of(
         reward=outcome.reward,
         unavailable=outcome.unavailable,
         parts=outcome.parts,
+        turn_rewards=outcome.turn_rewards,
         function=function.name,
         version=function.version,
         excerpt=excerpt,

@@ -10,7 +10,7 @@ A reward is a function or a class, sync or async. Without the decorator a functi
 signature of verl, ``(data_source, solution_str, ground_truth, extra_info, **options)``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from slipstream.wire.messages.trajectory import Prompt, Transcript
@@ -18,7 +18,7 @@ from slipstream.wire.messages.trajectory import Prompt, Transcript
 __all__ = ["Prompt", "RewardResult", "Takes", "Transcript", "Unavailable", "reward"]
 
 Takes = Literal["answer", "batch", "group"]
-RewardResult: TypeAlias = float | int | bool | Mapping[str, float]
+RewardResult: TypeAlias = float | int | bool | Mapping[str, float | Sequence[float]]
 DECLARED = "__slipstream_reward__"  # attribute of a decorated function or class
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -38,7 +38,9 @@ def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
             of the file that it is in.
 
     A result is a number, or a mapping whose ``score`` is the reward and whose other numbers become
-    metrics. Options of ``[reward.options]`` are keyword arguments of the function, or of the class.
+    metrics. Its ``turn_rewards``, if there are any, are one number for each of
+    ``Transcript.turns``; without a ``score`` the reward is their sum. Options of
+    ``[reward.options]`` are keyword arguments of the function, or of the class.
     """
 
     def declare(target: F) -> F:

@@ -29,7 +29,8 @@ from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 
-_RESERVED = ("score", "unshaped")
+_RESERVED = ("score", "unshaped", "turn_rewards")
+_Sum = dict[str, float | list[float]]
 _SETTING = "reward.options.parts"
 _VERSION_DIGITS = 12
 
@@ -56,11 +57,12 @@ class Weighted:
     Metrics: every part by its name and without its weight, the parts of a part as
     ``name.its_part``, and ``unshaped``, the sum without the ones that ``shaping`` names:
     ``broker.zero_variance_of = "unshaped"`` keeps penalties from hiding that all siblings are
-    right, or wrong. While one part is unavailable, the sum is. Its version is a hash of the names,
-    versions and weights of its parts.
+    right, or wrong. Rewards of turns are those of the parts that give any, added with their
+    weights; what the sum has beyond them belongs to no turn. While one part is unavailable, the sum
+    is. Its version is a hash of the names, versions and weights of its parts.
     """
 
-    score: Callable[[Transcript], dict[str, float] | Awaitable[dict[str, float]]]
+    score: Callable[[Transcript], _Sum | Awaitable[_Sum]]
 
     def __init__(
         self,
@@ -105,24 +107,24 @@ class Weighted:
             if isinstance(result, Awaitable):
                 await result
 
-    def _score_in_turn(self, transcript: Transcript) -> dict[str, float]:
+    def _score_in_turn(self, transcript: Transcript) -> _Sum:
         outcomes = []
         for part in self._parts:
             try:
-                outcome = outcome_of(part.function.call([transcript]))
+                outcome = outcome_of(part.function.call([transcript]), len(transcript.turns))
             except Exception as error:  # noqa: BLE001 foreign code may raise anything
                 outcome = failure(error)
             _check(part, outcome)
             outcomes.append(outcome)
         return self._sum(outcomes)
 
-    async def _score_together(self, transcript: Transcript) -> dict[str, float]:
+    async def _score_together(self, transcript: Transcript) -> _Sum:
         outcomes = await asyncio.gather(*(_outcome(part, transcript) for part in self._parts))
         for part, outcome in zip(self._parts, outcomes, strict=True):
             _check(part, outcome)
         return self._sum(outcomes)
 
-    def _sum(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    def _sum(self, outcomes: Sequence[Outcome]) -> _Sum:
         total = unshaped = 0.0
         values: dict[str, float] = {}
         details: dict[str, float] = {}
@@ -135,15 +137,23 @@ class Weighted:
             details |= {f"{part.name}.{key}": number for key, number in inner if key != "score"}
             values[part.name] = value
         # In this order: of very many parts the first are kept.
-        return {"score": total, "unshaped": unshaped, **values} | {
-            key: number for key, number in details.items() if key not in values
-        }
+        found: _Sum = {"score": total, "unshaped": unshaped, **values}
+        found |= {key: number for key, number in details.items() if key not in values}
+        by_turn = [
+            [part.weight * reward for reward in outcome.turn_rewards]
+            for part, outcome in zip(self._parts, outcomes, strict=True)
+            if outcome.turn_rewards
+        ]
+        if by_turn:
+            found["turn_rewards"] = [sum(rewards) for rewards in zip(*by_turn, strict=True)]
+        return found
 
 
 async def _outcome(part: _Part, transcript: Transcript) -> Outcome:
     try:
         result = part.function.call([transcript])
-        return outcome_of(await result if isinstance(result, Awaitable) else result)
+        value = await result if isinstance(result, Awaitable) else result
+        return outcome_of(value, len(transcript.turns))
     except Exception as error:  # noqa: BLE001 foreign code may raise anything
         return failure(error)
 

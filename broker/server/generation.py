@@ -14,6 +14,7 @@ from slipstream.broker.server.scoring import Scoring
 from slipstream.broker.server.sessions import Session, Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.broker.store.payload_cache import FrameCache
+from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.broker import (
     Done,
     GroupsLeased,
@@ -22,7 +23,7 @@ from slipstream.wire.messages.broker import (
     ReleaseLease,
     SubmitTrajectory,
 )
-from slipstream.wire.messages.codec import Frame, decode_text, encode, expect_frames
+from slipstream.wire.messages.codec import Frame, decode_text, decode_texts, encode, expect_frames
 from slipstream.wire.messages.trajectory import transcript_of
 
 _log = logging.getLogger(__name__)
@@ -89,15 +90,18 @@ class Generation:
     def _submit(
         self, session: Session, request: SubmitTrajectory, frames: Sequence[Frame]
     ) -> Reply:
-        expect_frames(frames, 2, "SubmitTrajectory")
         header = request.header
+        expect_frames(frames, 3 if header.turns else 2, "SubmitTrajectory")
         key = (header.group_id, header.sibling)
         prompt = self._ledger.answered(session.holder, header).prompt
         response = decode_text(frames[1], "response")
+        replies = decode_texts(frames[2]) if header.turns else ()
+        try:
+            transcript = transcript_of(header, prompt, response, replies)
+        except ValueError as error:
+            raise ProtocolError(f"SubmitTrajectory: {error}") from error
         # Frames of a message stay alive as long as a view of them does.
-        stored = StoredTrajectory(
-            payload=frames[0], transcript=encode(transcript_of(header, prompt, response))
-        )
+        stored = StoredTrajectory(payload=frames[0], transcript=encode(transcript))
         group = self._leases.submit(session.holder, header, stored.num_bytes)
         if group is None:
             return Reply(Done())

@@ -6,7 +6,7 @@ It stays until it is killed, so that whatever it has started can be found below 
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -129,8 +129,14 @@ async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
     finally:
         await client.close()
     if isinstance(found, Mapping):
-        parts = {str(name): number(one, name) or 0.0 for name, one in found.items()}
-        return Turned(messages=(), reward=parts.pop("score", None), done=True, parts=parts)
+        given = dict(found)
+        return Turned(
+            messages=(),
+            reward=number(given.pop("score", None), "score"),
+            turn_rewards=_numbers(given.pop("turn_rewards", None), "turn_rewards"),
+            done=True,
+            parts={str(name): number(one, name) or 0.0 for name, one in given.items()},
+        )
     return Turned(messages=(), reward=number(found, "reward"), done=True)
 
 
@@ -145,6 +151,14 @@ def number(value: object, name: str) -> float | None:
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         return float(value)
     raise TypeError(f"{name} is {type(value).__name__}, expected a number")
+
+
+def _numbers(values: object, name: str) -> tuple[float, ...] | None:
+    if values is None:
+        return None
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {type(values).__name__}, expected a list of numbers")
+    return tuple(number(one, f"a number of {name}") or 0.0 for one in values)
 
 
 def messages_of(said: Messages) -> tuple[dict[str, Json], ...]:

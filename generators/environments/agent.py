@@ -186,12 +186,18 @@ class Agent:
                 sibling=sibling,
                 lease_id=-1,
                 reward=outcome.reward,
+                turn_rewards=conversation.by_turn([one or 0.0 for one in outcome.rewards])
+                if outcome.has_turn_rewards
+                else (),
                 parts=dict(itertools.islice(outcome.parts.items(), MAX_PARTS)),
                 function=self._settings.function,
                 version=self._host.version,
             )
-        text = transcript_text(outcome.messages)
-        return SubmitTrajectory(header=header, score=score), [encode(payload), text.encode()]
+        frames = [encode(payload), transcript_text(outcome.messages).encode()]
+        if header.turns:
+            ids, decode = conversation.token_ids, self._sampler.codec.decode
+            frames.append(encode([decode(ids[turn.first_token : turn.end]) for turn in turns]))
+        return SubmitTrajectory(header=header, score=score), frames
 
 
 class _Sample:

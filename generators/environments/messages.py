@@ -72,7 +72,8 @@ class Turned(_Message, frozen=True):
 
     messages: tuple[dict[str, Json], ...]
     tools: tuple[dict[str, Json], ...] = ()  # with the first messages
-    reward: float | None = None  # of the turn before
+    reward: float | None = None  # of the turn before; of all if it drives itself
+    turn_rewards: tuple[float, ...] | None = None  # of each reply, if it drives itself
     done: bool = False
     parts: dict[str, float] = {}
 

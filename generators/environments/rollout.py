@@ -28,14 +28,22 @@ class Outcome:
 
     ended_by: EndedBy
     messages: list[dict[str, Json]]  # all that was said, in order
-    rewards: list[float | None] = field(default_factory=list)  # by turn; None where none was given
+    rewards: list[float | None] = field(default_factory=list)
+    """Of each reply in the order of time, None where none was given; empty if of none."""
+    total: float | None = None  # where the environment gave one besides
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
+    def has_turn_rewards(self) -> bool:
+        """True if the environment gave a reward for a reply."""
+        return any(one is not None for one in self.rewards)
+
+    @property
     def reward(self) -> float | None:
-        """The sum over turns; None if the environment gave none."""
-        given = [one for one in self.rewards if one is not None]
-        return sum(given) if given else None
+        """Of all; the sum over replies if none was given, None if they have none either."""
+        if self.total is not None or not self.has_turn_rewards:
+            return self.total
+        return sum(one or 0.0 for one in self.rewards)
 
 
 async def run_trajectory(
@@ -122,9 +130,20 @@ async def _driven(
     if isinstance(message, Unable) and session.reached_limit and LIMIT_REACHED in message.reason:
         return Outcome(_limit_of(session, message.reason), said_in(session))
     turned = _as_turned(message)
-    if not session.conversation.num_turns:
+    count, given = session.conversation.num_turns, turned.turn_rewards
+    if not count:
         raise EnvironmentFailedError("it asked the policy for nothing")
-    return Outcome("environment", said_in(session), [turned.reward], dict(turned.parts))
+    if given is not None and len(given) != count:
+        raise EnvironmentFailedError(
+            f"its turn_rewards has {len(given)} numbers, and the policy gave {count} replies"
+        )
+    return Outcome(
+        "environment",
+        said_in(session),
+        rewards=list(given or ()),
+        total=turned.reward,
+        parts=dict(turned.parts),
+    )
 
 
 def _limit_of(session: CaptureSession, why: str) -> EndedBy:

@@ -17,7 +17,10 @@ arguments of the class. Instead of a class it may be one function that drives an
 
     async def rollout(client: openai.AsyncOpenAI, prompt: Prompt, **options) -> float: ...
 
-All that the client is asked is recorded, and its replies are trained with the returned reward.
+All that the client is asked is recorded, and its replies are trained with the returned reward. It
+may return a mapping instead: ``score`` is the reward, ``turn_rewards`` a list of one for each reply
+in the order in which they came (without a score the reward is their sum), and other numbers are
+metrics.
 """
 
 import inspect
@@ -73,7 +76,7 @@ class Step:
     """What follows a reply."""
 
     messages: Messages = ()
-    reward: float | None = None  # of this turn; they are added up
+    reward: float | None = None  # of this turn: they are added up, and known to the learner apart
     done: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers, for metrics
 

@@ -25,9 +25,17 @@ class TrajectoryLimitError(ValueError):
 class _Call(NamedTuple):
     """A reply within a branch."""
 
+    number: int  # of the trajectory's calls, in the order of time
     num_before: int  # tokens of the branch before its prompt
     first_token: int  # of the reply
     completion: Completion
+
+
+class _Said(NamedTuple):
+    """A turn of a branch, and the calls that it is of."""
+
+    turn: Turn
+    calls: tuple[_Call, ...]
 
 
 class _Branch:
@@ -42,23 +50,25 @@ class _Branch:
         count = len(self.token_ids)
         return count <= len(prompt_ids) and list(prompt_ids[:count]) == self.token_ids
 
-    def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+    def add(self, number: int, prompt_ids: Sequence[int], completion: Completion) -> None:
         before = len(self.token_ids)
-        self.calls.append(_Call(before, len(prompt_ids), completion))
+        self.calls.append(_Call(number, before, len(prompt_ids), completion))
         self.token_ids += [*prompt_ids[before:], *completion.token_ids]
 
     def withdraw_last(self) -> None:
         del self.token_ids[self.calls.pop().num_before :]
 
     @property
-    def turns(self) -> list[Turn]:
-        turns: list[Turn] = []
+    def turns(self) -> list[_Said]:
+        turns: list[_Said] = []
         for call in self.calls:
             first, count = call.first_token, len(call.completion.token_ids)
-            if turns and turns[-1].end == first:  # a response that goes on
+            calls: tuple[_Call, ...] = (call,)
+            if turns and turns[-1].turn.end == first:  # a response that goes on
                 before = turns.pop()
-                first, count = before.first_token, before.num_tokens + count
-            turns.append(Turn(first, count))
+                first, count = before.turn.first_token, before.turn.num_tokens + count
+                calls = (*before.calls, call)
+            turns.append(_Said(Turn(first, count), calls))
         return turns
 
     @property
@@ -107,6 +117,7 @@ class Conversation:
         self._branches: list[_Branch] = []
         self._num_pending = 0  # replies that are being generated
         self._pending_tokens = 0  # that they and what is new in their prompts may have
+        self._num_calls = 0
 
     @property
     def num_turns(self) -> int:
@@ -165,7 +176,8 @@ class Conversation:
         if branch is None:
             branch = _Branch()
             self._branches.append(branch)
-        branch.add(prompt_ids, completion)
+        branch.add(self._num_calls, prompt_ids, completion)
+        self._num_calls += 1
 
     def withdraw(self, completion: Completion) -> None:
         """Take back a response that nobody got; no prompt may have continued it."""
@@ -191,9 +203,24 @@ class Conversation:
     def turns(self) -> tuple[Turn, ...]:
         """Places of the chosen tokens."""
         return tuple(
-            Turn(start + turn.first_token, turn.num_tokens)
+            Turn(start + said.turn.first_token, said.turn.num_tokens)
             for start, branch in self._placed()
-            for turn in branch.turns
+            for said in branch.turns
+        )
+
+    def by_turn(self, of_replies: Sequence[float]) -> tuple[float, ...]:
+        """Return the sum over each turn, in the order of ``turns``, of numbers of replies.
+
+        Args:
+            of_replies: of those that were not withdrawn, in the order in which they were recorded.
+        """
+        calls = [call for branch in self._branches for call in branch.calls]
+        numbers = sorted(call.number for call in calls)
+        given = dict(zip(numbers, of_replies, strict=True))
+        return tuple(
+            sum(given[call.number] for call in said.calls)
+            for branch in self._branches
+            for said in branch.turns
         )
 
     @property

@@ -128,6 +128,7 @@ class RolloutLog:
             "answer": self._tokenizer.decode(token_ids[first:], skip_special_tokens=False),
             "reward": trajectory.reward,
             "parts": trajectory.parts,
+            "turn_rewards": trajectory.turn_rewards,
             "finish_reason": header.finish_reason,
             "temperature": header.temperature,
             "num_prompt_tokens": first,

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def test_a_trajectory_ends_at_its_limits_with_what_it_has(options: dict[str, int
         ("Exits", "its process ended with code 7"),
         ("Raises", "ValueError: what is x?"),
         ("Busy", "its server is busy"),
-        ("Huge", "says 10000079 bytes, at most 8388608 in a turn"),
+        ("Huge", r"says 100000\d\d bytes, at most 8388608 in a turn"),
         ("Binary", "content of a message is bytes, expected text"),
         ("Grows", "took more than environment.memory_mb = 300"),
         ("KillsAll", "the environment's process ended"),
@@ -210,26 +210,33 @@ def test_the_process_that_has_it_imported_is_replaced_when_it_is_lost():
     run(test())
 
 
-def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
-    async def test() -> None:
-        found, its = await driven("rollout", "7", "yes")
-        assert (found.reward, found.parts) == (1.0, {"length": 1.0})
-        assert len(its.conversation.branches) == 1  # it forgot what it had asked
-        assert [one["role"] for one in found.messages] == ["user", "assistant"]
-
-    run(test())
-
-
-async def driven(name: str, *says: str, **limits: int) -> tuple[Outcome, CaptureSession]:
+async def driven(
+    name: str,
+    *,
+    says: Sequence[str] = ("7", "yes"),
+    limits: Mapping[str, int] = {},  # noqa: B006 is only read
+    **options: object,
+) -> tuple[Outcome, CaptureSession]:
     its = session(Engine(list(says)), **limits)
     server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
     await server.start()
     try:
-        async with host(name) as environment:
+        async with host(name, **options) as environment:
             found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S, server=server)
     finally:
         await server.close()
     return found, its
+
+
+def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
+    async def test() -> None:
+        found, its = await driven("rollout")
+        assert (found.reward, found.parts) == (1.0, {"length": 1.0})
+        assert not found.has_turn_rewards
+        assert len(its.conversation.branches) == 1  # it forgot what it had asked
+        assert [one["role"] for one in found.messages] == ["user", "assistant"]
+
+    run(test())
 
 
 @pytest.mark.parametrize(
@@ -240,7 +247,7 @@ def test_an_agent_that_meets_a_limit_has_a_trajectory_that_was_cut_off(
     limits: dict[str, int], ended_by: str, num_turns: int
 ):
     async def test() -> None:
-        found, its = await driven("asks_on", *"123456789", **limits)
+        found, its = await driven("asks_on", says="123456789", limits=limits)
         assert (found.ended_by, found.reward) == (ended_by, None)
         assert its.conversation.num_turns == num_turns
 
@@ -253,7 +260,20 @@ def test_a_prompt_that_leaves_no_room_is_no_trajectory(name: str):
         with pytest.raises(
             EnvironmentFailedError, match=r"the first prompt is too long: .*a prompt of 31 tokens"
         ):
-            await driven(name, "1", max_tokens=3)
+            await driven(name, limits={"max_tokens": 3})
+
+    run(test())
+
+
+def test_an_agent_that_drives_itself_may_reward_each_reply():
+    async def test() -> None:
+        found, its = await driven("rewards_turns")
+        assert (found.reward, found.rewards, found.parts) == (0.75, [0.25, 0.5], {"length": 1.0})
+        assert its.conversation.by_turn([0.25, 0.5]) == (0.25, 0.5)
+        found, _ = await driven("rewards_turns", score=2.0)
+        assert (found.reward, found.rewards) == (2.0, [0.25, 0.5])
+        with pytest.raises(EnvironmentFailedError, match=r"has 3 numbers, .* gave 2 replies"):
+            await driven("rewards_turns", count=3)
 
     run(test())
 

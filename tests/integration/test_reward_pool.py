@@ -69,6 +69,10 @@ def group(transcripts, *, bonus=0.0):
     first = len(transcripts[0].response)
     return [{"score": len(t.response) + bonus, "first": first} for t in transcripts]
 
+@reward(takes="batch")
+def by_turn(transcripts):
+    return [{"turn_rewards": [len(turn) for turn in t.turns[:2]]} for t in transcripts]
+
 class Plain:
     def __init__(self, bonus=0.0):
         self.bonus = bonus
@@ -377,6 +381,27 @@ def test_functions_go_by_data_source_and_a_file_sees_its_neighbors(rewards: Path
     add, other, unknown = asyncio.run(body())
     assert (add.reward, unknown.reward) == (42.0, 3.0)
     assert other.parts["none"] == 1.0, "reward.sandbox did not reach a function that names it"
+
+
+def test_a_function_rewards_the_turns_that_it_is_shown(rewards: Path):
+    texts: list[tuple[str, ...]] = [(), ("a", "bcd"), ("a", "b", "c")]
+    todo = [
+        (item, structs.replace(transcript, replies=replies))
+        for (item, transcript), replies in zip(work("a", "-", "-"), texts, strict=True)
+    ]
+
+    async def body() -> list[Score]:
+        pool = await RewardPool.start(settings(rewards, "by_turn"))
+        try:
+            return await score_all(pool, todo)
+        finally:
+            await pool.close()
+
+    plain, two, three = asyncio.run(body())
+    assert (plain.reward, plain.turn_rewards) == (1.0, (1.0,))
+    assert (two.reward, two.turn_rewards) == (4.0, (1.0, 3.0))
+    assert (three.reward, three.turn_rewards) == (None, ())
+    assert three.unavailable == "invalid: turn_rewards has 2 numbers, the answer 3 turns"
 
 
 @pytest.mark.parametrize(

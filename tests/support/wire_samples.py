@@ -230,7 +230,14 @@ REQUESTS: list[broker.Request] = [
     broker.DropDeadLetters(groups=(1, 2)),
     broker.SubmitScores(
         scores=(
-            Score(group_id=1, sibling=0, lease_id=2, reward=0.5, parts={"format": 1.0}),
+            Score(
+                group_id=1,
+                sibling=0,
+                lease_id=2,
+                reward=0.5,
+                parts={"format": 1.0},
+                turn_rewards=(0.75, -0.25),
+            ),
             Score(group_id=1, sibling=1, lease_id=3, unavailable="raised"),
         )
     ),
@@ -292,7 +299,9 @@ ANSWERS: list[broker.Answer] = [
             broker.DeliveredGroup(
                 group_id=1,
                 trajectories=(
-                    broker.DeliveredTrajectory(header=HEADER, reward=1.0, parts={"format": 0.5}),
+                    broker.DeliveredTrajectory(
+                        header=HEADER, reward=1.0, parts={"format": 0.5}, turn_rewards=(1.0,)
+                    ),
                 ),
             ),
         ),
@@ -449,6 +458,8 @@ DECIDED = msgspec.structs.replace(
 )
 TRANSCRIPT = Transcript(prompt=PROMPT, response=" 2 ", num_response_tokens=2, finish_reason="stop")
 
+OF_TURNS = msgspec.structs.replace(TRANSCRIPT, replies=(" 2 ", "\u00e9"))
+
 
 def named(samples: Sequence[T]) -> dict[str, T]:
     """The samples by kind; a second one of a kind is KIND-2."""
@@ -474,7 +485,7 @@ FAMILIES: dict[str, Mapping[str, msgspec.Struct]] = {
     "to_leader": named(TO_LEADER),
     "to_follower": named(TO_FOLLOWER),
     "payload": {"trajectorypayload": PAYLOAD, "decided": DECIDED},
-    "transcript": {"transcript": TRANSCRIPT},
+    "transcript": {"transcript": TRANSCRIPT, "of_turns": OF_TURNS},
 }
 DECODERS = {
     "request": codec.decode_request,

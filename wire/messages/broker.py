@@ -149,7 +149,8 @@ class HeartbeatAnswer(Message, frozen=True):
 class SubmitTrajectory(Message, frozen=True):
     """One finished sibling; frames: payload, response as UTF-8. Answered by Done or Refusal.
 
-    The broker makes the transcript that is scored, from its own prompt and this response.
+    Where the header names turns, a third frame holds the text of each. The broker makes the
+    transcript that is scored, from its own prompt and these texts.
     """
 
     header: TrajectoryHeader
@@ -271,6 +272,7 @@ class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     header: TrajectoryHeader
     reward: float
     parts: dict[str, float] = {}  # named parts of the reward
+    turn_rewards: tuple[float, ...] = ()  # of each chosen turn of the header; none: not known
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,8 @@ def encode(
     | PartMessage
     | RelayMessage
     | TrajectoryPayload
-    | Transcript,
+    | Transcript
+    | Sequence[str],
 ) -> bytes:
     """Return the bytes of any message of this project."""
     return _encoder.encode(message)
@@ -80,6 +81,8 @@ decode_payload: Callable[[Frame], TrajectoryPayload] = _decoder(
     TrajectoryPayload, "trajectory payload"
 )
 decode_transcript: Callable[[Frame], Transcript] = _decoder(Transcript, "transcript")
+
+decode_texts: Callable[[Frame], tuple[str, ...]] = _decoder(tuple[str, ...], "list of texts")
 
 
 def decode_text(frame: Frame, what: str) -> str:

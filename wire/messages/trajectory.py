@@ -230,22 +230,43 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(f"{turn.role}: {turn.content}" for turn in self.prompt)
 
 
-class Transcript(msgspec.Struct, frozen=True, kw_only=True):
+class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Input of a reward function."""
 
     prompt: Prompt
     response: str
     num_response_tokens: int
     finish_reason: FinishReason
+    replies: tuple[str, ...] = ()  # of several turns, in the order of the header's
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """What the policy said, by turn; of one turn the response."""
+        return self.replies or (self.response,)
 
 
-def transcript_of(header: TrajectoryHeader, prompt: Prompt, response: str) -> Transcript:
-    """Return a trajectory's transcript for a reward function."""
+def transcript_of(
+    header: TrajectoryHeader, prompt: Prompt, response: str, replies: tuple[str, ...] = ()
+) -> Transcript:
+    """Return a trajectory's transcript for a reward function.
+
+    Args:
+        header: of the trajectory.
+        prompt: that it began with.
+        response: the text of all that followed.
+        replies: the text of each of the header's turns, where it names any.
+
+    Raises:
+        ValueError: there are not as many replies as turns.
+    """
+    if len(replies) != len(header.turns):
+        raise ValueError(f"{len(replies)} replies came with {len(header.turns)} turns")
     return Transcript(
         prompt=prompt,
         response=response,
         num_response_tokens=header.num_response_tokens,
         finish_reason=header.finish_reason,
+        replies=replies,
     )
 
 
@@ -265,6 +286,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     unavailable: str = ""  # why there is no reward; never a reward of 0
     parts: dict[str, float] = {}  # named parts of the reward, for metrics
+    turn_rewards: tuple[float, ...] = ()
+    """Of each of the header's ``chosen`` turns, in their order; none: they are not known."""
     function: str = ""  # MODULE:NAME or FILE.py:NAME of the reward function
     version: str = ""  # of the reward function: as it declares, else a hash of its file
     excerpt: str = ""  # start of an answer that got no reward, for inspection
@@ -275,3 +298,5 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
                 f"a score is a reward or unavailable, got reward={self.reward} "
                 f"unavailable={self.unavailable!r}"
             )
+        if self.turn_rewards and self.reward is None:
+            raise ValueError(f"no reward, and {len(self.turn_rewards)} of turns")

@@ -141,6 +141,16 @@ async def asks_on(client: openai.AsyncOpenAI, prompt: Prompt) -> float:
         messages += [said, {"role": "user", "content": "on"}]
 
 
+async def rewards_turns(
+    client: openai.AsyncOpenAI, prompt: Prompt, *, count: int = 2, score: float | None = None
+) -> dict[str, object]:
+    """Ask twice, and give each reply a reward."""
+    found = await rollout(client, prompt)
+    found.pop("score")
+    rewards = {"turn_rewards": [0.25 * (n + 1) for n in range(count)]}
+    return {**found, **rewards} | ({} if score is None else {"score": score})
+
+
 async def asks_nothing(_client: openai.AsyncOpenAI, _prompt: Prompt) -> float:
     return 1.0
 

@@ -60,7 +60,9 @@ def test_each_answer_is_what_the_requests_own_text_names():
 
 def test_trajectories_alone_come_with_attached_frames():
     attached = {row[0]: row[3] for row in table("Requests") if row[3] and "answer" not in row[3]}
-    assert attached == {"SubmitTrajectory": "payload, response"}
+    assert attached == {
+        "SubmitTrajectory": "payload, response; texts of its turns, if its header names any"
+    }
     assert "payload, response" in (SubmitTrajectory.__doc__ or "")
 
 

@@ -9,8 +9,9 @@ from slipstream.broker.ledger.admission import NotYet
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import decode_event, encode_event
+from slipstream.broker.ledger.groups import as_delivered
 from slipstream.wire.errors import RefusedError
-from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, VersionRun
+from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, Turn, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.ledger_driver import (
     LEASE_S,
@@ -797,6 +798,61 @@ def test_a_reward_that_is_no_number_is_unavailable():
     (group,) = lease(ledger, max_sequences=2)
     generate(ledger, group)
     reward(ledger, group.group_id, [float("nan")])
+    assert ledger.book.state.dropped == {"reward_unavailable": 1}
+
+
+def of_two_turns(ledger: Ledger) -> int:
+    """Generate a group of trajectories of two turns each."""
+    (group,) = lease(ledger, max_sequences=2)
+    for sibling in group.siblings:
+        sent = header(group.group_id, sibling, V0)
+        one = Turn(2, 1)
+        sent = msgspec.structs.replace(
+            sent, turns=(one, Turn(4, sent.num_tokens - 4)), num_tokens=sent.num_tokens
+        )
+        submit(ledger, sent)
+    return group.group_id
+
+
+def test_rewards_of_turns_reach_the_learner():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, total_steps=1)))
+    group_id = of_two_turns(ledger)
+    given = [(1.0, -0.5), ()]
+    for sibling, turns in enumerate(given):
+        ledger.score(
+            Score(
+                group_id=group_id,
+                sibling=sibling,
+                lease_id=0,
+                reward=0.5 + sibling,
+                turn_rewards=turns,
+            )
+        )
+    batch = ledger.training.deliver(V0)
+    assert isinstance(batch, list)
+    assert [one.turn_rewards for one in as_delivered(batch[0]).trajectories] == given
+    events, _ = ledger.drain()
+    again = [decode_event(encode_event(event)) for event in events]
+    assert again == events
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        ((1.0,), "turn_rewards has 1 numbers, the trajectory 2 turns"),
+        ((1.0, 2.0, 3.0), "turn_rewards has 3 numbers, the trajectory 2 turns"),
+        ((1.0, float("nan")), "the reward of turn 2 is nan; it may be at most 1e+15"),
+        ((1e16, 0.0), "the reward of turn 1 is 1e+16; it may be at most 1e+15"),
+    ],
+)
+def test_rewards_of_other_turns_are_no_reward_and_say_why(turns: tuple[float, ...], why: str):
+    ledger = started(make_ledger(make_rules(max_attempts=2)))
+    group_id = of_two_turns(ledger)
+    score = Score(group_id=group_id, sibling=0, lease_id=0, reward=1.0, turn_rewards=turns)
+    ledger.score(score)
+    (failure,) = ledger.book.groups[group_id].failures
+    assert failure.reason == f"invalid: {why}"
+    ledger.score(score)
     assert ledger.book.state.dropped == {"reward_unavailable": 1}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from slipstream.broker.rewards import math_answer, numeric
 from slipstream.broker.rewards.final_answer import marked_answer
@@ -38,7 +39,7 @@ def outcome(name: str, answer: Transcript, **options: Json) -> Outcome:
         result = function.call([answer])
         if isinstance(result, Awaitable):
             result = asyncio.run(_awaited(result))
-        return outcome_of(result)
+        return outcome_of(result, len(answer.turns))
     except Exception as error:  # noqa: BLE001 as a child
         return failure(error)
 
@@ -381,11 +382,31 @@ def test_a_sum_is_unavailable_while_a_part_is(tmp_path: Path, shape: str):
     assert found.unavailable.startswith("mine: ")
 
 
+def test_a_sum_adds_up_the_rewards_of_turns(tmp_path: Path):
+    names = {"spoken": 1.0, "spoken_async": -0.5, "two": 0.25}
+    parts = {
+        name: {"function": _mine(tmp_path, name), "weight": weight}
+        for name, weight in names.items()
+    }
+    answer = replace(transcript("a: x\nb: yy"), replies=("x", "yy"))
+    found = outcome(WEIGHTED, answer, parts=parts)
+    # 1 and 2 characters: 1 - 0.5, 2 - 1; the last part has 2 for all of it
+    assert (found.turn_rewards, found.reward) == ((0.5, 1.0), 2.0)
+    del parts["spoken"], parts["spoken_async"]
+    assert outcome(WEIGHTED, answer, parts=parts).turn_rewards == ()
+    del parts["two"]
+    parts["spoken"] = {"function": _mine(tmp_path, "spoken"), "weight": 2.0}
+    assert outcome(WEIGHTED, answer, parts=parts).turn_rewards == (2.0, 4.0)
+
+
 def _mine(folder: Path, name: str = "two") -> str:
     (folder / "mine.py").write_text(
         "from pathlib import Path\n"
         "from slipstream.broker.rewards.sdk import Unavailable, reward\n"
         "@reward()\nasync def two(transcript): return 2\n"
+        "@reward()\ndef spoken(transcript):\n"
+        "    return {'turn_rewards': [len(turn) for turn in transcript.turns]}\n"
+        "@reward()\nasync def spoken_async(transcript): return spoken(transcript)\n"
         "@reward()\ndef refuses(transcript): raise Unavailable('later')\n"
         "@reward()\nasync def refuses_async(transcript): raise Unavailable('later')\n"
         "@reward()\ndef raises(transcript): raise KeyError('x')\n"

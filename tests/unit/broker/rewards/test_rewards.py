@@ -1,6 +1,7 @@
 """Rewards by name, and what their results mean."""
 
 import hashlib
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -169,6 +170,52 @@ def test_what_is_no_reward_is_unavailable_and_never_zero(result: object, why: st
     assert outcome.parts == {}
 
 
+@pytest.mark.parametrize(
+    ("result", "reward", "turns"),
+    [
+        ({"turn_rewards": [0.5, Scalar(0.25)], "m": 1}, 0.75, (0.5, 0.25)),
+        ({"turn_rewards": (1, True), "score": 0.5}, 0.5, (1.0, 1.0)),
+        ({"turn_rewards": iter([0, -1])}, -1.0, (0.0, -1.0)),
+        ({"score": 1.0}, 1.0, ()),
+    ],
+)
+def test_turns_may_have_rewards_of_their_own(
+    result: object, reward: float, turns: tuple[float, ...]
+):
+    outcome = outcome_of(result, 2)
+    assert (outcome.reward, outcome.turn_rewards, outcome.unavailable) == (reward, turns, "")
+    assert "turn_rewards" not in outcome.parts
+    score = score_of(ITEM, transcript("a"), outcome, FUNCTION)
+    assert score.turn_rewards == turns
+    assert clamped(score, 2) == score
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([1.0], "turn_rewards has 1 numbers, the answer 2 turns"),
+        ([], "turn_rewards has 0 numbers, the answer 2 turns"),
+        (itertools.repeat(1.0), "turn_rewards has more than 2 numbers, the answer 2 turns"),
+        ([1.0, math.nan], "turn_rewards is [1.0, nan], expected a list of numbers"),
+        (["1", "2"], "turn_rewards is ['1', '2'], expected a list of numbers"),
+        ("12", "turn_rewards is '12', expected a list of numbers"),
+        (3.0, "turn_rewards is 3.0, expected a list of numbers"),
+        (None, "turn_rewards is None, expected a list of numbers"),
+    ],
+)
+def test_rewards_of_other_turns_are_no_reward_at_all(given: object, why: str):
+    outcome = outcome_of({"score": 1.0, "turn_rewards": given}, 2)
+    assert (outcome.reward, outcome.unavailable) == (None, f"invalid: {why}")
+    assert outcome.turn_rewards == ()
+
+
+def test_a_batch_is_judged_by_the_turns_of_each_answer():
+    results = [{"turn_rewards": [1.0, 2.0]}, {"turn_rewards": [1.0, 2.0]}]
+    good, bad = outcomes_of(results, [2, 1])
+    assert good.reward == 3.0
+    assert bad.unavailable == "invalid: turn_rewards has more than 1 numbers, the answer 1 turns"
+
+
 def test_of_too_many_parts_the_first_are_kept_and_the_reward_counts():
     outcome = outcome_of({"score": 1.0, "text": "x"} | {f"m{n}": n for n in range(MAX_PARTS + 5)})
     assert (outcome.reward, outcome.left_out) == (1.0, 6)
@@ -179,7 +226,7 @@ def test_of_too_many_parts_the_first_are_kept_and_the_reward_counts():
 
 @pytest.mark.parametrize("results", [[1.0, math.nan], (1.0, None), iter([1, "1"])])
 def test_results_of_a_batch_are_judged_separately(results: object):
-    good, bad = outcomes_of(results, 2)
+    good, bad = outcomes_of(results, [1, 1])
     assert good.reward == 1.0
     assert bad.unavailable.startswith("invalid: returned ")
 
@@ -204,7 +251,7 @@ def for_ever():
 )
 def test_a_batch_of_the_wrong_count_or_kind_is_invalid_as_a_whole(results: object, why: str):
     with pytest.raises(InvalidResultsError) as caught:
-        outcomes_of(results, 2)
+        outcomes_of(results, [1, 1])
     assert failure(caught.value).unavailable == why
 
 

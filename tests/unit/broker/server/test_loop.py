@@ -77,7 +77,14 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.codec import Frame, decode_transcript, encode
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import RunStatus
-from slipstream.wire.messages.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
+from slipstream.wire.messages.trajectory import (
+    Prompt,
+    Score,
+    Transcript,
+    Turn,
+    VersionRun,
+    transcript_of,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
@@ -697,6 +704,32 @@ def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(s
 
     transcript = asyncio.run(body())
     assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
+
+
+def test_a_worker_is_shown_what_the_policy_said_by_turn(short_folder: Path):
+    async def body() -> Transcript:
+        async with running(short_folder) as it:
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(await it.client("learner", "learner"), generator)
+            sent = header(group.group_id, 0, V0, lease_id=group.lease_id)
+            sent = replace(sent, turns=(Turn(2, 1), Turn(4, sent.num_tokens - 4)))
+            message = SubmitTrajectory(header=sent)
+            for frames, why in (
+                ([b"payload", b"text"], "needs 3 attached frames, got 2"),
+                ([b"payload", b"text", encode(["one"])], "1 replies came with 2 turns"),
+                ([b"payload", b"text", b"\xc1"], "not a valid list of texts"),
+            ):
+                with pytest.raises(RefusedError, match=why):
+                    await generator.ask(message, Done, frames=frames)
+            assert not it.ledger.book.groups[0].headers
+            frames = [b"payload", b"text", encode(["one", "two"])]
+            await generator.ask(message, Done, frames=frames)
+            worker = await it.client("reward_worker", "reward-worker-0")
+            _, (transcript,) = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+            return decode_transcript(transcript)
+
+    transcript = asyncio.run(body())
+    assert (transcript.response, transcript.turns) == ("text", ("one", "two"))
 
 
 def test_answers_to_the_lease_of_another_are_refused(short_folder: Path):

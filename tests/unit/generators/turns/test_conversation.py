@@ -61,6 +61,23 @@ def test_a_prompt_that_begins_with_everything_so_far_continues_it():
     assert it.kept == [[3, 4], [4, 5], [6, 7]]
 
 
+def test_numbers_of_replies_go_to_the_turns_that_they_are_part_of():
+    it = conversation()
+    gone = reply(8)
+    it.add([1, 2], reply(3))  # 0: branch 0
+    it.add([7], reply(5))  # 1: branch 1
+    it.add([7, 5, 9], gone)  # nobody got it
+    it.add([1, 2, 3, 4], reply(6))  # 2: branch 0 again, after branch 1
+    it.add([1, 2, 3, 4, 6], reply(6))  # 3: goes on with the turn before it
+    it.withdraw(gone)
+    it.add([7, 5, 2], reply(1))  # 4: branch 1
+    assert it.turns == (Turn(2, 1), Turn(4, 2), Turn(7, 1), Turn(9, 1))
+    assert it.by_turn([1.0, 2.0, 4.0, 8.0, 16.0]) == (1.0, 12.0, 2.0, 16.0)
+    assert header_of(it).chosen == it.turns
+    with pytest.raises(ValueError, match="shorter"):
+        it.by_turn([1.0])
+
+
 @pytest.mark.parametrize(
     "prompt",
     [
