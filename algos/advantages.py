@@ -1,21 +1,24 @@
 """Advantages of whole trajectories, from their rewards and those of their siblings.
 
-Every part takes the outcomes of a step and returns one float64 per trajectory. A group of one has
+Every part takes the outcomes of a step and returns one float64 per trajectory, or if it needs
+``turn_rewards`` per turn. A group of one has
 no siblings to compare with: unless the docstring gives another, its baseline is 0.
 
-Shapes: N trajectories of a step.
+Shapes: N trajectories of a step, K turns of theirs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
 import torch
 from torch import Tensor, where
+from typing_extensions import override
 
 from slipstream.algos.parts import NoOptions, Options, advantage
 from slipstream.algos.shaping import group_centered, group_deviations, group_extremes, group_sums
+from slipstream.algos.turns import TurnRewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class Outcomes:
     lengths: Tensor  # [N], response tokens
     greedy_rewards: Tensor | None = None  # [N], of a greedy answer to the same prompt
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] float64, NaN: none
+    turns: TurnRewards | None = None  # None: no trajectory has rewards of turns
 
     def __post_init__(self) -> None:
         """Reject outcomes that no part could use."""
@@ -50,6 +54,11 @@ class Outcomes:
                     f"part {name!r} has shape {tuple(values.shape)}, expected "
                     f"{tuple(self.rewards.shape)} as the rewards"
                 )
+        if self.turns is not None and self.turns.counts.shape != self.rewards.shape:
+            raise ValueError(
+                f"turns of {len(self.turns.counts)} trajectories came with {len(self.rewards)} "
+                "rewards"
+            )
         if bool(((self.groups < 0) | (self.groups >= self.num_groups)).any()):
             raise ValueError(
                 f"groups must be 0 to {self.num_groups - 1} (num_groups = {self.num_groups}), "
@@ -80,8 +89,65 @@ class Outcomes:
         """Return the maximum over the group. Shapes [N] -> [N]."""
         return group_extremes(values, self.groups, self.num_groups, "amax")
 
+    @property
+    def known_turns(self) -> TurnRewards:
+        """The rewards of turns.
 
-class GrpoOptions(Options, frozen=True, kw_only=True):
+        Raises:
+            ValueError: there are none.
+        """
+        if self.turns is None:
+            raise ValueError(
+                "no trajectory of this step has rewards of turns: the Step.reward of an "
+                "environment and the turn_rewards of a reward function are some"
+            )
+        return self.turns
+
+    def by_turn(self, discount: float) -> "Outcomes":
+        """Return the K turns as if they were trajectories, in groups of one number of turn each.
+
+        Their rewards are G_k = r_k + discount * G_(k+1). A turn that no sibling has is in a group
+        of one.
+
+        Raises:
+            ValueError: there are no rewards of turns.
+        """
+        turns = self.known_turns
+        longest = int(turns.counts.max())
+        return Outcomes(
+            rewards=turns.returns(discount),
+            groups=self.groups[turns.trajectory] * longest + turns.number,
+            num_groups=self.num_groups * longest,
+            lengths=turns.tokens,
+        )
+
+
+class SiblingOptions(Options, frozen=True, kw_only=True):
+    """Settings of rloo."""
+
+    over: Literal["trajectories", "turns"] = "trajectories"
+    """Compare rewards of siblings; or turn by turn what was still earned from there on."""
+    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """Worth of a reward one turn later (gamma), over turns."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[str]:
+        return frozenset({"turn_rewards"} if self.over == "turns" else ())
+
+
+def _compared(
+    formula: Callable[[Outcomes], Tensor], outcomes: Outcomes, options: SiblingOptions
+) -> Tensor:
+    """Return a formula's advantages of trajectories [N], or of turns [K]."""
+    if options.over == "trajectories":
+        return formula(outcomes)
+    by_turn = outcomes.by_turn(options.discount)
+    has_siblings = outcomes.siblings[outcomes.known_turns.trajectory] > 1
+    return where(has_siblings & (by_turn.siblings == 1), 0.0, formula(by_turn))
+
+
+class GrpoOptions(SiblingOptions, frozen=True, kw_only=True):
     """Settings of grpo."""
 
     divide_by_std: bool = True
@@ -102,23 +168,31 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
     ``divide_by_std`` it is A = r - mean(r), Dr. GRPO (arXiv 2503.20783); with the standard
     deviation of the whole step, Lite PPO (arXiv 2508.08221). A group of equal rewards has advantage
     0.0; one of a single trajectory has mean 0 and std 1.
+
+    With ``over = "turns"``, A_k is the same of G_k = r_k + discount * G_(k+1), over the siblings
+    that have a turn k; a turn that no sibling has learns nothing.
     """
-    centered = outcomes.against_others() if options.leave_one_out else outcomes.centered()
-    if not options.divide_by_std:
-        return centered
-    deviations = outcomes.deviations()
-    if options.std_over == "batch":
-        deviations = group_deviations(outcomes.rewards, torch.zeros_like(outcomes.groups), 1)
-    return _divided(centered, deviations + options.epsilon)
+
+    def formula(given: Outcomes) -> Tensor:
+        centered = given.against_others() if options.leave_one_out else given.centered()
+        if not options.divide_by_std:
+            return centered
+        deviations = given.deviations()
+        if options.std_over == "batch":
+            deviations = group_deviations(given.rewards, torch.zeros_like(given.groups), 1)
+        return _divided(centered, deviations + options.epsilon)
+
+    return _compared(formula, outcomes, options)
 
 
-@advantage("rloo", needs=("siblings",))
-def rloo(outcomes: Outcomes, _: NoOptions) -> Tensor:
+@advantage("rloo", SiblingOptions, needs=("siblings",))
+def rloo(outcomes: Outcomes, options: SiblingOptions) -> Tensor:
     """A = r - the mean reward of the other siblings.
 
-    RLOO (arXiv 2402.14740), computed as n / (n - 1) (r - mean(r)) in a group of n.
+    RLOO (arXiv 2402.14740), computed as n / (n - 1) (r - mean(r)) in a group of n. Over turns as
+    in ``grpo``.
     """
-    return outcomes.against_others()
+    return _compared(Outcomes.against_others, outcomes, options)
 
 
 @advantage("opo", needs=("siblings",))

@@ -175,7 +175,7 @@ class AlgoChoice:
         """True if a group of equal rewards teaches something."""
         if self.has_teacher or self.likelihood.coefficient > 0:
             return True
-        if "reward_parts" in self.advantage.needs:
+        if {"reward_parts", "turn_rewards"} & self.advantage.needs:
             return True
         return not self.is_group_relative and self.data.normalize != "group"
 

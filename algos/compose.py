@@ -21,7 +21,7 @@ from slipstream.algos.kl import kl_estimate
 from slipstream.algos.packing import Packing
 from slipstream.algos.ratios import log_ratio
 from slipstream.algos.reduce import Denominators, masked_sum, reduced
-from slipstream.algos.returns import TokenAdvantages, TokenOutcomes, at_end
+from slipstream.algos.returns import TokenAdvantages, TokenOutcomes, at_end, at_turn_ends
 from slipstream.algos.shaping import (
     normalized,
     overlong_filter,
@@ -31,6 +31,7 @@ from slipstream.algos.shaping import (
     zero_variance,
 )
 from slipstream.algos.surrogates import SurrogateInputs, WholeMinibatch
+from slipstream.algos.turns import TurnRewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class Prepared:
 
     rewards: Tensor  # float64
     copies: Tensor  # int64, 0 where a trajectory trains nothing
+    turns: TurnRewards | None = None  # that add up to the rewards, where advantages need them
 
 
 class Algorithm:
@@ -136,6 +138,8 @@ class Algorithm:
         """Whether advantages are of tokens and not of trajectories."""
         self.centers_rewards = "centered" in choice.advantage.needs
         """Whether rewards are less the mean of their group before they are put on a token."""
+        self.needs_turn_rewards = "turn_rewards" in choice.advantage.needs
+        """Whether advantages are of the rewards of turns."""
 
     def trains_policy(self, step: int) -> bool:
         """Return True if a learner step trains the policy, not its critic alone."""
@@ -182,10 +186,16 @@ class Algorithm:
             copies = copies * overlong_filter(is_truncated)
         if data.zero_variance == "mask":
             copies = copies * ~zero_variance(outcomes.rewards, groups, num_groups)
-        return Prepared(rewards=rewards, copies=copies)
+        turns = None
+        if self.needs_turn_rewards and outcomes.turns is not None:
+            turns = outcomes.turns.adding_up_to(rewards, scale=data.scale)
+        return Prepared(rewards=rewards, copies=copies, turns=turns)
 
     def trajectory_advantages(self, outcomes: Outcomes) -> Tensor:
-        """Return one advantage per trajectory. Shapes [N]. Only where not ``is_token_level``."""
+        """Return one advantage per trajectory, [N]; where turns have rewards per turn, [K].
+
+        Only where not ``is_token_level``.
+        """
         advantage = self.choice.advantage
         values: Tensor = advantage.part.function(outcomes, advantage.options)
         return values
@@ -210,14 +220,15 @@ class Algorithm:
         return options.coefficient * difference
 
     def token_rewards(self, rewards: Tensor, kl: Tensor | None, packing: Packing) -> Tensor:
-        """Return each trajectory's reward on its last token, less the KL penalty of every token.
+        """Return each reward on the last token that it is for, less the KL penalty of every token.
 
         Args:
-            rewards: [B].
+            rewards: [B], or of the turns of the microbatch where those have rewards.
             kl: [T] of ``reward_kl``, or None.
             packing: of the microbatch.
         """
-        per_token = at_end(rewards, packing)
+        put = at_turn_ends if self.needs_turn_rewards else at_end
+        per_token = put(rewards, packing)
         return per_token if kl is None else per_token - self.choice.kl.coefficient * kl
 
     def reward_kl(self, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:

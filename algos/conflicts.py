@@ -30,6 +30,9 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
     has_ratio = choice.surrogate.part.name not in _WITHOUT_RATIO
     needs = choice.needs_of_tokens
     reads_parts = "reward_parts" in choice.advantage.needs
+    reads_turns = "turn_rewards" in choice.advantage.needs
+    options = choice.advantage.options
+    has_kl_reward = choice.has_kl and kl.place == "reward"
     return {
         f"algo.advantage = {advantage.name!r} needs {NEEDS['greedy']}": (
             "greedy" in advantage.needs
@@ -46,8 +49,20 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
         "divergence": kl.importance_weighted and (kl.place == "reward" or kl.name == "full"),
         f"algo.advantage = {advantage.name!r} reads the parts of the reward, and algo.data (scale, "
         "bias, clip, normalize, overlong_buffer) or a KL in the reward would change the reward "
-        "alone": reads_parts
-        and (_shapes_rewards(data) or (choice.has_kl and kl.place == "reward")),
+        "alone": reads_parts and (_shapes_rewards(data) or has_kl_reward),
+        f"algo.advantage = {advantage.name!r} is given the rewards of turns, and algo.data.clip "
+        "and normalize are of whole rewards": reads_turns
+        and (data.clip is not None or data.normalize != "none"),
+        f"algo.advantage = {advantage.name!r} compares rewards of turns, and a KL in the reward is "
+        'of whole trajectories: algo.kl.place = "loss"': (
+            reads_turns and "tokens" not in choice.advantage.needs and has_kl_reward
+        ),
+        'algo.advantage.over = "turns" takes a turn for one action, and length_adaptive takes '
+        "lambda from the number of tokens": (
+            isinstance(options, returns.GaeOptions)
+            and options.over == "turns"
+            and options.length_adaptive
+        ),
         "algo.advantage = 'gdpo' needs algo.advantage.weights: the parts of the reward that are "
         "learned from, by name, and their weights": (
             isinstance(choice.advantage.options, advantages.GdpoOptions)
@@ -65,11 +80,11 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
                 data.overlong_buffer > 0
                 or data.normalize != "none"
                 or data.scale < 0
-                or (choice.has_kl and kl.place == "reward")
+                or has_kl_reward
             )
         ),
         'algo.data.zero_variance = "mask" leaves out groups of equal rewards, which teach here '
-        "(algo.teacher, algo.likelihood, parts of rewards)": (
+        "(algo.teacher, algo.likelihood, parts or turns of rewards)": (
             data.zero_variance == "mask"
             and choice.learns_from_equal_rewards
             and choice.is_group_relative
@@ -116,7 +131,20 @@ def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]
     data, options = choice.data, choice.advantage.options
     given = set(section.advantage) if isinstance(section.advantage, dict) else set()
     adaptive = isinstance(options, returns.GaeOptions) and options.length_adaptive
+    over_turns = isinstance(options, returns.GaeOptions) and options.over == "turns"
     return {
+        'algo.advantage.discount has no effect without algo.advantage.over = "turns"': (
+            isinstance(options, advantages.SiblingOptions)
+            and "discount" in given
+            and options.over != "turns"
+        ),
+        'algo.advantage.discount_by has no effect with algo.advantage.over = "turns", which '
+        "discounts by turn": "discount_by" in given and over_turns,
+        "algo.advantage.discount_by has no effect as long as algo.advantage.discount is 1": (
+            isinstance(options, returns.TimeOptions)
+            and "discount_by" in given
+            and options.discount == 1
+        ),
         "algo.critic has no meaning without an advantage that needs values, such as gae": (
             bool(section.critic) and not choice.needs_values
         ),

@@ -93,6 +93,30 @@ class Packing:
         )
         return self.mask & (positions == last[self.sequence])
 
+    @property
+    def starts_turn(self) -> Tensor:
+        """True at the first token of each turn, [T] bool.
+
+        Context precedes every turn, so that a turn is a run of masked-in tokens.
+        """
+        goes_on = torch.zeros_like(self.mask)
+        goes_on[1:] = self.mask[:-1] & (self.sequence[1:] == self.sequence[:-1])
+        return self.mask & ~goes_on
+
+    @property
+    def ends_turn(self) -> Tensor:
+        """True at the last token of each turn, [T] bool."""
+        goes_on = torch.zeros_like(self.mask)
+        goes_on[:-1] = self.mask[1:] & (self.sequence[1:] == self.sequence[:-1])
+        return self.mask & ~goes_on
+
+    @property
+    def turns(self) -> Self:
+        """The layout in which each turn is a sequence; context belongs to the turn before it."""
+        starts = self.starts_turn.long()
+        number = (starts.cumsum(0) - 1).clamp(min=0)
+        return type(self)(self.mask, number, max(1, int(starts.sum())))
+
     def _added(self, values: Tensor) -> Tensor:
         zeros = torch.zeros(self.num_sequences, dtype=values.dtype, device=values.device)
         return zeros.index_add(0, self.sequence, values)

@@ -74,6 +74,7 @@ NEEDS = {
     "siblings": "at least two answers to each prompt (run.group_size)",
     "centered": "rewards less the mean of their group",
     "reward_parts": "the named parts of each reward",
+    "turn_rewards": "the rewards of turns",
     "whole_step": "all tokens of a learner step at once, and their groups",
     "squares": "the sum of the squared probabilities that each token was chosen from",
     "greedy": "the reward of a greedy answer to each prompt, which is not generated",
@@ -85,7 +86,7 @@ NEEDS = {
 }
 _OF_ADVANTAGES = ("values", "tokens", "siblings", "centered", "reward_parts", "greedy")
 _OF_KIND: dict[Kind, frozenset[str]] = {
-    "advantage": frozenset({*_OF_ADVANTAGES, "whole_step", "squares"}),
+    "advantage": frozenset({*_OF_ADVANTAGES, "turn_rewards", "whole_step", "squares"}),
     "surrogate": frozenset({"entropy", "reference", "lags", "whole_minibatch"}),
     "correction": frozenset({"entropy", "reference", "lags", "whole_minibatch", "first"}),
 }

@@ -14,11 +14,13 @@ import msgspec
 import torch
 from torch import Tensor, where
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from slipstream.algos.packing import Packing
 from slipstream.algos.parts import Options, advantage
 from slipstream.algos.ratios import upcast
 from slipstream.algos.reduce import cumulated
+from slipstream.algos.scans import scan_backward
 
 
 def _alone(values: Tensor) -> Tensor:
@@ -77,40 +79,80 @@ def at_end(per_sequence: Tensor, packing: Packing) -> Tensor:
     return where(packing.is_last, per_token, torch.zeros_like(per_token))
 
 
-class DiscountOptions(Options, frozen=True, kw_only=True):
-    """Settings of discounted-returns."""
+def at_turn_ends(per_turn: Tensor, packing: Packing) -> Tensor:
+    """Return each turn's value at its last token, 0 elsewhere. Shapes [number of turns] -> [T].
+
+    Raises:
+        ValueError: there are not as many values as turns.
+    """
+    ends = packing.ends_turn
+    if len(per_turn) != int(ends.sum()):
+        raise ValueError(f"{len(per_turn)} values of turns came with {int(ends.sum())} turns")
+    per_token = torch.zeros(len(ends), dtype=per_turn.dtype, device=ends.device)
+    per_token[ends] = per_turn
+    return per_token
+
+
+class TimeOptions(Options, frozen=True, kw_only=True):
+    """Settings of reinforce++-baseline."""
 
     discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Worth of a reward one chosen token later (gamma)."""
+    """Worth of a reward one step later (gamma)."""
+    discount_by: Literal["token", "turn"] = "token"
+    """A step is from a chosen token to the next, or from a turn to the next."""
+
+    def factors(self, packing: Packing, like: Tensor) -> Tensor:
+        """Return the worth at each token of what comes after it, of the dtype of ``like``. [T]."""
+        factors = torch.full_like(like, self.discount)
+        if self.discount_by == "token":
+            return factors
+        return where(packing.ends_turn, factors, torch.ones_like(like))
+
+
+class DiscountOptions(TimeOptions, frozen=True, kw_only=True):
+    """Settings of discounted-returns."""
+
+    rewards: Literal["trajectory", "turns"] = "trajectory"
+    """Where rewards are: all of it on a trajectory's last token, or each on that of its turn."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[str]:
+        return frozenset({"turn_rewards"} if self.rewards == "turns" else ())
 
 
 @advantage("discounted-returns", DiscountOptions, needs=("tokens",))
 def discounted_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> TokenAdvantages:
     """A_t = G_t = r_t + discount * G_(t+1): the rewards from here to the end of the sequence.
 
-    With rewards of ``at_end``, a KL penalty in them and ``whiten`` after it, this is REINFORCE++
-    (arXiv 2501.03262).
+    With ``discount_by = "turn"`` the discount is 1 within a turn. With rewards of ``at_end``, a KL
+    penalty in them and ``whiten`` after it, this is REINFORCE++ (arXiv 2501.03262).
     """
-    packing = outcomes.packing
-    returns = _discounted_sums(_masked(outcomes.rewards, packing), packing, options.discount)
-    return TokenAdvantages(advantages=returns, returns=returns)
+    return _returns(outcomes, options)
 
 
-@advantage("reinforce++-baseline", DiscountOptions, needs=("tokens", "centered", "siblings"))
-def centered_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> TokenAdvantages:
+@advantage("reinforce++-baseline", TimeOptions, needs=("tokens", "centered", "siblings"))
+def centered_returns(outcomes: TokenOutcomes, options: TimeOptions) -> TokenAdvantages:
     """A_t = G_t as in discounted-returns, of rewards less the mean of their group.
 
     With ``whiten`` after it, this is REINFORCE++ with a baseline (arXiv 2501.03262). The mean is
     taken before the reward is put on a token, by the caller, which knows the group.
     """
-    return discounted_returns(outcomes, options)
+    return _returns(outcomes, options)
 
 
-class GaeOptions(Options, frozen=True, kw_only=True):
+def _returns(outcomes: TokenOutcomes, options: TimeOptions) -> TokenAdvantages:
+    packing = outcomes.packing
+    rewards = _masked(outcomes.rewards, packing)
+    returns = _discounted_sums(rewards, packing, options.factors(packing, rewards))
+    return TokenAdvantages(advantages=returns, returns=returns)
+
+
+class GaeOptions(DiscountOptions, frozen=True, kw_only=True):
     """Settings of gae."""
 
-    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Worth of a reward one chosen token later (gamma)."""
+    over: Literal["tokens", "turns"] = "tokens"
+    """Temporal differences of tokens; or of turns, each a single action, discounted by turn."""
     decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     """Weight of later temporal differences (lambda): 0 trusts the critic, 1 the rewards."""
     critic_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -130,6 +172,10 @@ def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
     (``critic_decay``) and one that grows with the length for the advantages
     (``length_adaptive``); a length is the number of chosen tokens.
 
+    With ``over = "turns"`` it is the same of turns, each one action (Turn-PPO, arXiv 2512.17008):
+    r is the sum over a turn, V that of the state in which its first token is chosen, and all
+    tokens of a turn have its A and its R.
+
     Raises:
         ValueError: there are no values.
     """
@@ -138,24 +184,51 @@ def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
     packing = outcomes.packing
     values = _masked(outcomes.values, packing)
     rewards = _masked(outcomes.rewards, packing)
-    differences = rewards + options.discount * _next_chosen(values, packing) - values
+    if options.over == "turns":
+        return _gae_over_turns(rewards, values, packing, options)
+    factors = options.factors(packing, rewards)
+    differences = rewards + factors * _next_chosen(values, packing) - values
 
     decay: float | Tensor = options.decay
     if options.length_adaptive:
         lengths = packing.counts.to(values.dtype).clamp(min=1)
         decay = packing.spread((1 - 1 / (options.length_alpha * lengths)).clamp(min=0))
-    advantages = _discounted_sums(differences, packing, options.discount * decay)
+    advantages = _discounted_sums(differences, packing, factors * decay)
     targets = advantages
     if options.critic_decay is not None:
-        targets = _discounted_sums(differences, packing, options.discount * options.critic_decay)
+        targets = _discounted_sums(differences, packing, factors * options.critic_decay)
     return TokenAdvantages(advantages=advantages, returns=targets + values)
 
 
-class OptimalTokenBaselineOptions(Options, frozen=True, kw_only=True):
+def _gae_over_turns(
+    rewards: Tensor, values: Tensor, packing: Packing, options: GaeOptions
+) -> TokenAdvantages:
+    """Return GAE in which a turn is one step. Shapes [T], 0.0 outside the mask."""
+    starts, turns = packing.starts_turn, packing.turns
+    firsts = values[starts]  # [number of turns], as all below
+    of_trajectory = packing.sequence[starts]
+    goes_on = (pad(of_trajectory, (0, 1), value=-1)[1:] == of_trajectory).to(values.dtype)
+    earned = turns.sums(rewards)[: len(firsts)]
+    following = goes_on * pad(firsts, (0, 1))[1:]
+    differences = earned + options.discount * following - firsts
+    decays = (
+        options.decay,
+        options.decay if options.critic_decay is None else options.critic_decay,
+    )
+    advantages, targets = (
+        scan_backward(differences, goes_on * options.discount * decay) for decay in decays
+    )
+
+    def at_tokens(per_turn: Tensor) -> Tensor:
+        per_token = turns.spread(pad(per_turn, (0, turns.num_sequences - len(per_turn))))
+        return where(packing.mask, per_token, 0.0)
+
+    return TokenAdvantages(advantages=at_tokens(advantages), returns=at_tokens(targets + firsts))
+
+
+class OptimalTokenBaselineOptions(DiscountOptions, frozen=True, kw_only=True):
     """Settings of optimal-token-baseline."""
 
-    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Worth of a reward one chosen token later (gamma)."""
     tail: Literal["own", "zero"] = "own"
     """Baseline where no sibling is as long: the sequence's own return (it learns nothing), or 0."""
 
@@ -183,7 +256,8 @@ def optimal_token_baseline(
         raise ValueError("optimal-token-baseline needs groups, proximal and squares, got None")
     packing = outcomes.packing
     mask = packing.mask
-    returns = _discounted_sums(_masked(outcomes.rewards, packing), packing, options.discount)
+    rewards = _masked(outcomes.rewards, packing)
+    returns = _discounted_sums(rewards, packing, options.factors(packing, rewards))
     chosen = _masked(proximal, packing).double().exp()
     energy = where(mask, 1.0 - 2.0 * chosen + _masked(squares, packing).double(), 0.0)
     weights = _from_start(energy.clamp(min=0.0), packing)
@@ -270,18 +344,18 @@ def _masked(per_token: Tensor, packing: Packing) -> Tensor:
     return upcast(where(packing.mask, per_token.detach(), torch.zeros_like(per_token)))
 
 
-def _discounted_sums(per_token: Tensor, packing: Packing, factor: float | Tensor) -> Tensor:
-    """Return y_t = x_t + factor * y of the next chosen token, 0.0 outside the mask. [T] -> [T]."""
+def _discounted_sums(per_token: Tensor, packing: Packing, factors: Tensor) -> Tensor:
+    """Return y_t = x_t + f_t * y of the next chosen token, 0.0 outside the mask. [T] -> [T]."""
     chosen = where(packing.mask, per_token, 0.0)
-    factors = where(packing.mask, factor, torch.ones_like(per_token))
-    sums = _scan_backward(chosen, where(_has_next(packing), factors, 0.0))
+    factors = where(packing.mask, factors, torch.ones_like(per_token))
+    sums = scan_backward(chosen, where(_has_next(packing), factors, 0.0))
     return where(packing.mask, sums, 0.0)
 
 
 def _next_chosen(values: Tensor, packing: Packing) -> Tensor:
     """Return the value at the next chosen token of the sequence, 0.0 if none. Shapes [T]."""
     has_next = _has_next(packing)
-    here_or_later = _scan_backward(values, (has_next & ~packing.mask).to(values.dtype))
+    here_or_later = scan_backward(values, (has_next & ~packing.mask).to(values.dtype))
     return where(has_next, pad(here_or_later, (0, 1))[1:], 0.0)
 
 
@@ -295,17 +369,3 @@ def _from_start(per_token: Tensor, packing: Packing) -> Tensor:
 def _has_next(packing: Packing) -> Tensor:
     """Return True where the token to the right is of the same sequence. Shapes [T]."""
     return pad(packing.sequence, (0, 1), value=-1)[1:] == packing.sequence
-
-
-def _scan_backward(values: Tensor, factors: Tensor) -> Tensor:
-    """Return y_t = values_t + factors_t * y_(t+1), with y = 0 after the end. Shapes [T].
-
-    In log2(T) steps over all tokens: before each, y_t = values_t + factors_t * y_(t+reach) holds,
-    and putting that of t + reach into it doubles the reach.
-    """
-    reach = 1
-    while reach < len(values):
-        values = values + factors * pad(values[reach:], (0, reach))
-        factors = factors * pad(factors[reach:], (0, reach))
-        reach *= 2
-    return values

@@ -69,6 +69,13 @@ BEGIN = "<!-- generated: python -m docs.generate.evidence --write -->\n"
 END = "<!-- end of what is generated -->\n"
 
 FROM_LOGITS = ("log-probabilities", "entropy", "sum of squared probabilities")
+OF_TURNS = (
+    "rewards = turns",
+    "discount_by = turn",
+    "gae: over = turns",
+    "grpo: over = turns",
+    "rloo: over = turns",
+)
 OFF = frozenset({"", "none", "keep"})  # choices that do nothing
 NOT_FORMULAS = frozenset(
     {
@@ -85,6 +92,8 @@ NOT_FORMULAS = frozenset(
 NOT_BOUNDS = frozenset(  # numbers that scale, weigh or shift, and decide nothing
     {
         "advantage.grpo.epsilon",
+        "advantage.grpo.discount",
+        "advantage.rloo.discount",
         "advantage.gdpo.epsilon",
         "advantage.pass-at-k.epsilon",
         "advantage.discounted-returns.discount",
@@ -160,7 +169,7 @@ def known() -> list[str]:
     names += _settings(AlgoSection, "", only={"anchor", "whiten", "entropy_bonus"})
     for table, options in TABLES.items():
         names += _settings(options, f"{table}.")
-    names += ["gae: length_adaptive", "gae: critic_decay"]
+    names += ["gae: length_adaptive", "gae: critic_decay", *OF_TURNS]
     return [*names, *FROM_LOGITS, *figures()]
 
 

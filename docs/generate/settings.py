@@ -179,9 +179,12 @@ def _module_path(struct: type[msgspec.Struct]) -> str:
 
 
 def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the text that stands under each field in the source."""
+    """Return the text that stands under each field in the source, of base classes as well."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
     meanings: dict[str, str] = {}
+    for base in struct.__bases__:
+        if base is not msgspec.Struct and issubclass(base, msgspec.Struct):
+            meanings |= _meanings(base)
     name = ""
     for node in definition.body if isinstance(definition, ast.ClassDef) else []:
         match node:

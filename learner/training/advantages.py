@@ -27,7 +27,7 @@ def fill_advantages(
     algorithm: Algorithm,
 ) -> None:
     """Give every token its advantage, and the critic its targets."""
-    outcomes = replace(outcomes, rewards=shaped.rewards)
+    outcomes = replace(outcomes, rewards=shaped.rewards, turns=shaped.turns)
     charges: list[Tensor | None] = [None] * len(everything)
     if algorithm.charges_kl:
         to_reference = algorithm.choice.kl.to == "reference"
@@ -39,37 +39,8 @@ def fill_advantages(
             )
             for one in everything
         ]
-    if algorithm.is_token_level:
-        rewards = outcomes.centered() if algorithm.centers_rewards else outcomes.rewards
-        rewarded = [
-            algorithm.token_rewards(one.here(rewards[one.indices]), charge, one.packing)
-            for one, charge in zip(everything, charges, strict=True)
-        ]
-        if algorithm.needs_whole_step:
-            _fill_from_whole_step(policy, everything, rewarded, outcomes, algorithm)
-        else:
-            for one, per_token in zip(everything, rewarded, strict=True):
-                result = algorithm.token_advantages(
-                    TokenOutcomes(
-                        rewards=per_token,
-                        values=one.values,
-                        packing=one.packing,
-                        proximal=one.proximal,
-                        squares=one.squares,
-                    )
-                )
-                one.advantages, one.returns = result.advantages, result.returns
-    else:
-        total = torch.zeros_like(outcomes.rewards)
-        for one, charge in zip(everything, charges, strict=True):
-            if charge is not None:
-                total[one.indices] = one.packing.sums(charge).to(total)
-        if algorithm.charges_kl:
-            total = algorithm.choice.kl.coefficient * policy.replicas.summed(total)
-        charged = replace(outcomes, rewards=outcomes.rewards - total)
-        advantages = algorithm.trajectory_advantages(charged)
-        for one in everything:
-            one.advantages = one.packing.spread(one.here(advantages[one.indices]))
+    fill = _fill_by_tokens if algorithm.is_token_level else _fill_by_trajectories
+    fill(policy, everything, charges, outcomes, algorithm)
     _whiten(policy.replicas.summed, everything, outcomes, algorithm)
     for one in everything:
         if one.teacher is not None:
@@ -77,6 +48,71 @@ def fill_advantages(
             one.advantages = one.advantages + algorithm.taught(
                 proximal, one.teacher, one.packing.mask
             )
+
+
+def _fill_by_trajectories(
+    policy: "Policy",
+    everything: Sequence[Microbatch],
+    charges: Sequence[Tensor | None],
+    outcomes: Outcomes,
+    algorithm: Algorithm,
+) -> None:
+    """Give all tokens of a trajectory, or of a turn, its advantage."""
+    total = torch.zeros_like(outcomes.rewards)
+    for one, charge in zip(everything, charges, strict=True):
+        if charge is not None:
+            total[one.indices] = one.packing.sums(charge).to(total)
+    if algorithm.charges_kl:
+        total = algorithm.choice.kl.coefficient * policy.replicas.summed(total)
+    charged = replace(outcomes, rewards=outcomes.rewards - total)
+    advantages = algorithm.trajectory_advantages(charged)
+    for one in everything:
+        if algorithm.needs_turn_rewards:
+            mine = outcomes.known_turns.of(one.indices, advantages)
+            one.advantages = one.packing.turns.spread(one.here(mine))
+        else:
+            one.advantages = one.packing.spread(one.here(advantages[one.indices]))
+
+
+def _fill_by_tokens(
+    policy: "Policy",
+    everything: Sequence[Microbatch],
+    charges: Sequence[Tensor | None],
+    outcomes: Outcomes,
+    algorithm: Algorithm,
+) -> None:
+    """Give every token an advantage of its own, and its return to the critic."""
+    rewarded = [
+        algorithm.token_rewards(one.here(rewards), charge, one.packing)
+        for one, rewards, charge in zip(
+            everything, _rewards_by(everything, outcomes, algorithm), charges, strict=True
+        )
+    ]
+    if algorithm.needs_whole_step:
+        _fill_from_whole_step(policy, everything, rewarded, outcomes, algorithm)
+        return
+    for one, per_token in zip(everything, rewarded, strict=True):
+        result = algorithm.token_advantages(
+            TokenOutcomes(
+                rewards=per_token,
+                values=one.values,
+                packing=one.packing,
+                proximal=one.proximal,
+                squares=one.squares,
+            )
+        )
+        one.advantages, one.returns = result.advantages, result.returns
+
+
+def _rewards_by(
+    everything: Sequence[Microbatch], outcomes: Outcomes, algorithm: Algorithm
+) -> list[Tensor]:
+    """Return the rewards of each microbatch's trajectories, or of their turns."""
+    if algorithm.needs_turn_rewards:
+        turns = outcomes.known_turns
+        return [turns.of(one.indices, turns.rewards) for one in everything]
+    rewards = outcomes.centered() if algorithm.centers_rewards else outcomes.rewards
+    return [rewards[one.indices] for one in everything]
 
 
 def _fill_from_whole_step(

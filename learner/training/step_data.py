@@ -5,12 +5,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from slipstream.algos.advantages import Outcomes
-from slipstream.wire.messages.broker import DeliveredGroup
+from slipstream.algos.turns import TurnRewards
+from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,24 @@ def step_data(groups: Sequence[DeliveredGroup], *, step: int, seed: int) -> Step
                 )
                 for name in sorted({name for t in trajectories for name in t.parts})
             },
+            turns=_turn_rewards(trajectories),
         ),
         is_truncated=torch.tensor([t.header.finish_reason == "length" for t in trajectories]),
         step=step,
         seed=seed,
+    )
+
+
+def _turn_rewards(trajectories: Sequence[DeliveredTrajectory]) -> TurnRewards | None:
+    """Return the rewards of all turns, 0 where a trajectory has none; None if all have none."""
+    if not any(t.turn_rewards for t in trajectories):
+        return None
+    turns = [t.header.chosen for t in trajectories]
+    rewards = [t.turn_rewards or (0.0,) * len(t.header.chosen) for t in trajectories]
+    return TurnRewards(
+        rewards=torch.tensor(list(chain.from_iterable(rewards)), dtype=torch.float64),
+        counts=torch.tensor([len(one) for one in turns]),
+        tokens=torch.tensor([turn.num_tokens for turn in chain.from_iterable(turns)]),
     )
 
 

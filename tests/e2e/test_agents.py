@@ -52,6 +52,9 @@ def test_a_run_trains_trajectories_of_several_turns(tmp_path: Path):
             "environment.max_tokens": 150,
             "sampling.max_response_tokens": 24,
             "reward.workers": 0,
+            "algo.advantage.over": "turns",
+            "algo.advantage.discount": 0.9,
+            "broker.drop_zero_variance": False,
         },
     )
     assert run.wait() == 0, run.output
@@ -62,12 +65,55 @@ def test_a_run_trains_trajectories_of_several_turns(tmp_path: Path):
     assert {row["parts"]["turns"] for row in rows} == {3.0}
     for row in rows:
         assert 0.0 <= row["reward"] <= 3.0
-        assert len(row["turns"]) == 3
+        assert len(row["turns"]) == len(row["turn_rewards"]) == 3
+        assert sum(row["turn_rewards"]) == pytest.approx(row["reward"])
         for one, difference in zip(
             row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
         ):  # of the weights that the learner has then; it has those of earlier versions no more
             assert one["step"] <= row["step"]
             assert difference < 1e-5 or one["step"] < row["step"]
+    run.assert_nothing_left()
+
+
+REWRITING = """
+async def rollout(client, prompt):
+    rewards = []
+    messages = [{"role": "user", "content": prompt.text}]
+    for turn in range(3):
+        found = await client.chat.completions.create(model="policy", messages=messages)
+        said = found.choices[0].message.content or ""
+        rewards.append(sum(one.isdigit() for one in said) / max(1, len(said)))
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "+1="}]
+        if turn == 1:
+            messages = [{"role": "user", "content": prompt.text + " again"}]
+    return {"turn_rewards": rewards}
+"""
+
+
+@pytest.mark.slow  # trajectories of several turns are in make test, by an environment
+def test_a_critic_learns_of_turns_where_an_agent_rewrites_its_history(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(REWRITING)
+    run = TinyRun(
+        tmp_path,
+        {
+            "environment.function": f"{tmp_path / 'agent.py'}:rollout",
+            "environment.max_tokens": 200,
+            "sampling.max_response_tokens": 24,
+            "reward.workers": 0,
+            "algo.preset": "ppo",
+            "algo.advantage.rewards": "turns",
+            "algo.advantage.over": "turns",
+            "algo.advantage.discount": 0.9,
+            "broker.drop_zero_variance": False,
+        },
+    )
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert (summary["finished"], summary["unaccounted"], summary["trained"]) == (True, 0, 16)
+    for row in run.rollouts():
+        assert len(row["turns"]) == len(row["turn_rewards"]) == 3
+        assert len(row["branches"]) == 1
+        assert sum(row["turn_rewards"]) == pytest.approx(row["reward"])
     run.assert_nothing_left()
 
 

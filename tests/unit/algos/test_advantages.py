@@ -17,6 +17,7 @@ from slipstream.algos.advantages import (
     GrpoOptions,
     Outcomes,
     PassAtKOptions,
+    SiblingOptions,
     gdpo,
     grpo,
     maxrl,
@@ -38,7 +39,7 @@ NONE = NoOptions()
 ALL: dict[str, tuple[Part[..., Any], Options]] = {
     "grpo": (grpo, GrpoOptions()),
     "dr-grpo": (grpo, DR_GRPO),
-    "rloo": (rloo, NONE),
+    "rloo": (rloo, SiblingOptions()),
     "opo": (opo, NONE),
     "pass-at-k": (pass_at_k, PassAtKOptions()),
     "pass-at-k, not divided": (pass_at_k, PLAIN_PASS_AT_K),
@@ -190,7 +191,7 @@ def test_values_by_hand():
     # unbiased standard deviations: sqrt(1/3) and 1
     expected = [0.8660254, -0.8660254, -0.8660254, 0.8660254, 1.5, -0.5, -0.5, -0.5]
     assert grpo(step, GrpoOptions()).tolist() == pytest.approx(expected, rel=1e-5)
-    assert rloo(step, NONE).tolist() == pytest.approx(
+    assert rloo(step, SiblingOptions()).tolist() == pytest.approx(
         [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2] + [-2 / 3] * 3
     )
     assert pass_at_k(step, PLAIN_PASS_AT_K).tolist() == [0, 0, 0, 0, 2, 0, 0, 0]

@@ -124,6 +124,37 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.advantage.weights.right must be a finite number, got -inf": {
         "advantage": {"name": "gdpo", "weights": {"right": -math.inf}}
     },
+    r"algo.advantage = 'grpo' is given the rewards of turns, and algo.data.clip": {
+        "advantage": {"name": "grpo", "over": "turns"},
+        "data": {"clip": 1.0},
+    },
+    r"algo.advantage = 'gae' is given the rewards of turns, and algo.data.clip and normalize": {
+        "advantage": {"name": "gae", "rewards": "turns"},
+        "data": {"normalize": "batch"},
+    },
+    r"algo.advantage = 'rloo' compares rewards of turns, and a KL in the reward": {
+        "advantage": {"name": "rloo", "over": "turns"},
+        "kl": {"coefficient": 0.1, "place": "reward"},
+    },
+    r"algo.advantage.over = \"turns\" takes a turn for one action": {
+        "advantage": {"name": "gae", "over": "turns", "length_adaptive": True}
+    },
+    r"algo.advantage.discount has no effect without algo.advantage.over": {
+        "advantage": {"name": "grpo", "discount": 0.9}
+    },
+    r"algo.advantage.discount_by has no effect with algo.advantage.over": {
+        "advantage": {"name": "gae", "over": "turns", "discount": 0.9, "discount_by": "turn"}
+    },
+    r"algo.advantage.discount_by has no effect as long as algo.advantage.discount is 1": {
+        "advantage": {"name": "discounted-returns", "discount_by": "turn"}
+    },
+    r"unknown setting algo.advantage.rewards; known are discount, discount_by": {
+        "advantage": {"name": "reinforce++-baseline", "rewards": "turns"}
+    },
+    r"zero_variance = .mask. leaves out groups of equal rewards, .*parts or turns of rewards": {
+        "advantage": {"name": "grpo", "over": "turns"},
+        "data": {"zero_variance": "mask"},
+    },
     r"algo.preset = 'grppo' is not known; there are async-default, decoupled-ppo": {
         "preset": "grppo"
     },

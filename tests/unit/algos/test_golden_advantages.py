@@ -13,6 +13,7 @@ from slipstream.algos.advantages import (
     GrpoOptions,
     Outcomes,
     PassAtKOptions,
+    SiblingOptions,
     grpo,
     opo,
     pass_at_k,
@@ -80,8 +81,8 @@ PER_TRAJECTORY = [
     ("grpo", "vec_nostd", grpo, GrpoOptions(divide_by_std=False)),
     ("grpo_passk", "std", pass_at_k, PassAtKOptions()),
     ("grpo_passk", "nostd", pass_at_k, PassAtKOptions(divide_by_std=False)),
-    ("rloo", "loop", rloo, NoOptions()),
-    ("rloo", "vec", rloo, NoOptions()),
+    ("rloo", "loop", rloo, SiblingOptions()),
+    ("rloo", "vec", rloo, SiblingOptions()),
     ("opo", "opo", opo, NoOptions()),
     ("remax", "b0.25", remax, NoOptions()),
 ]

@@ -1,0 +1,447 @@
+"""Rewards of turns: where they are put, how far they reach, and whom they are compared with.
+
+In every case a turn is a run of chosen tokens, with context before it.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.advantages import GrpoOptions, Outcomes, SiblingOptions, grpo, rloo
+from slipstream.algos.packing import Packing
+from slipstream.algos.returns import (
+    DiscountOptions,
+    GaeOptions,
+    Groups,
+    OptimalTokenBaselineOptions,
+    TimeOptions,
+    TokenOutcomes,
+    at_end,
+    at_turn_ends,
+    centered_returns,
+    discounted_returns,
+    gae,
+    optimal_token_baseline,
+)
+from slipstream.algos.turns import TurnRewards
+
+Array = npt.NDArray[np.float64]
+
+# Two trajectories: turns of 2 and 1 tokens, then one of 3.
+MASK = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
+PACKING = Packing.of(MASK, torch.tensor([0, 6, 10]))
+
+
+def turn_rewards(*of_trajectories: list[float], tokens: int = 1) -> TurnRewards:
+    flat = [reward for rewards in of_trajectories for reward in rewards]
+    return TurnRewards(
+        rewards=torch.tensor(flat, dtype=torch.float64),
+        counts=torch.tensor([len(rewards) for rewards in of_trajectories]),
+        tokens=torch.full((len(flat),), tokens),
+    )
+
+
+def of_turns(turns: TurnRewards, groups: list[int]) -> Outcomes:
+    return Outcomes(
+        rewards=turns.sums,
+        groups=torch.tensor(groups),
+        num_groups=max(groups) + 1,
+        lengths=torch.ones(len(groups)),
+        turns=turns,
+    )
+
+
+# ---- where turns are ---------------------------------------------------------
+
+
+def test_a_turn_is_a_run_of_chosen_tokens():
+    assert PACKING.starts_turn.nonzero().flatten().tolist() == [1, 5, 7]
+    assert PACKING.ends_turn.nonzero().flatten().tolist() == [2, 5, 9]
+    assert PACKING.turns.num_sequences == 3
+    assert PACKING.turns.counts.tolist() == [2, 1, 3]
+    assert at_turn_ends(torch.tensor([1.0, 2.0, 3.0]), PACKING).tolist() == [
+        *(0.0, 0.0, 1.0, 0.0, 0.0, 2.0),
+        *(0.0, 0.0, 0.0, 3.0),
+    ]
+
+
+def test_a_turn_ends_with_its_trajectory():
+    packing = Packing.of(torch.ones(4, dtype=torch.bool), torch.tensor([0, 1, 4]))
+    assert packing.starts_turn.tolist() == [True, True, False, False]
+    assert packing.ends_turn.tolist() == [True, False, False, True]
+
+
+def test_values_of_other_turns_are_refused():
+    with pytest.raises(ValueError, match="2 values of turns came with 3 turns"):
+        at_turn_ends(torch.zeros(2), PACKING)
+    turns = turn_rewards([0.0], [0.0, 1.0])
+    with pytest.raises(ValueError, match="2 values of turns came with 3 turns"):
+        turns.of(torch.tensor([0]), torch.zeros(2))
+    with pytest.raises(ValueError, match="came with 3 turns"):
+        TurnRewards(
+            rewards=torch.zeros(2), counts=torch.tensor([1, 2]), tokens=torch.ones(3).long()
+        )
+    with pytest.raises(ValueError, match="a trajectory has no turn"):
+        TurnRewards(
+            rewards=torch.zeros(1), counts=torch.tensor([1, 0]), tokens=torch.ones(1).long()
+        )
+    with pytest.raises(ValueError, match="turns of 2 trajectories came with 1 rewards"):
+        Outcomes(
+            rewards=torch.zeros(1),
+            groups=torch.zeros(1, dtype=torch.int64),
+            num_groups=1,
+            lengths=torch.ones(1),
+            turns=turns,
+        )
+
+
+def test_turns_know_their_trajectories_and_what_they_still_earn():
+    turns = turn_rewards([1.0, 0.0, 4.0], [3.0], [0.5, 2.0])
+    assert turns.trajectory.tolist() == [0, 0, 0, 1, 2, 2]
+    assert turns.number.tolist() == [0, 1, 2, 0, 0, 1]
+    assert turns.sums.tolist() == [5.0, 3.0, 2.5]
+    assert turns.returns(0.5).tolist() == [2.0, 2.0, 4.0, 3.0, 1.5, 2.0]
+    assert turns.of(torch.tensor([2, 0]), turns.rewards).tolist() == [0.5, 2.0, 1.0, 0.0, 4.0]
+
+
+def test_what_turns_do_not_add_up_to_is_of_the_last_turn():
+    turns = turn_rewards([1.0, 0.0, 4.0], [0.0, 0.0]).adding_up_to(
+        torch.tensor([4.0, 7.0]), scale=0.5
+    )
+    assert turns.rewards.tolist() == [0.5, 0.0, 3.5, 0.0, 7.0]
+    assert turns.sums.tolist() == [4.0, 7.0]
+
+
+# ---- by hand -----------------------------------------------------------------
+
+
+def given_turns(rewards: list[float], values: list[float] | None = None) -> TokenOutcomes:
+    return TokenOutcomes(
+        rewards=at_turn_ends(torch.tensor(rewards), PACKING),
+        values=None if values is None else torch.tensor(values),
+        packing=PACKING,
+    )
+
+
+@proves(discounted_returns, "rewards = turns", "discount_by = turn", against=DEFINITION)
+def test_returns_by_hand():
+    outcomes = given_turns([2.0, 4.0, 1.0])
+    by_token = discounted_returns(outcomes, DiscountOptions(rewards="turns", discount=0.5))
+    # at the first token: 0 + 0.5 (2 + 0.5 * 4)
+    assert by_token.advantages.tolist() == [0, 2.0, 4.0, 0, 0, 4.0, 0, 0.25, 0.5, 1.0]
+    by_turn = discounted_returns(
+        outcomes, DiscountOptions(rewards="turns", discount=0.5, discount_by="turn")
+    )
+    # within a turn nothing is discounted: 2 + 0.5 * 4, twice
+    assert by_turn.advantages.tolist() == [0, 4.0, 4.0, 0, 0, 4.0, 0, 1.0, 1.0, 1.0]
+
+
+@proves(centered_returns, "discount_by = turn", against=DEFINITION)
+def test_the_group_mean_may_be_taken_off_before_the_discount_by_turn():
+    outcomes = TokenOutcomes(rewards=at_end(torch.tensor([1.0, -1.0]), PACKING), packing=PACKING)
+    found = centered_returns(outcomes, TimeOptions(discount=0.5, discount_by="turn"))
+    assert found.advantages.tolist() == [0, 0.5, 0.5, 0, 0, 1.0, 0, -1.0, -1.0, -1.0]
+
+
+@proves(gae, "gae: over = turns", "rewards = turns", against=DEFINITION)
+def test_gae_over_turns_by_hand():
+    values = [9.0, 0.5, 9.0, 9.0, 9.0, 1.0, 9.0, 0.25, 9.0, 9.0]  # 9: read by nothing
+    outcomes = given_turns([2.0, 4.0, 1.0], values)
+    options = GaeOptions(rewards="turns", over="turns", discount=0.5, decay=0.5, critic_decay=1.0)
+    found = gae(outcomes, options)
+    # last turn: 4 - 1 = 3; first: 2 + 0.5 * 1 - 0.5 + 0.25 * 3 = 2.75; the neighbor: 1 - 0.25
+    assert found.advantages.tolist() == [0, 2.75, 2.75, 0, 0, 3.0, 0, 0.75, 0.75, 0.75]
+    assert found.returns is not None
+    # with lambda 1 the critic's own values cancel: 2 + 0.5 * 4
+    assert found.returns.tolist() == [0, 4.0, 4.0, 0, 0, 4.0, 0, 1.0, 1.0, 1.0]
+
+
+@proves(grpo, rloo, "grpo: over = turns", "rloo: over = turns", against=DEFINITION)
+def test_siblings_are_compared_turn_by_turn():
+    turns = turn_rewards([2.0, 0.0, 4.0], [0.0, 2.0], [5.0], [1.0])
+    step = of_turns(turns, [0, 0, 0, 1])
+    # G: 3, 2, 4 | 1, 2 | 5 | 1; the third turn has no sibling, the last group one trajectory
+    plain = GrpoOptions(over="turns", discount=0.5, divide_by_std=False)
+    assert grpo(step, plain).tolist() == [0.0, 0.0, 0.0, -2.0, 0.0, 2.0, 1.0]
+    divided = GrpoOptions(over="turns", discount=0.5, epsilon=0.0)
+    assert grpo(step, divided).tolist() == [0.0, 0.0, 0.0, -1.0, 0.0, 1.0, 1.0]
+    found = rloo(step, SiblingOptions(over="turns", discount=0.5))
+    assert found.tolist() == [0.0, 0.0, 0.0, -3.0, 0.0, 3.0, 1.0]
+
+
+def test_turns_that_nobody_rewarded_cannot_be_compared():
+    step = Outcomes(
+        rewards=torch.zeros(2),
+        groups=torch.zeros(2, dtype=torch.int64),
+        num_groups=1,
+        lengths=torch.ones(2),
+    )
+    with pytest.raises(ValueError, match="no trajectory of this step has rewards of turns"):
+        grpo(step, GrpoOptions(over="turns"))
+
+
+# ---- against formulas written independently ----------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trajectories end to end: of each, the numbers of tokens of its turns."""
+
+    turns: list[list[int]]
+    rewards: list[list[float]]  # of turns
+    seed: int
+
+    @property
+    def packing(self) -> Packing:
+        masks = [
+            [flag for count in turns for flag in [False] * (1 + count % 2) + [True] * count]
+            for turns in self.turns
+        ]
+        cu_seqlens = torch.tensor([0, *np.cumsum([len(mask) for mask in masks])])
+        return Packing.of(torch.tensor([flag for mask in masks for flag in mask]), cu_seqlens)
+
+    def noise(self, salt: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + salt)
+        return torch.randn(len(self.packing.mask), generator=generator, dtype=torch.float64)
+
+    @property
+    def given(self) -> TokenOutcomes:
+        flat = torch.tensor([r for rewards in self.rewards for r in rewards], dtype=torch.float64)
+        charge = torch.where(self.packing.mask, 0.1 * self.noise(1), 0.0)  # as a KL penalty is
+        return TokenOutcomes(
+            rewards=at_turn_ends(flat, self.packing) - charge,
+            values=self.noise(),
+            packing=self.packing,
+        )
+
+    def rows(self, per_token: Tensor) -> list[list[Array]]:
+        """Return the chosen tokens of each turn of each trajectory."""
+        chosen = iter(per_token[self.packing.mask].tolist())
+        return [[np.array([next(chosen) for _ in range(n)]) for n in turns] for turns in self.turns]
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_turns: int = 4) -> Case:
+    turns = draw(
+        st.lists(
+            st.lists(st.integers(1, 4), min_size=1, max_size=most_turns), min_size=1, max_size=5
+        )
+    )
+    reward = st.sampled_from([0.0, 1.0, -0.5, 2.25])
+    rewards = [draw(st.lists(reward, min_size=len(one), max_size=len(one))) for one in turns]
+    return Case(turns, rewards, draw(st.integers(0, 2**31)))
+
+
+factors = st.sampled_from([0.0, 0.5, 0.9, 1.0])
+
+
+def assert_rows(case: Case, ours: Tensor, expected: list[list[Array]]) -> None:
+    assert (ours[~case.packing.mask] == 0.0).all()
+    for mine, theirs in zip(case.rows(ours), expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def stated_tokens(
+    rewards: list[Array], values: list[Array], discount: float, decay: float
+) -> list[Array]:
+    """GAE over tokens where a step within a turn is not discounted: from the end, one by one."""
+    found: list[Array] = []
+    after, advantage = 0.0, 0.0
+    for r, v in zip(reversed(rewards), reversed(values), strict=True):
+        row = np.zeros(len(r))
+        for t in reversed(range(len(r))):
+            factor = discount if t == len(r) - 1 else 1.0
+            advantage = r[t] + factor * after - v[t] + factor * decay * advantage
+            row[t], after = advantage, v[t]
+        found.append(row)
+    return found[::-1]
+
+
+def stated_turns(
+    rewards: list[Array], values: list[Array], discount: float, decay: float
+) -> list[float]:
+    """A_k = sum_l (discount decay)^l d_(k+l), with d of the values at the first tokens."""
+    firsts = [v[0] for v in values] + [0.0]
+    d = [
+        r.sum() + discount * after - before
+        for r, (before, after) in zip(rewards, pairwise(firsts), strict=True)
+    ]
+    return [
+        sum((discount * decay) ** i * one for i, one in enumerate(d[k:])) for k in range(len(d))
+    ]
+
+
+@proves(discounted_returns, gae, "discount_by = turn", against=DEFINITION)
+@given(case=cases(), discount=factors, decay=factors)
+@settings(deadline=None, max_examples=60)
+def test_a_step_within_a_turn_costs_nothing(case: Case, discount: float, decay: float):
+    rewards, values = case.rows(case.given.rewards), case.rows(case.noise())
+    options = GaeOptions(discount=discount, discount_by="turn", decay=decay)
+    expected = [stated_tokens(r, v, discount, decay) for r, v in zip(rewards, values, strict=True)]
+    found = gae(case.given, options)
+    assert_rows(case, found.advantages, expected)
+    returns = discounted_returns(case.given, DiscountOptions(discount=discount, discount_by="turn"))
+    nothing = [[np.zeros(len(v)) for v in of_turns] for of_turns in values]
+    sums = [stated_tokens(r, v, discount, 1.0) for r, v in zip(rewards, nothing, strict=True)]
+    assert_rows(case, returns.advantages, sums)
+
+
+@proves(gae, "gae: over = turns", against=DEFINITION)
+@given(case=cases(), discount=factors, decay=factors, critic_decay=st.none() | factors)
+@settings(deadline=None, max_examples=60)
+def test_gae_over_turns_takes_a_turn_for_one_action(
+    case: Case, discount: float, decay: float, critic_decay: float | None
+):
+    options = GaeOptions(over="turns", discount=discount, decay=decay, critic_decay=critic_decay)
+    found = gae(case.given, options)
+    rows = list(zip(case.rows(case.given.rewards), case.rows(case.noise()), strict=True))
+
+    def spread(decay: float, share: float) -> list[list[Array]]:
+        return [
+            [
+                np.full(len(one), a + share * one[0])
+                for one, a in zip(v, stated_turns(r, v, discount, decay), strict=True)
+            ]
+            for r, v in rows
+        ]
+
+    assert_rows(case, found.advantages, spread(decay, 0.0))
+    assert found.returns is not None
+    targets = decay if critic_decay is None else critic_decay
+    assert_rows(case, found.returns, spread(targets, 1.0))
+
+
+@proves(grpo, rloo, "grpo: over = turns", "rloo: over = turns", against=DEFINITION)
+@given(case=cases(), discount=factors, data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_over_turns_is_the_formula_of_siblings_for_each_number_of_turn(
+    case: Case, discount: float, data: st.DataObject
+):
+    groups = [data.draw(st.integers(0, 1)) for _ in case.turns]
+    step = of_turns(turn_rewards(*case.rewards), groups)
+    ours = {
+        "grpo": grpo(step, GrpoOptions(over="turns", discount=discount, epsilon=1e-3)),
+        "rloo": rloo(step, SiblingOptions(over="turns", discount=discount)),
+    }
+    place = 0
+    for rewards, group in zip(case.rewards, groups, strict=True):
+        for k in range(len(rewards)):
+            siblings = [r for r, g in zip(case.rewards, groups, strict=True) if g == group]
+            there = np.array(
+                [
+                    sum(discount**i * one for i, one in enumerate(r[k:]))
+                    for r in siblings
+                    if len(r) > k
+                ]
+            )
+            own = sum(discount**i * one for i, one in enumerate(rewards[k:]))
+            n = len(there)
+            if n > 1:
+                expected = {
+                    "grpo": (own - there.mean()) / (there.std(ddof=1) + 1e-3),
+                    "rloo": own - (there.sum() - own) / (n - 1),
+                }
+            else:
+                alone = own if len(siblings) == 1 else 0.0
+                expected = {"grpo": alone / 1.001, "rloo": alone}
+            for name, value in expected.items():
+                assert ours[name][place].item() == pytest.approx(value, rel=1e-6, abs=1e-6)
+            place += 1
+
+
+# ---- what must not change ----------------------------------------------------
+
+
+@proves(discounted_returns, gae, optimal_token_baseline, against=PROPERTY, what="one turn")
+@given(case=cases(most_turns=1), discount=factors)
+@settings(deadline=None, max_examples=40)
+def test_of_one_turn_its_reward_is_that_of_the_trajectory(case: Case, discount: float):
+    totals = torch.tensor([sum(r) for r in case.rewards], dtype=torch.float64)
+    packing = case.packing
+    by_trajectory, by_turn = (
+        TokenOutcomes(
+            rewards=rewards,
+            values=case.noise(),
+            packing=packing,
+            proximal=-case.noise(2).abs(),
+            squares=case.noise(3).sigmoid(),
+            groups=Groups(
+                of_sequence=torch.zeros(len(case.turns), dtype=torch.int64), num_groups=1, longest=4
+            ),
+        )
+        for rewards in (at_end(totals, packing), at_turn_ends(totals, packing))
+    )
+    for part, whole, turns in (
+        (discounted_returns, DiscountOptions(discount=discount), {"rewards": "turns"}),
+        (gae, GaeOptions(discount=discount), {"rewards": "turns"}),
+        (optimal_token_baseline, OptimalTokenBaselineOptions(discount=discount), {}),
+    ):
+        before = part(by_trajectory, whole)
+        after = part(by_turn, type(whole)(discount=discount, **turns))
+        assert torch.equal(after.advantages, before.advantages)
+    undiscounted = discounted_returns(by_trajectory, DiscountOptions())
+    by_number = discounted_returns(
+        by_turn, DiscountOptions(rewards="turns", discount=discount, discount_by="turn")
+    )
+    assert torch.equal(by_number.advantages, undiscounted.advantages)
+
+
+@proves(grpo, rloo, against=PROPERTY, what="one turn")
+@given(case=cases(most_turns=1), discount=factors, data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_of_one_turn_siblings_are_compared_as_ever(
+    case: Case, discount: float, data: st.DataObject
+):
+    step = of_turns(turn_rewards(*case.rewards), [data.draw(st.integers(0, 1)) for _ in case.turns])
+    over = SiblingOptions(over="turns", discount=discount)
+    assert torch.equal(rloo(step, over), rloo(step, SiblingOptions()))
+    for divide in (True, False):
+        turns = GrpoOptions(over="turns", discount=discount, divide_by_std=divide)
+        assert torch.equal(grpo(step, turns), grpo(step, GrpoOptions(divide_by_std=divide)))
+
+
+@proves(discounted_returns, gae, grpo, against=PROPERTY, what="spread")
+@given(case=cases(), data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_without_a_discount_one_reward_at_the_end_is_that_of_every_turn(
+    case: Case, data: st.DataObject
+):
+    packing = case.packing
+    totals = torch.tensor([sum(r) for r in case.rewards], dtype=torch.float64)
+    spread = torch.where(packing.mask, packing.spread(totals), 0.0)
+    at_the_end = TokenOutcomes(
+        rewards=at_end(totals, packing), values=torch.zeros_like(spread), packing=packing
+    )
+    assert_close(discounted_returns(at_the_end, DiscountOptions()).advantages, spread)
+    for over in ("tokens", "turns"):
+        whole = gae(at_the_end, GaeOptions(over=over, decay=1.0))
+        assert_close(whole.advantages, spread)
+    # Of siblings with as many turns each, grpo over turns is grpo.
+    count = data.draw(st.integers(1, 4))
+    turns = turn_rewards(*([0.0] * (count - 1) + [float(r)] for r in totals))
+    step = of_turns(turns, [0] * len(totals))
+    assert_close(
+        grpo(step, GrpoOptions(over="turns")), grpo(step, GrpoOptions()).repeat_interleave(count)
+    )
+
+
+@proves(discounted_returns, against=PROPERTY, what="sum")
+@given(case=cases())
+@settings(deadline=None, max_examples=40)
+def test_the_first_token_has_the_whole_reward(case: Case):
+    flat = torch.tensor([r for rewards in case.rewards for r in rewards], dtype=torch.float64)
+    outcomes = TokenOutcomes(rewards=at_turn_ends(flat, case.packing), packing=case.packing)
+    for by in ("token", "turn"):
+        options = DiscountOptions(rewards="turns", discount_by=by)
+        found = case.rows(discounted_returns(outcomes, options).advantages)
+        assert [turns[0][0] for turns in found] == pytest.approx([sum(r) for r in case.rewards])
