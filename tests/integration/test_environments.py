@@ -214,7 +214,7 @@ async def driven(
     name: str,
     *,
     says: Sequence[str] = ("7", "yes"),
-    limits: Mapping[str, int] = {},  # noqa: B006 is only read
+    limits: Mapping[str, int] = {},
     **options: object,
 ) -> tuple[Outcome, CaptureSession]:
     its = session(Engine(list(says)), **limits)
