@@ -86,11 +86,13 @@ class CaptureServer:
         self._sessions[key] = session
         return key
 
-    def end(self, key: str) -> None:
-        """Serve a trajectory no longer; its calls under way are cancelled."""
+    async def end(self, key: str) -> None:
+        """Serve a trajectory no longer; its calls under way have been taken back then."""
         session = self._sessions.pop(key, None)
-        for task in session.in_flight if session is not None else ():
+        tasks = tuple(session.in_flight) if session is not None else ()
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- requests --------------------------------------------------------------
 
@@ -116,6 +118,13 @@ class CaptureServer:
         session = self._session(request)
         if session is None:
             return _refusal(401, "no such key", "invalid_api_key")
+        if len(session.in_flight) >= session.conversation.max_turns:  # before it is read
+            return _refusal(
+                429,
+                f"more than {session.conversation.max_turns} calls at a time, which are more than "
+                "a trajectory may have (environment.max_turns)",
+                "too_many_calls",
+            )
         task = asyncio.current_task()
         if task is not None:
             session.in_flight.add(task)

@@ -126,7 +126,7 @@ async def _driven(
         await acting.tell(begin)
         message = await acting.hear()
     finally:
-        server.end(key)
+        await server.end(key)
     if isinstance(message, Unable) and session.reached_limit and LIMIT_REACHED in message.reason:
         return Outcome(_limit_of(session, message.reason), said_in(session))
     turned = _as_turned(message)

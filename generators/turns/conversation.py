@@ -112,7 +112,7 @@ class Conversation:
             max_turns: replies in all branches.
             max_tokens: of all branches together, context included: what the learner will compute.
         """
-        self._max_turns = max_turns
+        self.max_turns = max_turns
         self._max_tokens = max_tokens
         self._branches: list[_Branch] = []
         self._num_pending = 0  # replies that are being generated
@@ -127,7 +127,7 @@ class Conversation:
     @property
     def is_full(self) -> bool:
         """True if it has all the turns that it may have, those under way included."""
-        return self.num_turns + self._num_pending >= self._max_turns
+        return self.num_turns + self._num_pending >= self.max_turns
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +158,7 @@ class Conversation:
         branch = self._continued(prompt_ids)
         if self.is_full:
             raise TrajectoryLimitError(
-                f"a trajectory has {self._max_turns} turns at most (environment.max_turns)"
+                f"a trajectory has {self.max_turns} turns at most (environment.max_turns)"
             )
         new = len(prompt_ids) - (len(branch.token_ids) if branch is not None else 0)
         room = self._max_tokens - self.num_tokens - self._pending_tokens - new
