@@ -69,6 +69,10 @@ device-wheels: setup  ## pack what a GPU machine without a network lacks into .w
 	$(PY) -m benchmarks.device.wheels
 device-rehearsal: rehearsal-setup  ## the suite of a borrowed GPU on the CPU, tiny sizes, minutes
 	.rehearsal/bin/python -u benchmarks/device/suite.py --out $(DEVICE_OUT) --deadline 1800 --stretch 4
+# Libraries of environments that are not among our needs, without what they share with them.
+ENVIRONMENTS := textarena==0.7.4 nltk==3.10.4 chess==1.11.2 python-dotenv==1.2.4 websockets==17.4 \
+	defusedxml==0.7.1 joblib==1.6.0
+ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py
 # New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
 # a failure names the SCHEDULES_SEED with which it comes again.
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
@@ -78,6 +82,8 @@ test-slow: setup  ## whole fault matrices, new schedules, a real chat model; abo
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py
 	$(PY) -m pip install $(QUIETLY) --target .cache/agents openai-agents==0.24.0 smolagents==1.26.0
 	PYTHONPATH=.cache/agents $(PY) -m pytest -q tests/integration/test_agent_clients.py
+	$(PY) -m pip install $(QUIETLY) --target .cache/environments --no-deps $(ENVIRONMENTS)
+	PYTHONPATH=.cache/environments $(PY) -m pytest -q $(ENVIRONMENT_TESTS)
 	$(PY) -m pip install $(QUIETLY) --target .cache/audit -c deploy/constraints-cpu.txt $(AUDIT)
 	PYTHONPATH=.cache/audit $(PY) -m pytest -q tests/integration/test_known_holes.py
 	$(PY) -m pytest -q -s -m 'slow and not chaos' $(PROCESS_TESTS)

@@ -39,9 +39,7 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
         module = module_named(where)
         target: Any = getattr(module, attribute)
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"cannot load {_SETTING}.function {name!r}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"cannot load {_SETTING}.function {name!r}: {_reason(error)}") from error
     if not callable(target):
         raise ConfigError(f"{_SETTING}.function {name!r} is neither a class nor a function")
     version = str(getattr(target, "version", "")) or _digest(module.__file__ or "")
@@ -60,6 +58,12 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
             "openai"
         )  # slow: here once, and not in every process that is forked
         return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
+    _check_class(target, name, options)
+    made: Any = target  # a class of the user, which need not be a subclass
+    return LoadedEnvironment(version, lambda: made(**options), None)
+
+
+def _check_class(target: Any, name: str, options: Mapping[str, Json]) -> None:  # noqa: ANN401
     for method in ("reset", "step", "call", "close"):
         found = getattr(target, method, None) or getattr(Environment, method)
         if not inspect.iscoroutinefunction(found):
@@ -71,8 +75,14 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
             schema_of(tool)
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(f"{_SETTING}.function {name!r}: {error}") from error
-    made: Any = target  # a class of the user, which need not be a subclass
-    return LoadedEnvironment(version, lambda: made(**options), None)
+    try:
+        getattr(target, "prepare", Environment.prepare)(**options)
+    except Exception as error:
+        raise ConfigError(f"{_SETTING}.options of {name!r}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def _digest(file: str) -> str:

@@ -87,6 +87,16 @@ class Environment:
     tools: Sequence[Tool] = ()
     """Functions that the policy may call; typed, as their JSON schemas are made of that."""
 
+    @classmethod
+    def prepare(cls, **options: Any) -> None:  # noqa: ANN401 as the class takes them
+        """Check the options, once and before any trajectory; import what is slow to.
+
+        What it starts must have ended when it returns: processes are forked after it.
+
+        Raises:
+            ValueError: an option is wrong, or something is missing; the run does not start.
+        """
+
     async def reset(self, prompt: Prompt) -> Messages:
         """Begin: return the first messages. By default they are the prompt's."""
         return prompt.prompt
