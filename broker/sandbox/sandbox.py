@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from slipstream.broker.sandbox.bubblewrap import (
     SandboxUnavailableError,
@@ -34,7 +34,7 @@ from slipstream.broker.sandbox.run_usage import RunUsage
 
 Mode: TypeAlias = Literal["namespaces", "none"]
 Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "output"]
-_End: TypeAlias = Status | Literal["starved"]
+End: TypeAlias = Status | Literal["starved"]
 
 _MIB = 1024 * 1024
 _STACK_BYTES = 8 * _MIB  # of one thread
@@ -128,16 +128,15 @@ def run(
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name:
             raise ValueError(f"files: expected a path inside the work folder, got {name!r}")
-    with _Run(everything, stdin, limits, mode) as started:
+    with sealed("stdin", stdin) as given, StartedRun(everything, given, limits, mode) as started:
         return started.watch()
 
 
-class _Run:
+class StartedRun:
     """One started sandbox, its descriptors, and its usage."""
 
-    def __init__(
-        self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, mode: Mode
-    ) -> None:
+    def __init__(self, files: Mapping[str, bytes], stdin: int, limits: Limits, mode: Mode) -> None:
+        """Start ``main.py`` of these files, with a descriptor as its input."""
         self._limits = limits
         self._plain = mode == "none"
         self._report = b""
@@ -169,7 +168,7 @@ class _Run:
                 argv += init_argv(program, report=theirs, limits=rlimits, uid=uid, init="/init.py")
             self._process = subprocess.Popen(  # noqa: S603 our own script
                 argv,
-                stdin=handed.enter_context(sealed("stdin", stdin)),
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[*descriptors, theirs],
@@ -179,7 +178,7 @@ class _Run:
             )
             self._stack = ours.pop_all()
 
-    def __enter__(self) -> "_Run":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,6 +188,16 @@ class _Run:
 
     def watch(self) -> Outcome:
         """Read and measure until the run ends, or has to be ended."""
+        status = self._until_the_end()
+        now_s = time.monotonic()
+        self._end()
+        for name in ("report", *self._output):
+            while self._read(name):
+                pass
+        return self._outcome(status, now_s)
+
+    def _until_the_end(self) -> End | None:
+        """Return why the run has to be ended; None when it ended by itself, or has said enough."""
         ended = os.pidfd_open(self._process.pid)
         with os.fdopen(ended, "rb", buffering=0), selectors.DefaultSelector() as selector:
             selector.register(ended, selectors.EVENT_READ, "ended")
@@ -197,16 +206,9 @@ class _Run:
                 stream = getattr(self._process, name)
                 os.set_blocking(stream.fileno(), False)
                 selector.register(stream, selectors.EVENT_READ, name)
-            status = self._until_the_end(selector)
-        now_s = time.monotonic()
-        self._end()
-        for name in ("report", *self._output):
-            while self._read(name):
-                pass
-        return self._outcome(status, now_s)
+            return self._watched(selector)
 
-    def _until_the_end(self, selector: selectors.BaseSelector) -> _End | None:
-        """Return why the run has to be ended, or None when it ended by itself."""
+    def _watched(self, selector: selectors.BaseSelector) -> End | None:
         next_usage_s = 0.0
         while True:
             for key, _ in selector.select(_POLL_S):
@@ -214,6 +216,8 @@ class _Run:
                     return self._too_much_output()
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
+            if self._has_said_enough():
+                return None
             now_s = time.monotonic()
             if self._own is None and b"started" in self._report:
                 disk_s = _DISK_SHARE * self._limits.own_s
@@ -243,15 +247,23 @@ class _Run:
             return False
         if name == "report":
             self._report += data
-        elif self._too_much_output() is None:
-            self._output[name] += data
+        else:
+            self._keep(name, data)
         return bool(data)
+
+    def _keep(self, name: str, data: bytes) -> None:
+        if self._too_much_output() is None:
+            self._output[name] += data
+
+    def _has_said_enough(self) -> bool:
+        """True once there is nothing more to wait for, before it ends."""
+        return False
 
     def _too_much_output(self) -> Status | None:
         written = sum(len(output) for output in self._output.values())
         return "output" if written > self._limits.max_output_bytes else None
 
-    def _over_limit(self, now_s: float) -> _End | None:
+    def _over_limit(self, now_s: float) -> End | None:
         """Return the limit that the run has exceeded."""
         limits, usage = self._limits, self._usage
         if self._own is None:
@@ -291,7 +303,7 @@ class _Run:
                     os.close(init)
         return False
 
-    def _outcome(self, status: _End | None, now_s: float) -> Outcome:
+    def _outcome(self, status: End | None, now_s: float) -> Outcome:
         """Make the outcome; raise SandboxUnavailableError if the code never started."""
         report = dict(line.partition(" ")[::2] for line in self._report.decode().splitlines())
         stderr = bytes(self._output["stderr"])

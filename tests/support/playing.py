@@ -74,15 +74,21 @@ async def hosted(
         await started.close()
 
 
-async def play(host: EnvironmentHost, prompt: Prompt, *says: str, max_turns: int = 30) -> Outcome:
+async def play(
+    host: EnvironmentHost,
+    prompt: Prompt,
+    *says: str,
+    max_turns: int = 30,
+    timeout_s: float = HANG_S,
+) -> Outcome:
     """Run a trajectory in which the policy says this."""
     session = session_of(Engine(list(says)), max_turns=max_turns)
     if not host.drives_itself:
-        return await run_trajectory(host, session, prompt, timeout_s=HANG_S)
+        return await run_trajectory(host, session, prompt, timeout_s=timeout_s)
     server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
     await server.start()
     try:
-        return await run_trajectory(host, session, prompt, timeout_s=HANG_S, server=server)
+        return await run_trajectory(host, session, prompt, timeout_s=timeout_s, server=server)
     finally:
         await server.close()
 

@@ -1,0 +1,1 @@
+"""Tools for environments: functions that a policy may call."""
