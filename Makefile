@@ -71,8 +71,10 @@ device-rehearsal: rehearsal-setup  ## the suite of a borrowed GPU on the CPU, ti
 	.rehearsal/bin/python -u benchmarks/device/suite.py --out $(DEVICE_OUT) --deadline 1800 --stretch 4
 # Libraries of environments that are not among our needs, without what they share with them.
 ENVIRONMENTS := textarena==0.7.4 nltk==3.10.4 chess==1.11.2 python-dotenv==1.2.4 websockets==17.4 \
-	defusedxml==0.7.1 joblib==1.6.0
-ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py
+	defusedxml==0.7.1 joblib==1.6.0 \
+	mcp==2.3.0 mcp-types==2.3.0 httpx2==2.16.2 httpcore2==2.16.2 truststore==0.10.5 \
+	opentelemetry-api==1.45.2 pyjwt==2.15.1 sse-starlette==3.7.0
+ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py tests/integration/test_mcp.py
 # New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
 # a failure names the SCHEDULES_SEED with which it comes again.
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour

@@ -33,6 +33,7 @@ from slipstream.wire.messages.trajectory import ChatMessage, Json, Prompt
 
 __all__ = [
     "ChatMessage",
+    "DescribedTool",
     "Environment",
     "Messages",
     "Prompt",
@@ -46,6 +47,7 @@ __all__ = [
 Messages: TypeAlias = str | Mapping[str, Json] | Sequence[Mapping[str, Json] | ChatMessage]
 """Text of a user, one message of OpenAI's API, or several of either form."""
 Tool: TypeAlias = Callable[..., Any]
+_LONGEST_SHOWN = 200
 
 
 class Unavailable(Exception):  # noqa: N818 it is a result, not a fault
@@ -79,6 +81,23 @@ class Step:
     reward: float | None = None  # of this turn: they are added up, and known to the learner apart
     done: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers, for metrics
+
+
+class DescribedTool:
+    """A tool whose arguments a JSON schema describes, where types of a function cannot."""
+
+    def __init__(
+        self, name: str, description: str, parameters: Mapping[str, Json], run: Tool
+    ) -> None:
+        """Take what is called with keyword arguments, and may be async."""
+        self.__name__ = name
+        self.description = description
+        self.parameters = parameters
+        self._run = run
+
+    def __call__(self, /, **arguments: Any) -> Any:  # noqa: ANN401 as the tool has them
+        """Run it."""
+        return self._run(**arguments)
 
 
 class Environment:
@@ -147,8 +166,10 @@ def schema_of(tool: Tool) -> dict[str, Json]:
     """Return a tool as OpenAI's API describes it: name, first line of its docstring, arguments.
 
     Raises:
-        ValueError: an argument has no type, or one that JSON does not have.
+        ValueError: an argument has no type, or one that JSON does not have; its schema is none.
     """
+    if isinstance(tool, DescribedTool):
+        return _described(tool)
     hints = typing.get_type_hints(tool)
     properties: dict[str, Json] = {}
     required: list[str] = []
@@ -163,6 +184,24 @@ def schema_of(tool: Tool) -> dict[str, Json]:
     described = (inspect.getdoc(tool) or "").partition("\n")[0]
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": tool.__name__, "description": described, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _described(tool: DescribedTool) -> dict[str, Json]:
+    parameters = tool.parameters
+    if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+        shown = repr(parameters)[:_LONGEST_SHOWN]
+        raise ValueError(f"tool {tool.__name__}: expected a JSON schema of an object, got {shown}")
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, Mapping) or not all(
+        isinstance(one, Mapping | bool) for one in properties.values()
+    ):
+        raise ValueError(f"tool {tool.__name__}: properties of its schema hold no schemas")
+    function = {
+        "name": tool.__name__,
+        "description": tool.description,
+        "parameters": {"properties": {}, **parameters},
+    }
     return {"type": "function", "function": function}
 
 
