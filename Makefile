@@ -73,8 +73,12 @@ device-rehearsal: rehearsal-setup  ## the suite of a borrowed GPU on the CPU, ti
 ENVIRONMENTS := textarena==0.7.4 nltk==3.10.4 chess==1.11.2 python-dotenv==1.2.4 websockets==17.4 \
 	defusedxml==0.7.1 joblib==1.6.0 \
 	mcp==2.3.0 mcp-types==2.3.0 httpx2==2.16.2 httpcore2==2.16.2 truststore==0.10.5 \
-	opentelemetry-api==1.45.2 pyjwt==2.15.1 sse-starlette==3.7.0
-ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py tests/integration/test_mcp.py
+	opentelemetry-api==1.45.2 pyjwt==2.15.1 sse-starlette==3.7.0 \
+	openenv-core==0.3.0 fastmcp==4.2.3 fastmcp-slim==4.2.3 authlib==1.9.10 beartype==0.23.1 \
+	cachetools==8.0.2 exceptiongroup==1.3.2 platformdirs==4.14.8 py-key-value-aio==0.5.0 \
+	pydantic-settings==2.16.3
+ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py tests/integration/test_mcp.py \
+	tests/integration/test_openenv.py
 # New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
 # a failure names the SCHEDULES_SEED with which it comes again.
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
