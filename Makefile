@@ -78,7 +78,8 @@ ENVIRONMENTS := textarena==0.7.4 nltk==3.10.4 chess==1.11.2 python-dotenv==1.2.4
 	cachetools==8.0.2 exceptiongroup==1.3.2 platformdirs==4.14.8 py-key-value-aio==0.5.0 \
 	pydantic-settings==2.16.3
 ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py tests/integration/test_mcp.py \
-	tests/integration/test_openenv.py
+	tests/integration/test_openenv.py tests/integration/test_verifiers.py
+VERIFIERS := verifiers==0.4.0
 # New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
 # a failure names the SCHEDULES_SEED with which it comes again.
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
@@ -89,6 +90,8 @@ test-slow: setup  ## whole fault matrices, new schedules, a real chat model; abo
 	$(PY) -m pip install $(QUIETLY) --target .cache/agents openai-agents==0.24.0 smolagents==1.26.0
 	PYTHONPATH=.cache/agents $(PY) -m pytest -q tests/integration/test_agent_clients.py
 	$(PY) -m pip install $(QUIETLY) --target .cache/environments --no-deps $(ENVIRONMENTS)
+	@test -x .cache/verifiers/bin/python || $(PY) -m venv .cache/verifiers
+	.cache/verifiers/bin/python -m pip install --quiet --disable-pip-version-check $(VERIFIERS)
 	PYTHONPATH=.cache/environments $(PY) -m pytest -q $(ENVIRONMENT_TESTS)
 	$(PY) -m pip install $(QUIETLY) --target .cache/audit -c deploy/constraints-cpu.txt $(AUDIT)
 	PYTHONPATH=.cache/audit $(PY) -m pytest -q tests/integration/test_known_holes.py

@@ -57,6 +57,8 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
         importlib.import_module(
             "openai"
         )  # slow: here once, and not in every process that is forked
+
+        _prepare(getattr(module, "prepare", None), name, options)
         return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
     _check_class(target, name, options)
     made: Any = target  # a class of the user, which need not be a subclass
@@ -75,8 +77,13 @@ def _check_class(target: Any, name: str, options: Mapping[str, Json]) -> None:  
             schema_of(tool)
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(f"{_SETTING}.function {name!r}: {error}") from error
+    _prepare(getattr(target, "prepare", None), name, options)
+
+
+def _prepare(prepare: Callable[..., None] | None, name: str, options: Mapping[str, Json]) -> None:
     try:
-        getattr(target, "prepare", Environment.prepare)(**options)
+        if prepare is not None:
+            prepare(**options)
     except Exception as error:
         raise ConfigError(f"{_SETTING}.options of {name!r}: {_reason(error)}") from error
 

@@ -21,6 +21,9 @@ All that the client is asked is recorded, and its replies are trained with the r
 may return a mapping instead: ``score`` is the reward, ``turn_rewards`` a list of one for each reply
 in the order in which they came (without a score the reward is their sum), and other numbers are
 metrics.
+
+All that the client is asked is recorded, and its replies are trained with the returned reward. A
+function ``prepare(**options)`` beside it is as ``Environment.prepare``.
 """
 
 import inspect
