@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from slipstream.generators.environments.host import EnvironmentFailedError
-from slipstream.generators.environments.sdk import DescribedTool, schema_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json, Prompt
 from tests.support.playing import heard, hosted, play, run
@@ -177,9 +176,3 @@ def test_without_the_library_the_extra_is_named():
                 pass
 
     run(test())
-
-
-@pytest.mark.parametrize("schema", [None, {"type": "array"}, {"type": "object", "properties": [1]}])
-def test_a_tool_without_a_schema_of_an_object_is_none(schema: Json):
-    with pytest.raises(ValueError, match="tool x: "):
-        schema_of(DescribedTool("x", "", schema, print))

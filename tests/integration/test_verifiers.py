@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.generators.environments.adapters.verifiers import answer_of, row_of
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json, Prompt
@@ -104,14 +103,3 @@ def test_a_python_without_verifiers_is_refused_at_the_start(python: str, why: st
                 pass
 
     run(test())
-
-
-def test_answers_are_objects_with_a_kind_and_tasks_become_rows():
-    for line in (b"", b"no", b"[]", b"{}"):
-        with pytest.raises(ValueError, match=r"answer|Expecting"):
-            answer_of(line)
-    task = {"kind": "task", "task": {"idx": 0}, "prompt": "x", "system_prompt": None}
-    assert row_of(task) == {
-        "prompt": [{"role": "user", "content": "x"}],
-        "extra_info": {"verifiers_task": {"idx": 0}},
-    }
