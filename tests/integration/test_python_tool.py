@@ -204,3 +204,24 @@ def test_calls_at_once_are_one_after_the_other_in_one_state():
             await interpreter.close()
 
     run(test())
+
+
+def test_without_a_sandbox_there_are_limits_and_no_protection(tmp_path: Path):
+    key = tmp_path / "run.key"
+    key.write_text("not hidden")
+
+    async def test() -> None:
+        said = await results(
+            f"x = open({str(key)!r}).read()",
+            "x",
+            "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True).poll()",
+            "while True: pass",
+            "1",
+            sandbox="none",
+            call_s=0.5,
+        )
+        assert said[1] == "'not hidden'"
+        assert "it took longer than 0.5 s" in said[3]
+        assert said[4] == "1"
+
+    run(test())
