@@ -57,7 +57,6 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
         importlib.import_module(
             "openai"
         )  # slow: here once, and not in every process that is forked
-
         _prepare(getattr(module, "prepare", None), name, options)
         return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
     _check_class(target, name, options)

@@ -20,10 +20,7 @@ arguments of the class. Instead of a class it may be one function that drives an
 All that the client is asked is recorded, and its replies are trained with the returned reward. It
 may return a mapping instead: ``score`` is the reward, ``turn_rewards`` a list of one for each reply
 in the order in which they came (without a score the reward is their sum), and other numbers are
-metrics.
-
-All that the client is asked is recorded, and its replies are trained with the returned reward. A
-function ``prepare(**options)`` beside it is as ``Environment.prepare``.
+metrics. A function ``prepare(**options)`` beside it is as ``Environment.prepare``.
 """
 
 import inspect
