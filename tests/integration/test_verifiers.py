@@ -64,7 +64,7 @@ def test_an_episode_is_played_against_the_endpoint_and_scored(tmp_path: Path):
                 await play(host, broken, "1", "2")
             with pytest.raises(EnvironmentFailedError, match="holds no verifiers_task"):
                 await play(host, Prompt(prompt="x"), "1")
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) == before)
+            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
 
     run(test())
 
