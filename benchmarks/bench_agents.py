@@ -1,8 +1,8 @@
 """Several turns with tools against one turn: tokens per second of a real SGLang.
 
 One server, one thread, a random policy; replies have a fixed length. As many sequences are in the
-engine at a time in every setting, through the lanes that a generator's worker uses. A trajectory is one
-reply, or several of the same length together with an environment's answer between them, which
+engine at a time in every setting, through the lanes that a generator's worker uses. A trajectory is
+one reply, or several of the same length together with an environment's answer between them, which
 takes 0 or 200 ms. The environment has a process for each trajectory, as in a run. Every setting
 does the same number of trajectories in alternating turns; medians.
 """

@@ -335,7 +335,7 @@ def test_without_its_key_nobody_speaks_for_a_trajectory():
             stranger = it.client.with_options(api_key="no")
             with pytest.raises(openai.AuthenticationError):
                 await stranger.chat.completions.create(model="p", messages=[user("?")])
-            it.server.end(it.key)
+            await it.server.end(it.key)
             with pytest.raises(openai.AuthenticationError):
                 await ask(it, [user("?")])
 
@@ -426,5 +426,21 @@ def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_histo
             for one in trained:  # each as the engine sampled it, and no more often
                 sampled.remove(one)
             assert len(sampled) == it.session.num_abandoned
+
+    run(test())
+
+
+def test_a_trajectory_takes_no_more_calls_at_a_time_than_it_may_have():
+    async def test() -> None:
+        async with served(*"abc", max_turns=2) as it:
+            it.engine.hold = asyncio.Event()
+            calls = [asyncio.create_task(ask(it, [user("?")])) for _ in range(2)]
+            await until_async(lambda: len(it.engine.asked) == 2)
+            with pytest.raises(openai.RateLimitError, match=r"environment\.max_turns"):
+                await ask(it, [user("?")])
+            await it.server.end(it.key)
+            assert it.session.conversation.num_tokens == 0
+            assert it.engine.num_cancelled == 2
+            await asyncio.gather(*calls, return_exceptions=True)
 
     run(test())
