@@ -29,7 +29,7 @@ _COUNTED = (
     "at_s",
 )  # of two rows the later one counts
 _BY_LAG = "@lag"
-_HIGHEST = "_max"  # ends the names of figures of which, of two rows, the larger counts
+_HIGHEST = ("_max", "/max")  # end the names of figures of which, of two rows, the larger counts
 _MISSING = math.nan
 Row: TypeAlias = dict[str, float | None]
 Numbers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]  # NaN: there is no value

@@ -2,7 +2,7 @@
 
 const MAX_ROWS = 2000;
 const COUNTED = /^(dropped:|version:|issued|trained|answers|retracted)/;
-const HIGHEST = /_max(@lag\d+)?$/;
+const HIGHEST = /[_/]max(@lag\d+)?$/;
 
 /** Return the mean of the known values, or null. */
 export function meanOf(values) {

@@ -21,7 +21,8 @@ from slipstream.learner.training.prepare import PreparedMinibatch, prepare
 from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import StepData, batch_figures, step_data
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.broker import DeliveredGroup
+from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
+from slipstream.wire.messages.trajectory import Turn
 from slipstream.wire.process.phases import PhaseClock
 from tests.support.delivered_groups import groups, trajectory
 from tests.support.own_parts import SHOWN
@@ -46,6 +47,25 @@ def test_batch_figures_weigh_staleness_by_tokens():
     assert figures["staleness/oldest"] == 2
     # 6 tokens at lag 2, then 3 at 2 and 3 at 0, 6 at 0, 6 at 1
     assert figures["staleness/mean"] == pytest.approx((12 + 6 + 0 + 0 + 6) / 24)
+
+
+def test_batch_figures_count_turns_and_branches():
+    def of_turns(one: DeliveredTrajectory, *branches: int) -> DeliveredTrajectory:
+        first, end = one.header.num_prompt_tokens, one.header.num_tokens
+        turns = (Turn(first, 1), Turn(first + 2, 1), Turn(first + 4, end - first - 4))
+        header = msgspec.structs.replace(
+            one.header, turns=turns, branches=branches, version_runs=one.header.version_runs[:1]
+        )
+        return msgspec.structs.replace(one, header=header)
+
+    one, other = groups()
+    figures = batch_figures([one, other], step=5)
+    assert [figures[f"turns/{name}"] for name in ("mean", "max", "branched")] == [1.0, 1.0, 0.0]
+    first, second = other.trajectories
+    branch = first.header.num_prompt_tokens + 1
+    mixed = msgspec.structs.replace(other, trajectories=(of_turns(first, branch), of_turns(second)))
+    figures = batch_figures([one, mixed], step=5)
+    assert [figures[f"turns/{name}"] for name in ("mean", "max", "branched")] == [2.0, 3.0, 0.25]
 
 
 def test_the_variance_of_a_group_counts_to_the_lag_of_its_oldest_token():
