@@ -41,6 +41,7 @@ class Lanes:
         """
         self._most_outside = most_outside
         self._outside = MeanCount(now)
+        self._now = now
         self._within = within
         self._longest_tokens = longest_tokens
         self._state: Concurrency | None = None
@@ -48,6 +49,9 @@ class Lanes:
         self._booked = 0
         self._changed = asyncio.Event()
         self.in_flight = 0
+        self.calling = 0  # replies that the engine computes, of trajectories of several turns
+        self.acting = 0  # such trajectories that have none: their environments answer
+        self.on_change: Callable[[], None] = _nothing  # of either
         self.limit = within.highest if longest_tokens is None else within.lowest
 
     @property
@@ -111,6 +115,12 @@ class Lanes:
         self.in_flight -= 1
         self._changed.set()
 
+    def _count(self, *, calling: int = 0, acting: int = 0) -> None:
+        """Count what changed of trajectories of several turns."""
+        self.calling += calling
+        self.acting += acting
+        self.on_change()
+
     async def until_changed(self) -> None:
         """Wait until a sequence ends or the load was observed."""
         self._changed.clear()
@@ -168,6 +178,19 @@ class CallLanes:
         self._lanes = lanes
         self._has_one = True
         self._num_calls = 0
+        self._since_s = lanes._now()  # in the engine, or out of it
+        self._engine_s = self._environment_s = 0.0
+        lanes._count(acting=1)
+
+    def seconds(self) -> tuple[float, float]:
+        """Return how long it has been in calls of the engine, lanes awaited, and outside."""
+        now_s = self._lanes._now()
+        if self._num_calls:
+            self._engine_s += now_s - self._since_s
+        else:
+            self._environment_s += now_s - self._since_s
+        self._since_s = now_s
+        return self._engine_s, self._environment_s
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
@@ -176,18 +199,25 @@ class CallLanes:
         is_first, self._has_one = self._has_one, False
         if self._num_calls == 0 and not is_first:
             lanes._outside.add(-1)
+        self.seconds()
         self._num_calls += 1
+        if self._num_calls == 1:
+            lanes._count(acting=-1)
         try:
             if not is_first:
                 await lanes._come_in()
+            lanes._count(calling=1)
             try:
                 yield
             finally:
                 lanes._step_out()
+                lanes._count(calling=-1)
         finally:
+            self.seconds()
             self._num_calls -= 1
             if self._num_calls == 0:
                 lanes._outside.add(1)
+                lanes._count(acting=1)
 
     def close(self) -> None:
         """Have a lane again, as every trajectory of a booking has that leaves it."""
@@ -195,6 +225,7 @@ class CallLanes:
             self._has_one = True
             self._lanes._outside.add(-1)
             self._lanes.in_flight += 1
+        self._lanes._count(acting=-1)
 
 
 class MeanCount:
@@ -218,6 +249,10 @@ class MeanCount:
         """Its mean until now."""
         weight = math.exp(-(self._now() - self._at_s) / _MEAN_S)
         return self._count + (self._mean - self._count) * weight
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def lanes_of(settings: GeneratorSettings) -> Lanes:

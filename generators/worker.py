@@ -47,7 +47,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.trajectory import NO_SCORING_LEASE, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.process.phases import WAIT, PhaseClock
+from slipstream.wire.process.phases import ACT, WAIT, PhaseClock
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
@@ -55,6 +55,7 @@ _RETRY_S = 0.5
 _COUNTED = (
     *("tokens", "trajectories", "retracted", "decision_bytes"),
     *("refused", "failed", "rejected", "unavailable", "environment_failed"),
+    *("engine_s", "environment_s"),  # of trajectories of several turns
 )
 
 
@@ -104,6 +105,8 @@ class GeneratorWorker:
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
         self._counters = dict.fromkeys(_COUNTED, 0.0)
+        if agent is not None:
+            lanes.on_change = self._enter_phase
         self.more_counters: Callable[[], Mapping[str, float]] = dict  # to report, too
 
     # ---- callbacks of the weight bus -----------------------------------------
@@ -128,8 +131,11 @@ class GeneratorWorker:
         _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
 
     def _enter_phase(self) -> None:
-        if not self._paused:
-            self._clock.enter("generate" if self._groups else WAIT)
+        if self._paused:
+            return
+        is_idle = self._lanes.acting > 0 and not self._lanes.calling
+        busy = ACT if is_idle else "generate"
+        self._clock.enter(busy if self._groups else WAIT)
 
     # ---- health --------------------------------------------------------------
 
@@ -293,7 +299,12 @@ class GeneratorWorker:
         if self._agent is None:
             return await run_rollouts(self._sampler, work, siblings, prompt_ids)
         async with booking.by_call() as lanes:
-            return [await self._agent.run(work, sibling, lanes) for sibling in siblings]
+            try:
+                return [await self._agent.run(work, sibling, lanes) for sibling in siblings]
+            finally:
+                engine_s, environment_s = lanes.seconds()
+                self._counters["engine_s"] += engine_s
+                self._counters["environment_s"] += environment_s
 
     async def _scored(self, submission: Submission, prompt: Prompt, rewards: Rewards) -> Submission:
         """Score an answer here; without a reward it is scored elsewhere."""
@@ -349,6 +360,8 @@ class GeneratorWorker:
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
+        if self._agent is not None:
+            gauges["acting"] = lanes.acting
         counters = {**self._counters, **self.more_counters()}
         if self._audit is not None:
             counters |= self._audit.counters

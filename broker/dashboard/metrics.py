@@ -46,6 +46,7 @@ def render_metrics(status: RunStatus, advisories: Sequence[Advisory] = ()) -> tu
 def _samples(status: RunStatus) -> dict[MetricName, Samples]:
     s = status
     engines = [role for role in s.roles if role.sequence_limit]
+    acting = [role for role in s.roles if role.acting is not None]
     places = (("in_flight", s.lags_in_flight), ("queue", s.lags_in_queue))
     last_publish = s.publish_history[-1].phase_seconds if s.publish_history else {}
     last_fetched = s.publish_history[-1].fetched_bytes if s.publish_history else {}
@@ -84,6 +85,13 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.SEQUENCE_LIMIT: {(one.name,): one.sequence_limit for one in engines},
         MetricName.KV_USE: {(one.name,): one.kv_use for one in engines if one.kv_use is not None},
         MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
+        MetricName.ACTING: {(one.name,): one.acting or 0 for one in acting},
+        MetricName.ENVIRONMENT_FAILURES: {(one.name,): one.environment_failed for one in acting},
+        MetricName.TRAJECTORY_SECONDS: {
+            (one.name, where): seconds
+            for one in acting
+            for where, seconds in (("engine", one.engine_s), ("environment", one.environment_s))
+        },
         MetricName.DECISION_BYTES: {(one.name,): one.decision_bytes_per_token for one in engines},
         MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
         MetricName.QUARANTINES: {(): s.quarantines},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.wire.messages.status import RoleStatus, RunStatus
-from slipstream.wire.process.phases import WAIT
+from slipstream.wire.process.phases import ACT, WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +14,15 @@ class Seen:
     waited_s: float
     worked_s: float
     tokens: float
+    acted_s: float = 0.0  # of worked_s, in which environments answered and the engine stood idle
 
     @classmethod
     def of(cls, role: RoleStatus) -> "Seen":
         """Return the cumulative count that a process reports."""
         waited = role.phase_seconds.get(WAIT, 0.0)
         worked = sum(role.phase_seconds.values()) - waited
-        return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
+        acted = role.phase_seconds.get(ACT, 0.0)
+        return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s, acted)
 
     def since(self, before: "Seen | None") -> "Seen":
         """Return the difference since an earlier sample; all of it after a restart."""
@@ -31,13 +33,22 @@ class Seen:
             self.waited_s - before.waited_s,
             self.worked_s - before.worked_s,
             self.tokens - before.tokens,
+            self.acted_s - before.acted_s,
         )
 
     @property
     def busy(self) -> float | None:
         """Share of the time that was not waiting; None if nothing was reported."""
+        return self._share(self.worked_s)
+
+    @property
+    def acted(self) -> float | None:
+        """Share of the time that was up to environments alone; None if nothing was reported."""
+        return self._share(self.acted_s)
+
+    def _share(self, seconds: float) -> float | None:
         total = self.worked_s + self.waited_s
-        return min(1.0, max(0.0, self.worked_s / total)) if total > 0 else None
+        return min(1.0, max(0.0, seconds / total)) if total > 0 else None
 
 
 class Rates:
@@ -72,6 +83,9 @@ class Rates:
             done = now.since(self._seen.get(role.name))
             if (busy := done.busy) is not None:
                 sample[f"busy:{role.name}"] = busy
+            if role.acting is not None:
+                sample["acting"] = (sample.get("acting") or 0.0) + role.acting
+                sample[f"acted:{role.name}"] = done.acted
             if role.role in _TOKEN_ROLES:
                 name = f"tokens:{role.role}"
                 rate = max(0.0, done.tokens) / max(done.age_s, 1e-9)

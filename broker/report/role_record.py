@@ -26,6 +26,7 @@ class RoleRecord:
     def status(self, now_s: float, leases: int) -> RoleStatus:
         """Return the status of the process."""
         age = max(now_s - self.since_s, 1e-9)
+        acting = self.report.gauges.get("acting")
         return RoleStatus(
             name=self.hello.name,
             role=self.hello.role,
@@ -47,4 +48,8 @@ class RoleRecord:
             probes=self.report.counters.get("probes", 0.0),
             probe_difference=self.report.gauges.get("probe_difference"),
             probe_bound=self.report.gauges.get("probe_bound"),
+            acting=None if acting is None else int(acting),
+            environment_failed=self.report.counters.get("environment_failed", 0.0),
+            engine_s=self.report.counters.get("engine_s", 0.0),
+            environment_s=self.report.counters.get("environment_s", 0.0),
         )

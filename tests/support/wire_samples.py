@@ -156,6 +156,10 @@ STATUS = RunStatus(
             probes=6.0,
             probe_difference=0.015,
             probe_bound=0.0375,
+            acting=3,
+            environment_failed=2.0,
+            engine_s=6.0,
+            environment_s=1.5,
         )
     ],
     data={"rows": 40},

@@ -112,6 +112,18 @@ class MetricName(StrEnum):
         *("slipstream_retractions", "counter", "retractions", ("name",)),
         "Times that an engine threw an answer out of its KV cache for want of room",
     )
+    ACTING = (
+        *("slipstream_acting_trajectories", "gauge", "trajectories", ("name",)),
+        "Trajectories of several turns that are not in the engine: their environment answers",
+    )
+    ENVIRONMENT_FAILURES = (
+        *("slipstream_environment_failures", "counter", "trajectories", ("name",)),
+        "Trajectories whose environment could not go on; they are tried again",
+    )
+    TRAJECTORY_SECONDS = (
+        *("slipstream_trajectory_seconds", "counter", "seconds", ("name", "where")),
+        "Time of ended trajectories of several turns in the engine, and in their environment",
+    )
     DECISION_BYTES = (
         *("slipstream_decision_bytes_per_token", "gauge", "bytes per token", ("name",)),
         "What a generator sends beside a response token for the learner to repeat: kept tokens, "

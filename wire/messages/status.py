@@ -83,6 +83,10 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     probes: float = 0.0  # versions that its engine was proven to compute, or not
     probe_difference: float | None = None  # nats, mean of the last probe
     probe_bound: float | None = None  # nats, the largest that is taken for noise
+    acting: int | None = None  # trajectories that environments answer; None: there are none
+    environment_failed: float = 0.0  # trajectories whose environment could not go on
+    engine_s: float = 0.0  # of all trajectories of several turns, in calls of the engine
+    environment_s: float = 0.0  # and outside of it
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WAIT = "wait"
+ACT = "act"  # of a generator: environments answer all of its trajectories
 PHASE_TIME = "time/phase/"  # before the name of a phase, in a learner step's figures
 
 

@@ -47,12 +47,23 @@ const lately = ({ time, status }) => {
   return new Map(status.roles.map(({ name }) => [name, time.recent(`busy:${name}`, rows)]));
 };
 
+/** Return how many trajectories of a generator environments answer, and the share of their time that they took. */
+function environments(one) {
+  const total = (one.engine_s ?? 0) + (one.environment_s ?? 0);
+  return one.acting == null ? "-" : `${fixed(one.acting)}${total > 0 ? ` (${percent(one.environment_s / total)})` : ""}`;
+}
+
+/** Return the failures of all environments as a row, where there are any environments. */
+const failures = ({ roles }) => (roles.some((one) => one.acting != null)
+  ? [["environment failures", fixed(roles.reduce((all, one) => all + (one.environment_failed ?? 0), 0))]] : []);
+
 function workers(s, states, live, busy) {
   if (!s.roles.length) {
     fillTable(byId("workers"), ["process"], [["No process has reported yet."]]);
     return;
   }
-  fillTable(byId("workers"), ["process", "role", "state", ...(live ? ["busy now"] : []), "busy since its start", "tokens/s since its start", "weights", "leases", "answers in the engine", "KV cache",
+  const acts = s.roles.some((one) => one.acting != null);
+  fillTable(byId("workers"), ["process", "role", "state", ...(live ? ["busy now"] : []), "busy since its start", "tokens/s since its start", "weights", "leases", "answers in the engine", ...(acts ? ["in environments (of their time)"] : []), "KV cache",
     "last heard", "spends its time on, since its start"],
     s.roles.map((one, i) => {
       const state = states[i];
@@ -60,7 +71,7 @@ function workers(s, states, live, busy) {
         ...(live ? [percent(busy.get(one.name))] : []), percent(one.busy),
         one.tokens_per_second ? fixed(one.tokens_per_second) : "-", label(one.adopted), fixed(one.leases ?? 0),
         one.sequence_limit ? `${fixed(one.sequences)} of ${fixed(one.sequence_limit)}` : "-",
-        one.kv_use == null ? "-" : percent(one.kv_use),
+        ...(acts ? [environments(one)] : []), one.kv_use == null ? "-" : percent(one.kv_use),
         one.silent_s < 1 ? "now" : `${duration(one.silent_s)} ago`,
         element("span", { class: "text", text: spends(one.phase_seconds) })];
     }));
@@ -80,8 +91,9 @@ export function create() {
       const rows = (values) => Object.entries(values).map(([name, count]) => [words(name), fixed(count)]);
       if (differs("flying", s.in_flight)) counts("flying", ["state", "groups"], rows(s.in_flight), "nothing");
       if (differs("dropped", s.dropped)) counts("dropped", ["reason", "groups"], rows(s.dropped), "nothing is dropped");
-      if (differs("queues", [s.queue, s.sealed, s.requeued])) {
-        counts("queues", ["what", "count"], [...rows(s.queue), ["sealed by a checkpoint", fixed(s.sealed)], ["generated again", fixed(s.requeued)]]);
+      const failed = failures(s);
+      if (differs("queues", [s.queue, s.sealed, s.requeued, failed])) {
+        counts("queues", ["what", "count"], [...rows(s.queue), ...failed, ["sealed by a checkpoint", fixed(s.sealed)], ["generated again", fixed(s.requeued)]]);
       }
       const busy = lately(view);
       const states = s.roles.map((one) => (live ? life(silence(view, one)) : "ended"));

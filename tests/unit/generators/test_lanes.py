@@ -237,3 +237,27 @@ def test_a_call_that_is_cancelled_while_it_waits_for_a_lane_leaves_nothing():
 async def one_call(lanes: CallLanes) -> None:
     async with lanes.call():
         pass
+
+
+def test_seconds_of_a_trajectory_are_in_the_engine_or_out_of_it_and_changes_are_told():
+    async def scenario() -> None:
+        now, told = [0.0], []
+        lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9, now=lambda: now[0])
+        lanes.on_change = lambda: told.append((lanes.calling, lanes.acting))
+        booking = lanes.book(1)
+        await booking.enter()
+        async with booking.by_call() as one:
+            now[0] = 1.0  # its environment begins
+            assert told == [(0, 1)]
+            async with one.call():
+                now[0] = 3.0
+            now[0] = 7.0
+            assert one.seconds() == (2.0, 5.0)
+            async with one.call():
+                now[0] = 8.0
+                assert one.seconds() == (3.0, 5.0)
+            assert one.seconds() == (3.0, 5.0)
+        booking.close()
+        assert told == [*[(0, 1), (0, 0), (1, 0), (0, 0)] * 2, (0, 1), (0, 0)]
+
+    asyncio.run(scenario())

@@ -1,14 +1,21 @@
 """What a worker reports of itself, and what the broker, the page and its advice make of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from slipstream.broker.dashboard.rates import Rates
-from slipstream.wire.messages.broker import LeaseGroups, RoleReport, ScoringItem
+from slipstream.generators.capture.session import Reply
+from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.lanes import CallLanes
+from slipstream.generators.rollout import Submission
+from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, RoleReport, ScoringItem
 from slipstream.wire.messages.trajectory import Score, Transcript
-from slipstream.wire.process.phases import WAIT
+from slipstream.wire.process.phases import ACT, WAIT
 from tests.support.waiting import until_async
 from tests.unit.generators.working import PARAMS, Working, ledger_of, working
 
@@ -149,6 +156,61 @@ def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
             before = it.last_report().phase_seconds
             await until_async(lambda: it.last_report().phase_seconds[WAIT] > before[WAIT])
             assert phases() == {"generate", "adopt", WAIT}
+
+    asyncio.run(scenario())
+
+
+class TwoCalls(Agent):
+    """Calls the engine twice; in between it waits for ``answers``."""
+
+    def __init__(self) -> None:
+        self.calling, self.answers = asyncio.Event(), asyncio.Event()
+        self.end_call = asyncio.Event()
+
+    @override
+    async def run(
+        self,
+        group: LeasedGroup,
+        sibling: int,
+        lanes: CallLanes,
+        on_reply: Callable[[Reply], None] | None = None,
+    ) -> Submission:
+        async with lanes.call():
+            self.calling.set()
+            await self.end_call.wait()
+        await self.answers.wait()
+        async with lanes.call():
+            raise EnvironmentFailedError("the world ended")
+
+
+def test_time_that_is_up_to_environments_alone_is_told_from_the_engines(tmp_path: Path):
+    async def scenario() -> None:
+        agent = TwoCalls()
+        async with working(tmp_path, ledger_of(1, 2), max_sequences=2, agent=agent) as it:
+
+            def grows(phase: str) -> Callable[[], bool]:
+                before = it.last_report().phase_seconds.get(phase, 0.0)
+                return lambda: it.last_report().phase_seconds.get(phase, 0.0) > before
+
+            await agent.calling.wait()
+            await until_async(grows("generate"))
+            before = it.last_report().phase_seconds.get(ACT, 0.0)
+            await until_async(grows("generate"))
+            assert it.last_report().phase_seconds.get(ACT, 0.0) == before
+            agent.end_call.set()
+            await until_async(grows(ACT))
+            await until_async(lambda: it.last_report().gauges["acting"] == 2)
+            await until_async(grows(ACT))
+            (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert status.acting is not None
+            sample = Rates().take(it.broker.status)
+            assert sample["acting"] == 2
+            assert 0.0 < (sample["acted:generator-0"] or 0.0) < 1.0
+            agent.answers.set()
+            await until_async(lambda: it.last_report().counters["environment_failed"] >= 2)
+            counters = it.last_report().counters
+            assert counters["environment_s"] > 0.0
+            assert counters["engine_s"] > 0.0
 
     asyncio.run(scenario())
 

@@ -194,6 +194,20 @@ def test_metrics_are_what_prometheus_reads():
     assert families["slipstream_groups_issued"].type == "counter"
 
 
+def test_metrics_of_environments_are_there_where_there_are_any():
+    (acting,) = STATUS.roles
+    plain = msgspec.structs.replace(acting, acting=None, name="plain")
+    body, _ = render_metrics(msgspec.structs.replace(STATUS, roles=[plain, acting]))
+    lines = body.decode().splitlines()
+    assert 'slipstream_acting_trajectories{name="generator-0"} 3.0' in lines
+    assert 'slipstream_environment_failures_total{name="generator-0"} 2.0' in lines
+    assert (
+        'slipstream_trajectory_seconds_total{name="generator-0",where="environment"} 1.5' in lines
+    )
+    assert 'slipstream_trajectory_seconds_total{name="generator-0",where="engine"} 6.0' in lines
+    assert sum(line.startswith("slipstream_acting_trajectories{") for line in lines) == 1
+
+
 def test_metrics_of_a_run_that_has_not_begun_hold_no_evaluation():
     telemetry = Telemetry(RunSection(), now=lambda: 0.0)
     body, content_type = render_metrics(
