@@ -1,20 +1,13 @@
 """Trajectories that the learner recorded, and the life of their groups, from the run folder."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from slipstream.broker.dashboard.trajectories import (
-    Found,
-    Item,
-    Letter,
-    Row,
-    Sibling,
-    Token,
-    Trajectory,
-)
+from slipstream.broker.dashboard.stretches import MAX_STRETCHES, drawn
+from slipstream.broker.dashboard.trajectories import Found, Item, Letter, Row, Sibling, Trajectory
 from slipstream.broker.store.item_history import groups_at, trace_group
 from slipstream.wire.files.run_folder import TRAIL, TRAINED
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
@@ -25,6 +18,7 @@ MAX_FOUND = 50
 _SHOWN_CHARS = 120
 _SEARCHED_CHARS = 2_000  # of a prompt
 _MAX_SEARCHED = 16_000_000  # characters of all prompts
+MAX_PROMPT = 100_000  # characters of one that is shown
 
 
 class _Indexed(msgspec.Struct, frozen=True):
@@ -91,17 +85,24 @@ class RecordedItems:
                 life=life,
                 outcome=outcome,
             )
+        stretches, tokens = drawn(row)
         return Trajectory(
             found=True,
             step=row.step,
             group_id=group_id,
             sibling=sibling,
-            prompt=row.prompt,
+            prompt=row.prompt[:MAX_PROMPT],
+            num_prompt_cut=max(0, len(row.prompt) - MAX_PROMPT),
             reward=row.reward,
             parts=row.parts,
             finish_reason=row.finish_reason,
             temperature=row.temperature,
-            tokens=list(_tokens(row)),
+            tokens=tokens,
+            stretches=stretches[:MAX_STRETCHES],
+            num_turns=len(row.chosen),
+            num_branches=1 + len(row.branches),
+            num_chosen=sum(count for _, count in row.chosen),
+            num_cut=max(0, len(stretches) - MAX_STRETCHES),
             life=life,
             outcome=outcome,
             siblings=[
@@ -149,7 +150,9 @@ class RecordedItems:
             lag=max(lags, default=0),
             reward=row.reward,
             prompt=row.prompt[:_SHOWN_CHARS],
-            num_tokens=len(row.token_ids) - row.num_prompt_tokens,
+            num_tokens=sum(count for _, count in row.chosen),
+            num_turns=len(row.chosen),
+            num_branches=1 + len(row.branches),
         )
         searched = row.prompt[:_SEARCHED_CHARS].lower()
         self._index.append(_Indexed(self._read, item, lags, searched))
@@ -177,16 +180,3 @@ def _failure_text(failure: Failure) -> str:
     place = f"sibling {failure.sibling}" if failure.sibling >= 0 else "the missing ones"
     words = [place, failure.reason, failure.function, failure.by, failure.excerpt[:_SHOWN_CHARS]]
     return ", ".join(word for word in words if word)
-
-
-def _tokens(row: Row) -> Iterator[Token]:
-    """Yield the tokens of an answer; without their texts all of it is at the first one."""
-    count = len(row.token_ids) - row.num_prompt_tokens
-    texts = row.token_texts or [row.answer] + [""] * (count - 1)
-    runs = list(row.version_runs)
-    for place, (text, diff) in enumerate(zip(texts, row.logprob_diffs, strict=False)):
-        at = row.num_prompt_tokens + place
-        while len(runs) > 1 and runs[1].first_token <= at:
-            runs.pop(0)
-        version, step = (runs[0].version, runs[0].step) if runs else ("", row.step)
-        yield Token(text, version, row.step - step, diff)

@@ -3,6 +3,7 @@
 import msgspec
 
 from slipstream.broker.store.item_history import Moment
+from slipstream.wire.files.trained_parts import Excerpt
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -11,6 +12,13 @@ class Run(msgspec.Struct, frozen=True):
     first_token: int
     version: str
     step: int
+
+
+class TurnTokens(msgspec.Struct, frozen=True):
+    """Tokens that the policy chose at one time."""
+
+    first_token: int
+    num_tokens: int
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +38,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
     temperature: float = 1.0
     token_texts: list[str] = []
+    turns: list[TurnTokens] = []  # none: a row of before there were any
+    turn_rewards: list[float] = []
+    branches: list[int] = []  # first tokens of the second and further ones
+
+    @property
+    def chosen(self) -> list[tuple[int, int]]:
+        """First token and number of tokens of each turn."""
+        first = self.num_prompt_tokens
+        found = [(turn.first_token, turn.num_tokens) for turn in self.turns]
+        return found or [(first, len(self.token_ids) - first)]
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +59,9 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     lag: int  # learner steps, of its oldest token
     reward: float
     prompt: str  # its beginning
-    num_tokens: int  # of the answer
+    num_tokens: int  # that the policy chose
+    num_turns: int = 1
+    num_branches: int = 1
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -63,12 +83,27 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One token of an answer."""
+    """One token that the policy chose."""
 
     text: str
     version: str
     lag: int
     diff: float  # logprob of the learner minus that of the engine, nats
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A turn, whose tokens are among the trajectory's, or the context before one."""
+
+    num_tokens: int
+    turn: int = 0  # its number, from 1; 0 is context
+    num_drawn: int = 0  # of a turn's tokens, those that are given
+    reward: float | None = None  # of a turn
+    calls: dict[str, int] = {}  # how often a turn calls which tools
+    text: Excerpt | None = None  # of context
+    branch: int = 0  # number of the branch that begins here, from 2
+    num_shared: int = 0  # tokens that it begins with and an earlier branch too
+    shared_with: int = 0  # number of that branch
+    shared: Excerpt | None = None  # the text of those
 
 
 class Sibling(msgspec.Struct, frozen=True):
@@ -90,7 +125,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
     finish_reason: str = ""
     temperature: float = 1.0
-    tokens: list[Token] = []
+    num_prompt_cut: int = 0  # characters at its end that were left out
+    tokens: list[Token] = []  # of all turns, in order
+    stretches: list[Stretch] = []  # turns and the context between, in order
+    num_turns: int = 1
+    num_branches: int = 1
+    num_chosen: int = 0  # tokens, those that are not given too
+    num_cut: int = 0  # stretches at the end that were left out
     life: list[Moment] = []
     siblings: list[Sibling] = []
     outcome: str = ""  # of its group, by the ledger

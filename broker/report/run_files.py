@@ -44,6 +44,7 @@ from slipstream.wire.files.trajectory_file import (
 from slipstream.wire.messages.codec import decode_transcript
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
+from slipstream.wire.messages.trajectory import TrajectoryHeader
 from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
@@ -231,8 +232,10 @@ def forget_after(run_folder: Path, step: int) -> None:
 
 
 def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, object]:
+    replies: tuple[str, ...] = ()
     try:
-        answer = decode_transcript(stored.transcript).response
+        transcript = decode_transcript(stored.transcript)
+        answer, replies = transcript.response, transcript.replies
     except ProtocolError as error:  # a generator's payload is not read before
         answer = f"({error})"
     header, score = group.headers[sibling], group.scores[sibling]
@@ -249,4 +252,21 @@ def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, o
         "finish_reason": header.finish_reason,
         "response_tokens": header.num_response_tokens,
         "versions": [version.label for version, _ in header.tokens_by_version()],
+        **(_turns(header, replies) if header.turns else {}),
+    }
+
+
+def _turns(header: TrajectoryHeader, replies: tuple[str, ...]) -> dict[str, object]:
+    """Return what there is of several turns; where one begins is an index into all tokens."""
+    return {
+        "replies": replies,
+        "turns": [
+            {"first_token": turn.first_token, "num_tokens": turn.num_tokens}
+            for turn in header.turns
+        ],
+        "branches": header.branches,
+        "version_runs": [
+            {"first_token": run.first_token, "version": run.version.label}
+            for run in header.version_runs
+        ],
     }

@@ -2,20 +2,38 @@
 
 import argparse
 import json
+import re
+import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
 
+from slipstream.deploy.commands.options import add_json
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import TRAINED, answers_files
+from slipstream.wire.files.trained_parts import (
+    Excerpt,
+    Part,
+    called_tools,
+    excerpt,
+    parts_of,
+    versions_of,
+)
 from slipstream.wire.process.visible import visible
 
 Row = dict[str, Any]
+_MOST_PROMPT = 20_000  # characters
+_MOST_CONTEXT = 2_000  # characters of one piece of context
+_CONTEXT = "yellow"
+_REPLY = re.compile(r"^assistant: ", re.MULTILINE)  # before one in the text of all that was said
+_OTHER = re.compile(r"^(?:user|tool|system|developer|function): ", re.MULTILINE)
 EXAMPLES = """examples:
   slipstream show runs/demo --last 3       the newest recorded trajectories
   slipstream show runs/demo --eval         its answers in the newest evaluation
@@ -29,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="of this learner step or evaluation")
     parser.add_argument("--group", type=int, help="of this group, or evaluation problem")
     parser.add_argument("--eval", action="store_true", help="answers to held-out problems")
+    add_json(parser, "the whole rows, one a line, for programs")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -40,6 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
         step=arguments.step,
         group=arguments.group,
         evaluation=arguments.eval,
+        as_json=arguments.json,
     )
 
 
@@ -51,11 +71,13 @@ def show(
     step: int | None = None,
     group: int | None = None,
     evaluation: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Print the newest recorded trajectories, or answers of the newest evaluation.
 
     At most ``count`` are printed, if asked for only those of a learner step (or evaluation) and
-    of a group; ``evaluation`` shows answers to held-out problems instead.
+    of a group; ``evaluation`` shows answers to held-out problems instead. ``as_json`` prints rows
+    as they were recorded.
 
     Raises:
         ConfigError: nothing was recorded there.
@@ -86,6 +108,9 @@ def show(
                 wanted.append(row)
     if not wanted:
         raise ConfigError(f"{path} holds none of these")
+    if as_json:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in wanted)
+        return 0
     for row in wanted:
         console.print(panel(row))
     console.print(f"{len(wanted)} of {path}", style="dim", soft_wrap=True)
@@ -95,32 +120,37 @@ def show(
 def _trajectory(row: Row) -> RenderableType:
     starts = [run["first_token"] for run in row["version_runs"]]
     ends = [*starts[1:], len(row["token_ids"])]
+    turns = _turns_of(row)
+    chosen = sum(count for _, count in turns) or ends[-1] - starts[0]
     runs = ", ".join(
-        f"{run['version']}: {end - run['first_token']} tokens, |difference| {difference:.2g}"
-        for run, end, difference in zip(
-            row["version_runs"], ends, row["logprob_abs_diff_by_run"], strict=True
+        f"{run['version']}: {_chosen_within(turns, start, end)} tokens, "
+        f"|difference| {difference:.2g}"
+        for run, start, end, difference in zip(
+            row["version_runs"], starts, ends, row["logprob_abs_diff_by_run"], strict=True
         )
     )
     largest = max((abs(value) for value in row["logprob_diffs"]), default=0.0)
     details = [
         ("reward", _reward(row)),
-        ("ended by", f"{row['finish_reason']} after {ends[-1] - starts[0]}"),
+        ("ended by", _ended(row, chosen)),
         ("chosen by", runs),
         ("logprobs", f"largest |proximal - behavior| {largest:.2g} nats"),
     ]
     title = f"step {row['step']}, group {row['group_id']}, sibling {row['sibling']}"
-    return _panel(title, row["prompt"], row["answer"], details)
+    said = list(_recorded_turns(row)) if len(turns) > 1 else None
+    return _panel(title, row, details, said)
 
 
 def _answer(row: Row) -> RenderableType:
     details = [
         ("reward", _reward(row)),
         ("ground truth", visible(json.dumps(row["ground_truth"], ensure_ascii=False))),
-        ("ended by", f"{row['finish_reason']} after {row['response_tokens']}"),
-        ("chosen by", ", ".join(row["versions"])),
+        ("ended by", _ended(row, row["response_tokens"])),
+        ("chosen by", ", ".join(dict.fromkeys(row["versions"]))),
     ]
     title = f"{row['data_source']}, problem {row['problem']}, sample {row['sample']}"
-    return _panel(title, row["prompt"], row["answer"], details)
+    said = list(_replies(row)) if len(row.get("replies", ())) > 1 else None
+    return _panel(title, row, details, said)
 
 
 def _reward(row: Row) -> str:
@@ -128,14 +158,124 @@ def _reward(row: Row) -> str:
     return f"{row['reward']:g}" + (f" ({parts})" if parts else "")
 
 
-def _panel(title: str, prompt: str, answer: str, details: list[tuple[str, str]]) -> RenderableType:
+def _ended(row: Row, num_chosen: int) -> str:
+    turns, branches = len(row.get("turns", ())), 1 + len(row.get("branches", ()))
+    of = f" in {turns} turns" if turns > 1 else ""
+    return f"{row['finish_reason']} after {num_chosen}{of}" + (
+        f" and {branches} branches" if branches > 1 else ""
+    )
+
+
+def _turns_of(row: Row) -> list[tuple[int, int]]:
+    """Return first token and number of tokens of each; none in a row of before there were turns."""
+    return [(turn["first_token"], turn["num_tokens"]) for turn in row.get("turns", ())]
+
+
+def _chosen_within(turns: list[tuple[int, int]], start: int, end: int) -> int:
+    """Return how many tokens of turns there are between two tokens."""
+    if not turns:
+        return end - start
+    return sum(max(0, min(first + n, end) - max(first, start)) for first, n in turns)
+
+
+# ---- several turns -----------------------------------------------------------
+
+
+def _recorded_turns(row: Row) -> Iterator[RenderableType]:
+    """Yield each turn of a trained trajectory, and the context before it."""
+    texts, first = row["token_texts"], row["num_prompt_tokens"]
+    runs = [(run["first_token"], run["version"]) for run in row["version_runs"]]
+    for part in parts_of(row["token_ids"], _turns_of(row), row["branches"]):
+        own = texts[part.first_token - first : part.end - first]
+        if part.turn:
+            yield _head(row, part, versions_of(part, runs), "".join(own))
+            yield Text(visible("".join(own)), style="bold")
+            continue
+        if part.branch:
+            yield _branch(part.branch, part.num_shared, part.shared_with)
+        yield _context(excerpt("".join(own[part.num_shared :]), _MOST_CONTEXT))
+
+
+def _replies(row: Row) -> Iterator[RenderableType]:
+    """Yield each turn of an answer in an evaluation, of which there is text alone.
+
+    What was said between two replies is taken from the whole; one that has not as many replies,
+    because its history was rewritten, comes first.
+    """
+    between = _between(row["answer"], row["replies"])
+    runs = [(run["first_token"], run["version"]) for run in row["version_runs"]]
+    branches = {first: number for number, first in enumerate(row["branches"], start=2)}
+    end = 0
+    if between is None:
+        yield _context(excerpt(row["answer"], _MOST_CONTEXT))
+    for number, (reply, (first, count)) in enumerate(
+        zip(row["replies"], _turns_of(row), strict=True), start=1
+    ):
+        if end in branches:
+            yield _branch(branches[end], 0, 0)
+        before = between[number - 1].strip() if between else ""
+        if before and number > 1:
+            yield _context(excerpt(before, _MOST_CONTEXT))
+        end = first + count
+        part = Part(first_token=first, end=end, turn=number)
+        yield _head(row, part, versions_of(part, runs), reply)
+        yield Text(visible(reply), style="bold")
+
+
+def _between(whole: str, replies: list[str]) -> list[str] | None:
+    """Return the text before each reply; None if there are not as many in the whole."""
+    before, *said = _REPLY.split(whole)
+    if len(said) != len(replies):
+        return None
+    found = [before]
+    for text, reply in zip(said, replies, strict=True):
+        after = _OTHER.search(text)  # a call of a tool is written otherwise than it was chosen
+        rest = text[after.start() :] if after else ""
+        found.append(text.removeprefix(reply) if text.startswith(reply) else rest)
+    return found
+
+
+def _head(row: Row, part: Part, versions: list[str], reply: str) -> Text:
+    rewards, number = row.get("turn_rewards") or (), part.turn
+    facts = [f"{part.end - part.first_token} tokens by {', '.join(versions)}"]
+    if number <= len(rewards):
+        facts.append(f"reward {rewards[number - 1]:g}")
+    if calls := called_tools(reply):
+        often = (f"{name} ({n} times)" if n > 1 else name for name, n in calls.items())
+        facts.append(f"calls {visible(', '.join(often))}")
+    head = Text(f"turn {number} of {len(row['turns'])}", style="bold cyan")
+    return head.append(f"  {', '.join(facts)}", style="not bold dim")
+
+
+def _branch(number: int, num_shared: int, shared_with: int) -> Text:
+    text = f"branch {number} begins"
+    if num_shared:
+        text += f": its first {num_shared} tokens are those of branch {shared_with}"
+    return Text(text, style="bold magenta")
+
+
+def _context(text: Excerpt) -> RenderableType:
+    shown = Text(visible(text.head), style=_CONTEXT)
+    if text.num_cut:
+        shown.append(f"\n[{text.num_cut:,} characters are left out]\n", style="dim")
+        shown.append(visible(text.tail))
+    return Padding(shown, (0, 0, 0, 4))
+
+
+def _panel(
+    title: str, row: Row, details: list[tuple[str, str]], said: list[RenderableType] | None
+) -> RenderableType:
+    """Return one answer; ``said`` is what it is drawn as if it has several turns."""
     lines = Text()
     for name, value in details:
         lines.append(f"{name} ", style="dim")
         lines.append(f"{value}\n")
     lines.rstrip()
-    body = [
-        *(Text("prompt", style="dim"), Text(visible(prompt)), Text()),
-        *(Text("answer", style="dim"), Text(visible(answer), style="bold"), Text()),
-    ]
-    return Panel(Group(*body, lines), title=Text(visible(title)), title_align="left")
+    prompt = excerpt(row["prompt"], _MOST_PROMPT)
+    asked = Text(visible(prompt.head))
+    if prompt.num_cut:
+        asked.append(f"\n[{prompt.num_cut:,} characters are left out]\n", style="dim")
+        asked.append(visible(prompt.tail))
+    answer = [Text("answer", style="dim"), Text(visible(row["answer"]), style="bold")]
+    body = [Text("prompt", style="dim"), asked, Text(), *(said or answer), Text(), lines]
+    return Panel(Group(*body), title=Text(visible(title)), title_align="left")

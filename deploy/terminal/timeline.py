@@ -25,10 +25,12 @@ from slipstream.broker.ledger.events import (
     Unbound,
 )
 from slipstream.broker.ledger.leases import name_of
+from slipstream.wire.messages.trajectory import TrajectoryHeader
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME, WAIT
 
 _PROMPT_CHARS = 80
+_MOST_TURNS = 64  # of one trajectory whose tokens are named
 _COUNT_EVERY_S = 0.5  # at most so often a counter is written
 _LEARNER, _BUS, _BROKER = "learner", "weight bus", "broker"
 _FIRST = {_LEARNER: 0, _BUS: 1, _BROKER: 2}  # then come the generators
@@ -109,8 +111,7 @@ class TrailReader:
                 if (item := self._items.get(header.group_id)) is not None:
                     item.missing.discard(header.sibling)
                     if (lease := self._leases.get(item.lease_id)) is not None:
-                        lease.tokens += header.num_response_tokens
-                        lease.args["version"] = header.oldest_version.label
+                        self._add_trajectory(lease, header)
                     if not item.missing:
                         self._end(item.lease_id, "complete")
                         del self._items[header.group_id]
@@ -169,6 +170,26 @@ class TrailReader:
         self._lanes[lease.process].discard(lease.lane)
         args = {**lease.args, "tokens": lease.tokens, "ended": why}
         name, lane = f"g{lease.group_id}", f"lease {lease.lane:03d}"
+        self._keep(Span(lease.process, lane, name, lease.start_s, self._now_s, args))
+
+    def _add_trajectory(self, lease: _Lease, header: TrajectoryHeader) -> None:
+        """Count a sibling that has come; one of several turns has a span within its lease's."""
+        lease.tokens += header.num_response_tokens
+        lease.args["version"] = header.oldest_version.label
+        if not header.turns:
+            return
+        turns, branches = len(header.turns), 1 + len(header.branches)
+        lease.args["turns"] = lease.args.get("turns", 0) + turns
+        args = {
+            "turns": turns,
+            "branches": branches,
+            "tokens_by_turn": [turn.num_tokens for turn in header.turns[:_MOST_TURNS]],
+            "context_tokens": header.num_tokens - header.num_response_tokens,
+            "versions": list(dict.fromkeys(v.label for v, _ in header.tokens_by_version())),
+            "ended": header.finish_reason,
+        }
+        name = f"g{header.group_id}/{header.sibling}: {turns} turns"
+        lane = f"lease {lease.lane:03d}"
         self._keep(Span(lease.process, lane, name, lease.start_s, self._now_s, args))
 
     def _keep(self, span: Span) -> None:
@@ -235,7 +256,13 @@ def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
 
 # ---- from the history of the page --------------------------------------------
 
-_CURVES = {"busy": "busy", "queue": "queues", "tokens": "tokens per second"}
+_CURVES = {
+    "busy": "busy",
+    "acted": "environments answer, engine idle",  # share of the time of each generator
+    "queue": "queues",
+    "tokens": "tokens per second",
+}
+_ACTING = "acting"  # trajectories, of all generators
 
 
 def history_marks(history: HistoryColumns) -> Iterator[Mark]:
@@ -251,6 +278,10 @@ def history_marks(history: HistoryColumns) -> Iterator[Mark]:
             known = {name: value for name, value in values.items() if value is not None}
             if known:
                 yield Mark(_BROKER, title, history.began_s + at_s, known)
+    for at_s, count in zip(history.time.at_s, history.time.series.get(_ACTING, ()), strict=False):
+        if count is not None:
+            counts = {"trajectories": count}
+            yield Mark(_BROKER, "in environments", history.began_s + at_s, counts)
 
 
 # ---- the file ----------------------------------------------------------------

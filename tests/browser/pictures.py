@@ -45,6 +45,15 @@ def open_whole(browser: WebDriver, address: str, width: int, theme: str) -> None
     time.sleep(_SETTLED_S)
 
 
+def take_turns(browser: WebDriver) -> None:
+    """Take a trajectory of several turns."""
+    with served(samples.Run(agents=True)) as server:
+        open_whole(browser, server.address, 1280, "light")
+        left, top, width, height = browser.execute_script(_BOX, "one")
+        around = (width + 2 * _MARGIN, height + 2 * _MARGIN)
+        take(browser, "turns-light", (left - _MARGIN, top - _MARGIN, *around))
+
+
 def main() -> None:
     """Take every picture, light and dark."""
     FOLDER.mkdir(exist_ok=True)
@@ -60,6 +69,7 @@ def main() -> None:
                     take(browser, f"{panel}-{theme}", (left - _MARGIN, top - _MARGIN, *around))
                 open_whole(browser, server.address, 390, theme)
                 take(browser, f"phone-{theme}", (0, 0, 390, 1400))
+        take_turns(browser)
     finally:
         browser.quit()
 

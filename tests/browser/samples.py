@@ -12,7 +12,18 @@ import msgspec
 from slipstream.broker.dashboard.advisories.advise import advise
 from slipstream.broker.dashboard.advisories.view import Advisory, Trends
 from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns
-from slipstream.broker.dashboard.trajectories import Item, Letter, Sibling, Token, Trajectory
+from slipstream.broker.dashboard.stretches import drawn
+from slipstream.broker.dashboard.trajectories import (
+    Item,
+    Letter,
+    Row,
+    Sibling,
+    Stretch,
+    Token,
+    Trajectory,
+    TurnTokens,
+)
+from slipstream.broker.dashboard.trajectories import Run as VersionRun
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.messages.status import (
     EvalFigures,
@@ -51,6 +62,31 @@ PROBLEMS = (  # prompts and answers
 )
 
 
+OBSERVATION = "\n".join(f"row {number:03d}: {number * 37 % 101} of 101" for number in range(40))
+TURNS = (  # of an agent: what came before each, and its reply
+    (
+        "",
+        'I begin in the middle . <tool_call> {"name": "compare", "arguments": '
+        '{"guess": 50}} </tool_call> <eos>',
+    ),
+    (
+        "<|tool|> The number is larger. <eos> <|assistant|>",
+        'Then the table helps . <tool_call> {"name": "read_table", "arguments": {}} '
+        "</tool_call> <eos>",
+    ),
+    (
+        f"<|tool|> {OBSERVATION} <eos> <|assistant|>",
+        "Row 021 has the first one above 50 : it is 70 . <eos>",
+    ),
+    (
+        "<|user|> Before: 50 is too small, and the table has 70. <eos> <|assistant|>",
+        "The number is 70 . <eos>",
+    ),
+)
+TURN_REWARDS = (0.1, 0.1, -0.05, 1.0)
+REWRITTEN = 3  # index of the turn before which the history is rewritten
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One answer that was recorded: what the list and the article show of it."""
@@ -62,6 +98,7 @@ class Record:
     prompt: str
     tokens: list[Token]
     reward: float
+    stretches: tuple[Stretch, ...] = ()  # of several turns
 
     @property
     def item(self) -> Item:
@@ -74,7 +111,17 @@ class Record:
             reward=self.reward,
             prompt=self.prompt,
             num_tokens=len(self.tokens),
+            num_turns=self.num_turns,
+            num_branches=self.num_branches,
         )
+
+    @property
+    def num_turns(self) -> int:
+        return max([1, *(one.turn for one in self.stretches)])
+
+    @property
+    def num_branches(self) -> int:
+        return max([1, *(one.branch for one in self.stretches)])
 
     @property
     def life(self) -> list[Moment]:
@@ -108,6 +155,8 @@ class Run:
     evaluated: bool = True
     reference: bool = False  # whether there is a reference policy
     critic: bool = False
+    agents: bool = False  # trajectories of several turns
+    observed: int = 0  # characters that one of their observations has besides
     outcome: str = ""  # empty: follows from ``live``
     run_name: str = "sample-data"
     waiting_for: str = ""
@@ -179,6 +228,7 @@ class Run:
                 "being_scored": 8,
                 "eval_rounds": 0,
                 "lapsed_leases": 2,
+                "restarted_trajectories": 5,
                 "dead_letters": 4,
                 "rejected_messages": 0,
             },
@@ -263,7 +313,8 @@ class Run:
         role = name.split("-")[0]
         phases = {
             "learner": {"train": 590.0, "proximal": 210.0, "wait": 348.0, "publish": 52.0},
-            "generator": {"generate": 1140.0, "adopt": 12.0, "wait": 48.0},
+            "generator": {"generate": 1140.0, "adopt": 12.0, "wait": 48.0}
+            | ({"act": 31.0} if self.agents else {}),
         }.get(role, {"serve": 120.0, "wait": 1080.0})
         is_generator, is_torn = role == "generator", name == self.generators[-1]
         torn = TORN_S / self.elapsed_s if is_torn else 0.0
@@ -284,6 +335,10 @@ class Run:
             kv_use=0.62 if is_generator else None,
             sequences=40 if is_generator else 0,
             sequence_limit=48 if is_generator else 0,
+            acting=11 if is_generator and self.agents else None,
+            environment_failed=2.0 if is_generator and self.agents else 0.0,
+            engine_s=6_900.0 if is_generator and self.agents else 0.0,
+            environment_s=2_300.0 if is_generator and self.agents else 0.0,
         )
 
     def point(self, row: int) -> dict[str, float | None]:
@@ -349,6 +404,12 @@ class Run:
             "staleness/mean": 0.96,
             "time/step": 4.9,
         }
+        if self.agents:
+            metrics |= {
+                "turns/mean": 3.1 - done + draw.gauss(0, 0.1),
+                "turns/max": float(draw.randint(5, 8)),
+                "turns/branched": _share(0.2 + 0.1 * done + draw.gauss(0, 0.03)),
+            }
         if self.reference:
             metrics["policy/kl_reference"] = 0.03 * done + 0.002 * draw.random()
             metrics["policy/kl_behavior"] = 0.004 + 0.001 * draw.random()
@@ -394,6 +455,8 @@ class Run:
         if self.hostile and group == GROUPS[0]:
             prompt = HOSTILE
         lag = sibling % (BOUND + 1)
+        if self.agents:
+            return self._of_turns(group, sibling, step, lag)
         begun = ("So : ", "First , ", "", "Let me see . ")[sibling]
         texts = [f"{word} " for word in (begun + answer).split()]
         texts += [HOSTILE, "<eos>"] if self.hostile else ["<eos>"]
@@ -409,6 +472,49 @@ class Run:
             for i, text in enumerate(texts)
         ]
         return Record(group, sibling, step, step - lag, prompt, tokens, float(sibling % 2))
+
+    def _of_turns(self, group: int, sibling: int, step: int, lag: int) -> Record:
+        """Return an agent's trajectory, as the page makes it of a row."""
+        draw = random.Random(group * 8 + sibling)
+        asked = "<|user|> Which number from 1 to 100 is it? <eos> <|assistant|>"
+        words: list[str] = []
+        turns, branches = [], []
+        for number, (context, reply) in enumerate(TURNS):
+            if number == REWRITTEN:
+                branches.append(len(words))
+            if number in {0, REWRITTEN}:
+                words += [f"{word} " for word in asked.split(" ")]
+            if self.hostile and context:
+                words.append(HOSTILE)
+            words += [f"{word} " for word in context.split(" ") if word]
+            if self.observed and number == REWRITTEN - 1:
+                words.append("x" * self.observed)
+            said = [f"{word} " for word in reply.split(" ")] + ([HOSTILE] if self.hostile else [])
+            turns.append(TurnTokens(len(words), len(said)))
+            words += said
+        first, change = turns[0].first_token, turns[1].first_token + 5
+        known = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        row = Row(
+            step=step,
+            group_id=group,
+            sibling=sibling,
+            prompt=asked,
+            answer="",
+            reward=sum(TURN_REWARDS),
+            num_prompt_tokens=first,
+            token_ids=[known[word] for word in words],
+            version_runs=[
+                VersionRun(first, f"v1.{step - lag}", step - lag),
+                VersionRun(change, f"v1.{step - max(0, lag - 1)}", step - max(0, lag - 1)),
+            ],
+            logprob_diffs=[round(draw.gauss(0, 0.02), 6) for _ in words[first:]],
+            token_texts=words[first:],
+            turns=turns,
+            turn_rewards=list(TURN_REWARDS),
+            branches=branches,
+        )
+        stretches, tokens = drawn(row)
+        return Record(group, sibling, step, step - lag, asked, tokens, row.reward, tuple(stretches))
 
     def items(self, text: str = "", lag: int | None = None) -> list[Item]:
         """Return what a search finds."""
@@ -435,6 +541,11 @@ class Run:
             parts={"correct": own.reward, "format": 0.5},
             finish_reason="stop",
             tokens=own.tokens,
+            stretches=list(own.stretches)
+            or [Stretch(num_tokens=len(own.tokens), num_drawn=len(own.tokens), turn=1)],
+            num_turns=own.num_turns,
+            num_branches=own.num_branches,
+            num_chosen=len(own.tokens),
             life=own.life,
             siblings=[Sibling(one.sibling, one.reward) for one in kin],
             outcome=own.life[-1].what,

@@ -368,6 +368,72 @@ def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: Sampl
     assert ask(browser, "document.querySelectorAll('main script, main img').length") == 0
 
 
+def test_several_turns_are_drawn_with_what_came_between_and_branches_fold_what_is_known(
+    browser: WebDriver,
+) -> None:
+    with served(samples.Run(steps=60, rows=200, agents=True, hostile=True)) as server:
+        show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
+        until(lambda: texts(browser, "#answer .token"))
+        known = server.run.trajectory(samples.GROUPS[1], 1)
+        versions = {"one": known.tokens[0].version, "other": known.tokens[-1].version}
+
+        assert texts(browser, "#answer .token") == [token.text for token in known.tokens]
+        assert texts(browser, "#answer .turn") == [
+            "Turn 1{0} tokens by {one}, reward 0.100, calls compare".format(15, **versions),
+            "Turn 2{0} tokens by {one}, {other}, reward 0.100, calls read_table".format(
+                13, **versions
+            ),
+            "Turn 3{0} tokens by {other}, reward -0.0500".format(15, **versions),
+            "Turn 4{0} tokens by {other}, reward 1.00".format(7, **versions),
+        ]
+        assert [one.split(",")[0] for one in texts(browser, "#answer summary")] == [
+            "Context: 8 tokens",
+            "Context: 165 tokens",
+            "11 tokens as in branch 1",
+            "Context: 14 tokens",
+        ]
+        unfolded = "[...document.querySelectorAll('#answer details')].map((one) => one.open)"
+        assert ask(browser, unfolded) == [True, False, False, True]
+        assert texts(browser, "#answer .branch") == ["Branch 2"]
+        assert samples.OBSERVATION in text(browser, "#answer .context .text")
+        assert samples.HOSTILE in text(browser, "#answer .context .text")
+        assert ask(browser, "window.hurt === undefined")
+        assert ask(browser, "document.querySelectorAll('main script, main img').length") == 0
+        facts = texts(browser, "#facts div")
+        assert facts[-3:] == [f"tokens{len(known.tokens)}", "turns4", "branches2"]
+        assert "4 turns, 2 branches, 50 tokens" in texts(browser, "#items .more")[0]
+
+        browser.execute_script("document.getElementById('learning').scrollIntoView()")
+        until(lambda: _all_drawn(browser, "learning"))
+        newest = server.run.step(60).metrics
+        assert texts(browser, "#branched-chart .keys b") == [f"{newest['turns/branched']:.1%}"]
+        assert len(texts(browser, "#turns-chart .keys b")) == 2
+        assert "environment failures8" in texts(browser, "#queues tr")
+        assert "restarted trajectories5" in texts(browser, "#queues tr")
+        row = next(one for one in texts(browser, "#workers tr") if one.startswith("generator-0"))
+        assert "40 of 4811 (25%)" in row
+
+
+def test_runs_of_one_turn_show_nothing_of_turns(browser: WebDriver, server: SampleServer) -> None:
+    show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
+    until(lambda: texts(browser, "#answer .token"))
+
+    assert texts(browser, "#answer .turn, #answer .context") == []
+    assert not any("turns" in one for one in texts(browser, "#facts div"))
+    assert ask(browser, "document.querySelector('#turns-chart').hidden")
+    assert not any("environment" in one for one in texts(browser, "#queues tr, #workers th"))
+
+
+def test_an_observation_of_megabytes_is_cut_and_what_was_cut_is_counted(browser: WebDriver) -> None:
+    with served(samples.Run(steps=60, rows=200, agents=True, observed=8 << 20)) as server:
+        show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
+        until(lambda: texts(browser, "#answer .token"))
+
+        assert re.search(r"\[8,38\d,\d{3} characters left out\]", text(browser, "#answer .cut"))
+        assert len(text(browser, "#answer")) < 20_000
+        assert ask(browser, "document.documentElement.scrollWidth") == 1280
+
+
 def test_tokens_are_colored_by_version_or_by_logprob_difference(
     browser: WebDriver, server: SampleServer
 ) -> None:

@@ -2,7 +2,7 @@
 
 import { Chart } from "/static/chart.js";
 import { byId, changes, fillTable } from "/static/dom.js";
-import { fixed, meanReward, percent, words } from "/static/format.js";
+import { fixed, meanReward, percent, percentByStep, words } from "/static/format.js";
 
 /** Return steps and evaluations over one axis: [x, of(name), evaluation values]. */
 function together(view) {
@@ -35,6 +35,8 @@ export function create() {
   const reward = new Chart(byId("reward-chart"), { title: "Reward", unit: "mean per answer", axis: "step", height: 210 });
   const entropy = new Chart(byId("entropy-chart"), { title: "Entropy", unit: "nats per token", axis: "step", low: 0, height: 210 });
   const length = new Chart(byId("length-chart"), { title: "Answer length", unit: "tokens", axis: "step", low: 0, height: 210 });
+  const turns = new Chart(byId("turns-chart"), { title: "Turns", unit: "per trajectory", axis: "step", low: 0 });
+  const branched = new Chart(byId("branched-chart"), { title: "Rewritten histories", unit: "share of trajectories with branches", axis: "step", low: 0, show: (v) => percent(v, 1), tick: percentByStep });
   return {
     show(view, news) {
       if (!news.has("steps")) return;
@@ -48,6 +50,10 @@ export function create() {
       entropy.update(steps.x, one("entropy", "policy/entropy", "--c4"));
       const cut = steps.get("response/truncated");
       length.update(steps.x, one("mean", "response/tokens", "--c6"), { note: cut ? (i) => `${percent(cut[i], 1)} cut off` : null });
+      const several = (steps.get("turns/max") ?? []).some((count) => count > 1);
+      byId("turns-chart").hidden = byId("branched-chart").hidden = !several;
+      turns.update(steps.x, [...one("mean", "turns/mean", "--c1"), ...one("largest", "turns/max", "--c2")]);
+      branched.update(steps.x, one("branched", "turns/branched", "--c4"));
       if (differs("sources", view.status.eval.at(-1))) sources(view.status);
     },
   };

@@ -6,6 +6,7 @@ import { figure, fixed, plural } from "/static/format.js";
 import { between, onTheme } from "/static/theme.js";
 
 const KINDS = 8; // colors for version runs
+const SHORT = 400; // characters of context that are shown unfolded
 const STRONG = 1; // nats at which a difference has the full color
 let shown = null, requested = 0, wanted = 0; // the newest requested list and trajectory
 
@@ -52,6 +53,7 @@ function row(item) {
   const button = element("button", { type: "button", "data-key": `${item.group_id}.${item.sibling}`, on: { click: () => open(item.group_id, item.sibling) } },
     element("span", { class: "prompt", text: item.prompt }),
     element("span", { class: "more", text: `g${item.group_id}/${item.sibling}, step ${item.step}, lag up to ${item.lag}, `
+      + `${item.num_turns > 1 ? `${plural(item.num_turns, "turn")}, ` : ""}${item.num_branches > 1 ? `${plural(item.num_branches, "branch", "branches")}, ` : ""}`
       + `${plural(item.num_tokens, "token")}, reward ${figure(item.reward)}` }));
   return element("li", {}, button);
 }
@@ -96,18 +98,62 @@ export function runsOf(tokens) {
   return runs;
 }
 
+const cut = (count, what) => (count > 0 ? [element("span", { class: "cut", text: ` [${plural(count, what)} left out] ` })] : []);
+const excerpt = ({ head, num_cut: count = 0, tail = "" }) => [document.createTextNode(head), ...cut(count, "character"), document.createTextNode(tail)];
+
+// Context is folded where it is long; what a branch shares with an earlier one always is.
+function folded(title, text, isOpen) {
+  const size = text.head.length + (text.num_cut ?? 0) + (text.tail ?? "").length;
+  return element("details", { class: "context", open: isOpen && size <= SHORT },
+    element("summary", { text: `${title}, ${plural(size, "character")}` }), element("div", { class: "text" }, ...excerpt(text)));
+}
+
+// What precedes a turn: where a branch begins, the part of its prompt that is known already, and the rest.
+function context(one) {
+  const shared = one.num_shared ?? 0;
+  const isNew = one.num_tokens > shared;
+  return [...(one.branch ? [element("p", { class: "branch", text: `Branch ${one.branch}` })] : []),
+    ...(one.shared ? [folded(`${plural(shared, "token")} as in branch ${one.shared_with}`, one.shared, false)] : []),
+    ...(isNew ? [folded(`Context: ${plural(one.num_tokens - shared, "token")}`, one.text, true)] : [])];
+}
+
+function turn(one, tokens, versions, isOnly) {
+  const said = [...tokens, ...cut(one.num_tokens - (one.num_drawn ?? 0), "token")];
+  if (isOnly) return said;
+  const calls = Object.entries(one.calls ?? {});
+  const facts = [`${plural(one.num_tokens, "token")}${versions.length ? ` by ${versions.join(", ")}` : ""}`, ...(one.reward == null ? [] : [`reward ${figure(one.reward)}`]),
+    ...(calls.length ? [`calls ${calls.map(([name, count]) => (count > 1 ? `${name} (${fixed(count)} times)` : name)).join(", ")}`] : [])];
+  return [element("p", { class: "turn" }, element("b", { text: `Turn ${one.turn}` }), element("span", { text: facts.join(", ") })),
+    element("div", { class: "said" }, ...said)];
+}
+
+/** Return the nodes of all that followed the prompt; tokens are numbered through all turns. */
+function answer(t) {
+  let at = 0;
+  const nodes = t.stretches.flatMap((one) => {
+    if (!one.turn) return context(one);
+    const own = t.tokens.slice(at, at + (one.num_drawn ?? 0));
+    const nodes = own.map((token, i) => element("span", { class: "token", "data-index": at + i, text: token.text }));
+    at += own.length;
+    return turn(one, nodes, [...new Set(own.map((token) => token.version))], t.num_turns === 1);
+  });
+  return [...nodes, ...(t.num_cut ? [element("p", { class: "cut", text: `[${plural(t.num_cut, "more part")} left out]` })] : [])];
+}
+
 function fill() {
   const t = shown;
   setText(byId("one-title"), t.found ? `Group g${t.group_id}, sibling ${t.sibling}` : `Group g${t.group_id}: its answers are not recorded`);
   const facts = !t.found ? (t.outcome ? [["outcome", t.outcome]] : []) : [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
     ...Object.entries(t.parts ?? {}).map(([name, value]) => [`reward, ${name}`, figure(value)]),
-    ["ended by", t.finish_reason], ["temperature", figure(t.temperature)], ["tokens", fixed(t.tokens.length)]];
+    ["ended by", t.finish_reason], ["temperature", figure(t.temperature)], ["tokens", fixed(t.num_chosen)],
+    ...(t.num_turns > 1 ? [["turns", fixed(t.num_turns)], ["branches", fixed(t.num_branches)]] : [])];
   byId("facts").replaceChildren(...facts.map(([name, value]) => element("div", {}, element("dt", { text: name }), element("dd", { text: value }))));
-  byId("prompt").textContent = t.prompt;
+  byId("prompt").replaceChildren(...excerpt({ head: t.prompt, num_cut: t.num_prompt_cut }));
   byId("failed").hidden = !t.failures.length;
   byId("failures").replaceChildren(...t.failures.map((text) => element("li", { text })));
   byId("answered").hidden = byId("kin").hidden = byId("tokens-table").hidden = !t.found;
-  byId("answer").replaceChildren(...t.tokens.map((token, i) => element("span", { class: "token", "data-index": i, text: token.text })));
+  byId("answer").classList.toggle("several", t.num_turns > 1);
+  byId("answer").replaceChildren(...answer(t));
   life(t.life ?? []);
   byId("siblings").replaceChildren(...(t.siblings ?? []).map((one) => element("li", {}, element("button", {
     type: "button", "aria-current": one.sibling === t.sibling ? "true" : null, text: `sibling ${one.sibling}: reward ${figure(one.reward)}`,
@@ -148,7 +194,7 @@ function paint() {
   const runs = runsOf(shown.tokens);
   const kinds = new Map([...new Set(runs.map((run) => run.version))].map((version, i) => [version, i % KINDS]));
   byId("answer").dataset.coloring = how;
-  byId("answer").childNodes.forEach((node, i) => {
+  byId("answer").querySelectorAll(".token").forEach((node, i) => {
     const token = shown.tokens[i];
     node.className = how === "version" ? `token run${kinds.get(token.version)}` : "token";
     node.style.backgroundColor = how === "diff" && Number.isFinite(token.diff) ? diffColor(token.diff) : "";

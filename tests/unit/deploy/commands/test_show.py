@@ -40,6 +40,39 @@ ANSWER = {
     "versions": ["v1.4"],
 }
 
+OF_TURNS = TRAINED | {  # 1: prompt, 2: reply, 3: context, 9: of the second branch
+    "prompt": "p",
+    "answer": "not drawn",
+    "reward": 1.25,
+    "num_prompt_tokens": 2,
+    "token_ids": [1, 1, 2, 2, 3, 2, 1, 1, 9, 2],
+    "token_texts": [
+        *('<function=look>"', "<eos>", "it is <7>\x1b[31m", "B"),
+        *("SHARED", "SHARED", "new", "C"),
+    ],
+    "version_runs": [
+        {"first_token": 2, "version": "v1.1", "step": 1},
+        {"first_token": 3, "version": "v1.2", "step": 2},
+        {"first_token": 9, "version": "v1.3", "step": 3},
+    ],
+    "logprob_abs_diff_by_run": [0.25, 0.5, 0.0],
+    "turns": [
+        {"first_token": 2, "num_tokens": 2},
+        {"first_token": 5, "num_tokens": 1},
+        {"first_token": 9, "num_tokens": 1},
+    ],
+    "turn_rewards": [0.25, 0.0, 1.0],
+    "branches": [6],
+}
+ANSWER_OF_TURNS = ANSWER | {
+    "answer": "user: 1+1=\nassistant: 3\nuser: No.\nassistant: 2",
+    "replies": ["3", "2"],
+    "turns": [{"first_token": 4, "num_tokens": 1}, {"first_token": 9, "num_tokens": 1}],
+    "turn_rewards": [],
+    "branches": [],
+    "version_runs": [{"first_token": 4, "version": "v1.4"}],
+}
+
 
 def shown(folder: Path, **options: object) -> str:
     console = Console(file=io.StringIO(), width=120)
@@ -101,3 +134,76 @@ def test_a_damaged_row_is_named(run: Path):
         file.write("{")
     with pytest.raises(ConfigError, match=r"row 5 of .*trained\.jsonl is damaged"):
         shown(run)
+
+
+def lines(folder: Path, **options: object) -> list[str]:
+    """Return what is in a panel."""
+    return [line.strip("│ ") for line in shown(folder, count=1, **options).splitlines()]
+
+
+def write_rows(run: Path, *rows: dict[str, object]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "rollouts/trained.jsonl").write_text(text)
+
+
+def test_several_turns_are_drawn_one_by_one_with_what_came_between(run: Path):
+    write_rows(run, OF_TURNS)
+    assert lines(run)[1:17] == [
+        *("prompt", "p", ""),
+        "turn 1 of 3  2 tokens by v1.1, v1.2, reward 0.25, calls look",
+        '<function=look>"<eos>',
+        "it is <7>\\x1b[31m",
+        "turn 2 of 3  1 tokens by v1.2, reward 0",
+        "B",
+        "branch 2 begins: its first 2 tokens are those of branch 1",
+        "new",
+        "turn 3 of 3  1 tokens by v1.3, reward 1",
+        "C",
+        "",
+        "reward 1.25 (format 1)",
+        "ended by stop after 4 in 3 turns and 2 branches",
+        "chosen by v1.1: 1 tokens, |difference| 0.25, v1.2: 2 tokens, |difference| 0.5, "
+        "v1.3: 1 tokens, |difference| 0",
+    ]
+
+
+def test_a_long_observation_is_cut_and_what_was_cut_is_counted(run: Path):
+    texts = [*OF_TURNS["token_texts"]]  # type: ignore[misc]
+    texts[2] = "BEGIN" + "x" * (8 << 20) + "END"
+    write_rows(run, OF_TURNS | {"token_texts": texts})
+    text = shown(run)
+    assert len(text) < 8_000
+    assert f"[{(8 << 20) + 8 - 2_000:,} characters are left out]" in text
+    assert "BEGINx" in text
+    assert "xEND" in text
+    write_rows(run, OF_TURNS | {"prompt": "p" * (8 << 20)})
+    assert len(shown(run)) < 60_000
+
+
+def test_answers_of_several_turns_of_an_evaluation(run: Path):
+    path = run / "eval/step-000004.jsonl"
+    path.write_text(json.dumps(ANSWER_OF_TURNS) + "\n")
+    assert lines(run, evaluation=True)[3:10] == [
+        *("", "turn 1 of 2  1 tokens by v1.4", "3"),
+        *("user: No.", "turn 2 of 2  1 tokens by v1.4", "2", ""),
+    ]
+    called = "user: 1+1=\nassistant: look({})\ntool: it is 2\nassistant: 2"
+    replies = ["<function=look>" * 2, "2"]
+    path.write_text(json.dumps(ANSWER_OF_TURNS | {"answer": called, "replies": replies}) + "\n")
+    assert lines(run, evaluation=True)[3:8] == [
+        *("", "turn 1 of 2  1 tokens by v1.4, calls look (2 times)", "<function=look>" * 2),
+        *("tool: it is 2", "turn 2 of 2  1 tokens by v1.4"),
+    ]
+    rewritten = ANSWER_OF_TURNS | {"answer": "user: 3+\nassistant: 4", "branches": [5]}
+    path.write_text(json.dumps(rewritten) + "\n")
+    assert lines(run, evaluation=True)[3:9] == [
+        *("", "user: 3+", "assistant: 4", "turn 1 of 2  1 tokens by v1.4", "3"),
+        "branch 2 begins",
+    ]
+
+
+def test_rows_for_programs_are_whole(run: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [TRAINED, OF_TURNS]
+    write_rows(run, *rows)
+    assert shown(run, as_json=True) == ""
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows

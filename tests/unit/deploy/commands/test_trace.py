@@ -22,10 +22,19 @@ from slipstream.deploy.commands.trace import main, write_trace
 from slipstream.deploy.terminal.timeline import phase_spans, publish_spans
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE, TRAIL
+from slipstream.wire.messages.trajectory import Turn
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME
-from tests.support.ledger_driver import generate, lease, make_ledger, make_ready, make_rules
+from tests.support.ledger_driver import (
+    generate,
+    header,
+    lease,
+    make_ledger,
+    make_ready,
+    make_rules,
+    submit,
+)
 from tests.support.wire_samples import RECORD, STATUS
 
 BEGAN_S = 1.7e9
@@ -235,6 +244,53 @@ def test_how_busy_each_process_was_is_a_curve(folder: Path):
     events, _ = read(folder)
     curve = [event for event in events if event["ph"] == "C" and event["name"] == "busy"]
     assert [event["args"]["generator-0"] for event in curve] == [0.2, 0.5]
+
+
+def test_a_trajectory_of_several_turns_has_a_span_within_its_lease(tmp_path: Path):
+    run = Recorded(tmp_path)
+    run.ledger.training.take_over(0)
+    (group, *_) = lease(run.ledger)
+    run.write()
+    for sibling in group.siblings:
+        plain = header(group.group_id, sibling, run.ledger.book.version, lease_id=group.lease_id)
+        turns = (Turn(2, 1), Turn(4, 3), Turn(9, 1))
+        submit(run.ledger, replace(plain, num_tokens=10, turns=turns, branches=(7,)))
+        run.write()
+    run.trail.close()
+    events, _ = read(tmp_path)
+    held, *_ = (spans for (process, _), spans in lanes(events).items() if process == "generator-0")
+    whole = next(span for span in held if span["name"] == f"g{group.group_id}")
+    assert whole["args"]["turns"] == 3 * len(group.siblings)
+    assert {span["ts"] for span in held} == {whole["ts"]}
+    assert max(span["dur"] for span in held) == whole["dur"]
+    names = [f"g{group.group_id}/{sibling}: 3 turns" for sibling in reversed(group.siblings)]
+    drawn = [span for span in held if "branches" in span["args"]]
+    assert sorted(span["name"] for span in drawn) == sorted(names)
+    args = drawn[0]["args"]
+    assert (args["branches"], args["tokens_by_turn"], args["context_tokens"]) == (2, [1, 3, 1], 5)
+
+
+def test_what_environments_answer_is_a_curve(folder: Path):
+    history = History(began_s=BEGAN_S)
+    for acted_s, worked_s in ((1.0, 3.0), (4.0, 4.0)):
+        role = replace(
+            next(one for one in STATUS.roles if one.role == "generator"),
+            age_s=acted_s + worked_s,
+            phase_seconds={"generate": worked_s, "act": acted_s},
+            acting=7,
+        )
+        history.sample(replace(STATUS, roles=[role]), BEGAN_S + 5 * worked_s)
+    write_state(
+        folder / PAGE_STATE, StoredState(at_s=BEGAN_S, status=STATUS, history=history.columns())
+    )
+    events, _ = read(folder)
+
+    def curve(name: str) -> list[float]:
+        found = [event for event in events if event["ph"] == "C" and event["name"] == name]
+        return [value for event in found for value in event["args"].values()]
+
+    assert curve("environments answer, engine idle") == [0.25, 0.75]
+    assert curve("in environments") == [7, 7]
 
 
 def test_oldest_spans_beyond_the_limit_are_cut_and_reported(folder: Path):
