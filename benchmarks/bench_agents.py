@@ -22,7 +22,7 @@ from benchmarks.run_measurement import write_inputs
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
-from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Booking, Lanes
 from slipstream.generators.rollout import Sampler, run_rollouts
 from slipstream.generators.sglang.engine import SglangEngine
@@ -78,11 +78,13 @@ def _server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
 class Setting:
     """Trajectories of one kind, through the lanes of an engine."""
 
-    def __init__(self, settings: GeneratorSettings, sampler: Sampler, agent: Agent | None) -> None:
+    def __init__(
+        self, settings: GeneratorSettings, sampler: Sampler, turn_sampler: TurnSampler | None
+    ) -> None:
         self._sampler = sampler
-        self._agent = agent
+        self._turn_sampler = turn_sampler
         most = settings.generators.max_sequences
-        outside = settings.most_outside if agent is not None else 0
+        outside = settings.most_outside if turn_sampler is not None else 0
         self._lanes = Lanes(Range(lowest=1, highest=most, step=1), most_outside=outside)
         self._num_tokens = 0
 
@@ -106,12 +108,12 @@ class Setting:
             prompt=_PROMPT,
             siblings=(0,),
         )
-        if self._agent is None:
+        if self._turn_sampler is None:
             ids = self._sampler.codec.encode(_PROMPT)
             ((message, _),) = await run_rollouts(self._sampler, work, (0,), ids)
         else:
             async with booking.by_call() as lanes:
-                message, _ = await self._agent.run(work, 0, lanes)
+                message, _ = await self._turn_sampler.run(work, 0, lanes)
         self._num_tokens += message.header.num_response_tokens
         booking.leave(1)
 
@@ -133,11 +135,11 @@ async def _measure(
         params = SamplingParams(temperature=1.0, max_new_tokens=length, min_new_tokens=length)
         codec = TextCodec(settings.model, settings.sampling)
         sampler = Sampler(engine, codec, {"train": params}, run_seed=1)
-        agent: Agent | None = None
+        turn_sampler: TurnSampler | None = None
         if is_agent:
-            running = Agent.running(settings.environment, settings.sampling, sampler, hide=())
-            agent = await cleanup.enter_async_context(running)
-        return await Setting(settings, sampler, agent).tokens_per_s(arguments.trajectories)
+            running = TurnSampler.running(settings.environment, settings.sampling, sampler, hide=())
+            turn_sampler = await cleanup.enter_async_context(running)
+        return await Setting(settings, sampler, turn_sampler).tokens_per_s(arguments.trajectories)
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.data.sources import load_training_prompts, local_data
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.concurrency import Range
-from slipstream.generators.environments.agent import Agent
 from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Lanes
 from slipstream.generators.offline_config import OfflineSettings
 from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
@@ -95,14 +95,16 @@ async def generate(settings: OfflineSettings, name: str) -> int:
         process, engine = started
         await engine.label(_VERSION)
         sampler = make_sampler(settings.generator, engine, codec)
-        agent: Agent | None = None
+        turn_sampler: TurnSampler | None = None
         generator = settings.generator
         if generator.environment.is_named:
-            acting = Agent.running(
+            acting = TurnSampler.running(
                 generator.environment, generator.sampling, sampler, hide=generator.hidden
             )
-            agent = await cleanup.enter_async_context(acting)
-        generation = Generation(settings, source, sampler, pool, writer, answered, agent=agent)
+            turn_sampler = await cleanup.enter_async_context(acting)
+        generation = Generation(
+            settings, source, sampler, pool, writer, answered, turn_sampler=turn_sampler
+        )
         async with running(generation.run(), watch(process)) as (job, watching):
             if job not in await first_ended(stopping, job, watching):
                 return EXIT_INTERRUPTED
@@ -143,14 +145,14 @@ class Generation:
         writer: TrajectoryFileWriter,
         answered: set[int],
         *,
-        agent: Agent | None = None,
+        turn_sampler: TurnSampler | None = None,
         retry_after_s: float = _RETRY_AFTER_S,
     ) -> None:
         """Prepare; ``answered`` are the positions of the prompts that are done already.
 
-        An ``agent`` runs trajectories of several turns; None answers prompts in one.
+        A ``turn_sampler`` runs trajectories of several turns; None answers prompts in one.
         """
-        self._agent = agent
+        self._turn_sampler = turn_sampler
         most = settings.generator.generators.max_sequences
         self._lanes = Lanes(Range(lowest=1, highest=most, step=1))
         self._retry_after_s = retry_after_s
@@ -293,8 +295,8 @@ class Generation:
     async def _rollouts(
         self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
     ) -> list[Submission]:
-        agent = self._agent
-        if agent is None:
+        turn_sampler = self._turn_sampler
+        if turn_sampler is None:
             return await run_rollouts(self._sampler, work, siblings, prompt_ids)
         booking = self._lanes.book(len(siblings))
         try:
@@ -302,7 +304,7 @@ class Generation:
 
             async def one(sibling: int) -> Submission:
                 async with booking.by_call() as lanes:
-                    return await agent.run(work, sibling, lanes)
+                    return await turn_sampler.run(work, sibling, lanes)
 
             found = await asyncio.gather(*map(one, siblings), return_exceptions=True)
         finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import lanes_of
 from slipstream.generators.nodes.leader import Leader, leading
 from slipstream.generators.nodes.place import NodePlace
@@ -81,12 +81,12 @@ async def serve(
                     "groups: leave it to reward workers (reward.inline = false)"
                 )
         sampler = make_sampler(settings, engine, codec)
-        agent: Agent | None = None
+        turn_sampler: TurnSampler | None = None
         if settings.environment.is_named:
-            acting = Agent.running(
+            acting = TurnSampler.running(
                 settings.environment, settings.sampling, sampler, hide=settings.hidden
             )
-            agent = await cleanup.enter_async_context(acting)
+            turn_sampler = await cleanup.enter_async_context(acting)
         health.waits_for(f"the broker at {settings.run.broker_endpoint}")
         connecting = BrokerClient.connect(
             settings.run.broker_endpoint,
@@ -113,7 +113,7 @@ async def serve(
         worker = GeneratorWorker(
             client=client,
             sampler=sampler,
-            agent=agent,
+            turn_sampler=turn_sampler,
             lanes=lanes_of(settings),
             siblings_together=settings.generators.siblings_together,
             skips_bad_prompts=settings.skips_bad_prompts,

@@ -13,8 +13,8 @@ import msgspec
 from slipstream.generators.capture.session import Reply
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.environments.agent import Agent
 from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Lanes
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import TextCodec
@@ -82,16 +82,16 @@ async def try_environment(
         process, engine = started
         await engine.label(PolicyVersion(0, 0))
         sampler = make_sampler(settings, engine, codec)
-        acting = Agent.running(
+        acting = TurnSampler.running(
             settings.environment, settings.sampling, sampler, hide=settings.hidden
         )
-        agent = await cleanup.enter_async_context(acting)
+        turn_sampler = await cleanup.enter_async_context(acting)
 
         async def one_after_the_other() -> list[TriedTrajectory]:
             found = []
             for number, prompt in enumerate(prompts):
                 on_begin(number, prompt)
-                found.append(await _one(agent, number, prompt, on_said))
+                found.append(await _one(turn_sampler, number, prompt, on_said))
                 on_end(found[-1])
             return found
 
@@ -103,7 +103,7 @@ async def try_environment(
 
 
 async def _one(
-    agent: Agent, number: int, prompt: Prompt, on_said: Callable[[Said], None]
+    turn_sampler: TurnSampler, number: int, prompt: Prompt, on_said: Callable[[Said], None]
 ) -> TriedTrajectory:
     work = LeasedGroup(
         group_id=number, lease_id=0, item="train", position=number, prompt=prompt, siblings=(0,)
@@ -126,7 +126,7 @@ async def _one(
     began_s = time.monotonic()
     try:
         async with booking.by_call() as lanes:
-            message, _ = await agent.run(work, 0, lanes, heard)
+            message, _ = await turn_sampler.run(work, 0, lanes, heard)
     except EnvironmentFailedError as error:
         return TriedTrajectory(
             row=prompt.row, said=tuple(said), failed=str(error), seconds=time.monotonic() - began_s

@@ -15,8 +15,8 @@ from typing import Literal
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
-from slipstream.generators.environments.agent import Agent
 from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Booking, Lanes
 from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.rollout import (
@@ -74,15 +74,15 @@ class GeneratorWorker:
         max_credits: int = 64,
         engine_patience_s: float = 120.0,
         audit: ProbeAudit | None = None,
-        agent: Agent | None = None,
+        turn_sampler: TurnSampler | None = None,
     ) -> None:
         """Start without weights.
 
         An engine that failed has ``engine_patience_s`` to answer again.
         ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
         another generator could not score; None leaves both to reward workers. Answers are sent once
-        an ``audit`` has passed their versions; None passes all. An ``agent`` runs trajectories of
-        several turns; None answers prompts in one.
+        an ``audit`` has passed their versions; None passes all. A ``turn_sampler`` runs
+        trajectories of several turns; None answers prompts in one.
         """
         self._audit = audit
         self._max_credits = max_credits
@@ -90,7 +90,7 @@ class GeneratorWorker:
         self._rewards = rewards
         self._client = client
         self._sampler = sampler
-        self._agent = agent
+        self._turn_sampler = turn_sampler
         self._lanes = lanes
         self._together = siblings_together
         self._skips_bad_prompts = skips_bad_prompts
@@ -105,7 +105,7 @@ class GeneratorWorker:
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
         self._counters = dict.fromkeys(_COUNTED, 0.0)
-        if agent is not None:
+        if turn_sampler is not None:
             lanes.on_change = self._enter_phase
         self.more_counters: Callable[[], Mapping[str, float]] = dict  # to report, too
 
@@ -296,11 +296,11 @@ class GeneratorWorker:
         self, work: LeasedGroup, siblings: tuple[int, ...], prompt_ids: list[int], booking: Booking
     ) -> list[Submission]:
         """Return some siblings; of several turns they are one."""
-        if self._agent is None:
+        if self._turn_sampler is None:
             return await run_rollouts(self._sampler, work, siblings, prompt_ids)
         async with booking.by_call() as lanes:
             try:
-                return [await self._agent.run(work, sibling, lanes) for sibling in siblings]
+                return [await self._turn_sampler.run(work, sibling, lanes) for sibling in siblings]
             finally:
                 engine_s, environment_s = lanes.seconds()
                 self._counters["engine_s"] += engine_s
@@ -360,7 +360,7 @@ class GeneratorWorker:
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
-        if self._agent is not None:
+        if self._turn_sampler is not None:
             gauges["acting"] = lanes.acting
         counters = {**self._counters, **self.more_counters()}
         if self._audit is not None:

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from slipstream.broker.dashboard.rates import Rates
 from slipstream.generators.capture.session import Reply
-from slipstream.generators.environments.agent import Agent
 from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Submission
 from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, RoleReport, ScoringItem
@@ -160,7 +160,7 @@ def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
     asyncio.run(scenario())
 
 
-class TwoCalls(Agent):
+class TwoCalls(TurnSampler):
     """Calls the engine twice; in between it waits for ``answers``."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class TwoCalls(Agent):
 def test_time_that_is_up_to_environments_alone_is_told_from_the_engines(tmp_path: Path):
     async def scenario() -> None:
         agent = TwoCalls()
-        async with working(tmp_path, ledger_of(1, 2), max_sequences=2, agent=agent) as it:
+        async with working(tmp_path, ledger_of(1, 2), max_sequences=2, turn_sampler=agent) as it:
 
             def grows(phase: str) -> Callable[[], bool]:
                 before = it.last_report().phase_seconds.get(phase, 0.0)

@@ -14,7 +14,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.reward_worker.scorer import Rewards
 from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
-from slipstream.generators.environments.agent import Agent
+from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Lanes
 from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.rollout import Sampler
@@ -215,7 +215,7 @@ async def working(
     siblings_together: bool = False,
     rewards: Rewards | None = None,
     audit: ProbeAudit | None = None,
-    agent: Agent | None = None,
+    turn_sampler: TurnSampler | None = None,
 ) -> AsyncIterator[Working]:
     """Have a worker work for a broker in this process; without ``lanes`` in a fixed number."""
     size = ledger.book.rules.group_size
@@ -239,7 +239,7 @@ async def working(
             skips_bad_prompts=False,
             rewards=rewards,
             audit=audit,
-            agent=agent,
+            turn_sampler=turn_sampler,
         )
         worker.adopted(ledger.book.version)
         job = asyncio.create_task(worker.run(heartbeat_s=BEAT_S, report_every_s=BEAT_S))

@@ -47,7 +47,7 @@ class ToolParser:
         return await self._engine.tool_calls(text, tools, self._name)
 
 
-class Agent:
+class TurnSampler:
     """Runs trajectories in an environment. Make one with ``running``."""
 
     def __init__(
@@ -75,8 +75,8 @@ class Agent:
         sampler: Sampler,
         *,
         hide: Sequence[Path],
-    ) -> AsyncIterator["Agent"]:
-        """Yield an agent whose environment is imported; nothing of it is left afterwards.
+    ) -> AsyncIterator["TurnSampler"]:
+        """Yield a sampler whose environment is imported; nothing of it is left afterwards.
 
         Raises:
             ConfigError: the environment cannot be imported, a setting is wrong, or the chat
