@@ -119,6 +119,7 @@ class Lanes:
         """Count what changed of trajectories of several turns."""
         self.calling += calling
         self.acting += acting
+        self._outside.add(acting)
         self.on_change()
 
     async def until_changed(self) -> None:
@@ -170,16 +171,16 @@ class Booking:
 class CallLanes:
     """Lanes of one trajectory of several turns, for each of its calls of the engine.
 
-    It has one from the beginning: it entered the engine's lanes with its group. Afterwards it takes
-    one for each call, so that others use it while an environment answers.
+    It leaves the lane that it was booked for at once, and takes one for each call, so that others use
+    it while its environment begins or answers.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._has_one = True
         self._num_calls = 0
         self._since_s = lanes._now()  # in the engine, or out of it
         self._engine_s = self._environment_s = 0.0
+        lanes._step_out()
         lanes._count(acting=1)
 
     def seconds(self) -> tuple[float, float]:
@@ -196,16 +197,12 @@ class CallLanes:
     async def call(self) -> AsyncIterator[None]:
         """Have a lane during one call of the engine."""
         lanes = self._lanes
-        is_first, self._has_one = self._has_one, False
-        if self._num_calls == 0 and not is_first:
-            lanes._outside.add(-1)
         self.seconds()
         self._num_calls += 1
         if self._num_calls == 1:
             lanes._count(acting=-1)
         try:
-            if not is_first:
-                await lanes._come_in()
+            await lanes._come_in()
             lanes._count(calling=1)
             try:
                 yield
@@ -216,15 +213,11 @@ class CallLanes:
             self.seconds()
             self._num_calls -= 1
             if self._num_calls == 0:
-                lanes._outside.add(1)
                 lanes._count(acting=1)
 
     def close(self) -> None:
         """Have a lane again, as every trajectory of a booking has that leaves it."""
-        if not self._has_one:
-            self._has_one = True
-            self._lanes._outside.add(-1)
-            self._lanes.in_flight += 1
+        self._lanes.in_flight += 1
         self._lanes._count(acting=-1)
 
 
