@@ -171,8 +171,8 @@ class Booking:
 class CallLanes:
     """Lanes of one trajectory of several turns, for each of its calls of the engine.
 
-    It leaves the lane that it was booked for at once, and takes one for each call, so that others use
-    it while its environment begins or answers.
+    It leaves the lane that it was booked for at once, and takes one for each call, so that others
+    use it while its environment begins or answers.
     """
 
     def __init__(self, lanes: Lanes) -> None:

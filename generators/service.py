@@ -123,7 +123,10 @@ async def serve(
             audit=audit,
         )
         subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit, leader)
-        worker.more_counters = subscriber.traffic.as_counters
+        worker.more_counters = lambda: {
+            **subscriber.traffic.as_counters(),
+            **(turn_sampler.counters if turn_sampler is not None else {}),
+        }
         jobs = (
             worker.run(heartbeat_s=welcome.heartbeat_s),
             take_weights(subscriber, settings.run, client),

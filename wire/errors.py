@@ -65,6 +65,10 @@ class EngineError(SlipstreamError):
     """An inference engine answered with an error, or not at all."""
 
 
+class EngineRefusedError(EngineError):
+    """An inference engine answered a request with an error."""
+
+
 class QuarantineError(SlipstreamError):
     """An engine computes something else than the learner under the same version."""
 

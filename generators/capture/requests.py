@@ -92,6 +92,14 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
         super().check()
         if not self.messages:
             raise BadRequestError("messages is empty", "messages")
+        for tool in self.tools or ():
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise BadRequestError(
+                    f"{str(tool)[:200]} is no tool: expected {{'type': 'function', 'function': "
+                    "{'name': ..., 'parameters': ...}}",
+                    "tools",
+                )
         if self.top_logprobs:
             raise BadRequestError("top_logprobs: only chosen tokens have any here", "top_logprobs")
         if self.response_format not in (None, {"type": "text"}):
@@ -139,8 +147,10 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
     if not isinstance(role, str):
         raise BadRequestError(f"a message has the role {role!r}", "messages")
     found: dict[str, Json] = {"role": "system" if role == "developer" else role}
-    found["content"] = _text(message.get("content"))
+    found["content"] = content_text(message.get("content"))
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list | tuple):
+            raise BadRequestError("tool_calls of a message is no list", "messages")
         found["tool_calls"] = [_call(call) for call in calls]
     for name in ("tool_call_id", "name"):
         if isinstance(message.get(name), str):
@@ -148,7 +158,12 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
     return found
 
 
-def _text(content: Json) -> str:
+def content_text(content: Json) -> str:
+    """Return the content of a message as text.
+
+    Raises:
+        BadRequestError: it is none.
+    """
     match content:
         case None:
             return ""

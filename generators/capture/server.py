@@ -68,9 +68,7 @@ class CaptureServer:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen at {self._host}:{self._port} (environment.listen): {error}"
-            ) from error
+            raise ConfigError(f"cannot listen at {self._host}:{self._port} : {error}") from error
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}/v1"
 
@@ -132,7 +130,7 @@ class CaptureServer:
         try:
             asked = msgspec.json.decode(await request.read(), type=kind)
             reply = await ask(session, asked)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return _refusal(400, f"not a request: {error}", "invalid_request_error")
         except BadRequestError as error:
             return _refusal(400, str(error), "invalid_request_error", param=error.param)
@@ -140,6 +138,7 @@ class CaptureServer:
             session.reached_limit = True
             return _refusal(400, str(error), LIMIT_REACHED)
         except EngineError as error:
+            session.engine_error = error
             return _refusal(503, str(error), "engine_failed")
         session.keep(reply)  # before the client asks for the next one
         texts = self._token_text if asked.wants_logprobs else None

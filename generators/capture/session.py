@@ -1,9 +1,11 @@
 """The calls of one trajectory: which tokens a request means, and what became of them."""
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
@@ -15,11 +17,14 @@ from slipstream.generators.capture.requests import (
     normalized,
 )
 from slipstream.generators.engine import Completion, SamplingParams
-from slipstream.generators.turns.conversation import Conversation
+from slipstream.generators.turns.conversation import Conversation, TrajectoryLimitError
 from slipstream.generators.turns.rendering import Rendering
+from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.trajectory import Json
 
 Sample = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+_LARGE_TEXT = 1 << 16  # characters
+_DIGEST_BYTES = 20
 ParseTools = Callable[[str, Sequence[Json]], Awaitable[tuple[str, list[dict[str, Json]]]]]
 
 
@@ -31,8 +36,9 @@ class Reply:
     completion: Completion
     text: str
     tool_calls: list[dict[str, Json]]
-    history: tuple[bytes, ...]  # what a later request begins with if it continues this one
+    history: bytes = b""  # digest of the messages that a request which continues it begins with
     asked: tuple[Mapping[str, Json], ...] = ()  # messages of the request
+    text_until: str = ""  # of a text: prompt and reply
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -60,6 +66,7 @@ class CaptureSession:
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
         parse_tools: ParseTools,
+        longest_token: int = 0,
         on_reply: "Callable[[Reply], None] | None" = None,
     ) -> None:
         """Begin without a call.
@@ -72,6 +79,7 @@ class CaptureSession:
             encode: a text prompt to its tokens.
             decode: tokens to text, without special ones.
             parse_tools: text and calls of a reply that may hold calls of the given tools.
+            longest_token: characters of the longest one; 0 is unknown.
             on_reply: is told each reply that becomes part of the trajectory.
         """
         self._sample = sample
@@ -80,12 +88,15 @@ class CaptureSession:
         self._encode = encode
         self._decode = decode
         self._parse_tools = parse_tools
+        self._longest_token = longest_token
         self._on_reply = on_reply
         self.conversation = conversation
-        self._replies: dict[tuple[bytes, ...], Reply] = {}
+        self._replies: dict[bytes, Reply] = {}
+        self._texts: dict[str, Reply] = {}
         self.in_flight: set[asyncio.Task[object]] = set()
         self.num_abandoned = 0  # replies that no client got
         self.reached_limit = False  # a client was told so
+        self.engine_error: EngineError | None = None  # the same
         self.newest_messages: list[Mapping[str, Json]] = []  # of a chat, the reply included
 
     async def chat(self, request: ChatRequest) -> Reply:
@@ -99,12 +110,13 @@ class CaptureSession:
         request.check()
         messages = [normalized(one) for one in request.messages]
         tools = request.tools if request.tools and request.tool_choice != "none" else None
-        keys = (_key({"tools": tools}), *map(_key, messages))
+        size = sum(len(one["content"]) for one in messages)
+        keys = _chain([{"tools": tools}, *messages])
         try:
-            prompt_ids = self._prompt(keys, messages, tools)
-        except BadRequestError:
+            prompt_ids = await self._off_loop(size, self._prompt, keys, messages, tools)
+        except (BadRequestError, TrajectoryLimitError):
             raise
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise BadRequestError(f"the chat template refuses it: {error}", "messages") from error
         calls: list[dict[str, Json]] = []
         with self._params_of(prompt_ids, request.limit, request.stops) as params:
@@ -112,8 +124,8 @@ class CaptureSession:
             text = self._decode(completion.token_ids)
             if tools:
                 text, calls = await self._parse_tools(text, tools)
-        reply = Reply(prompt_ids, completion, text, calls, (), tuple(request.messages))
-        return replace(reply, history=(*keys, _key(normalized(reply.message))))
+        reply = Reply(prompt_ids, completion, text, calls, asked=tuple(request.messages))
+        return replace(reply, history=_link(keys[-1], normalized(reply.message)))
 
     async def complete(self, request: TextRequest) -> Reply:
         """Have the policy go on with a text, or with tokens.
@@ -125,21 +137,23 @@ class CaptureSession:
         """
         request.check()
         prompt = request.prompt
-        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         if isinstance(prompt, str):
-            # What was said before is in the prompt as text: its tokens are those that were chosen.
-            ids = self._as_sampled(prompt) or ids
+            ids = await self._off_loop(len(prompt), self._ids_of, prompt)
+        else:
+            ids = list(prompt)
         with self._params_of(ids, request.max_tokens, request.stops) as params:
             completion = await self._sample(ids, params)
         text = self._decode(completion.token_ids)
-        history = (_key({"text": (prompt if isinstance(prompt, str) else "") + text}),)
-        return Reply(ids, completion, text, [], history if isinstance(prompt, str) else ())
+        until = prompt + text if isinstance(prompt, str) else ""
+        return Reply(ids, completion, text, [], text_until=until)
 
     def keep(self, reply: Reply) -> None:
         """Make a reply part of the trajectory."""
         self.conversation.add(reply.prompt_ids, reply.completion)
         if reply.history:
-            self._replies[reply.history] = reply
+            self._replies[reply.history] = replace(reply, asked=())
+        if reply.text_until:
+            self._texts[reply.text_until] = reply
         if reply.asked:
             self.newest_messages = [*reply.asked, reply.message]
         if self._on_reply is not None:
@@ -147,8 +161,10 @@ class CaptureSession:
 
     def abandon(self, reply: Reply) -> None:
         """Take back a reply that its client did not get."""
-        self.conversation.withdraw(reply.completion)
-        self._replies.pop(reply.history, None)
+        if not self.conversation.withdraw(reply.completion):
+            return  # the client went on from it
+        _forget(self._replies, reply.history, reply)
+        _forget(self._texts, reply.text_until, reply)
         self.num_abandoned += 1
 
     @contextmanager
@@ -163,13 +179,13 @@ class CaptureSession:
 
     def _prompt(
         self,
-        keys: tuple[bytes, ...],
+        keys: Sequence[bytes],
         messages: Sequence[Mapping[str, Json]],
         tools: Sequence[Json] | None,
     ) -> list[int]:
         """Return the tokens that messages mean: of replies those that were sampled."""
         for count in range(len(messages), 0, -1):
-            reply = self._replies.get(keys[: count + 1])
+            reply = self._replies.get(keys[count])
             if reply is None:
                 continue
             new = messages[count:]
@@ -181,20 +197,53 @@ class CaptureSession:
             return [*reply.prompt_ids, *said, *self._rendering.following(said, new)]
         return self._rendering.first(messages, tools)
 
-    def _as_sampled(self, prompt: str) -> list[int] | None:
-        """Return the tokens of a text that begins with a text and the reply to it; None if none."""
-        best: list[int] | None = None
-        longest = 0
-        for (key, *_), reply in self._replies.items():
-            said = msgspec.json.decode(key).get("text")
-            if isinstance(said, str) and prompt.startswith(said) and len(said) > longest:
-                longest = len(said)
-                before = [*reply.prompt_ids, *reply.completion.token_ids]
-                rest = prompt[longest:]
-                best = [*before, *(self._encode(rest) if rest else [])]
-        return best
+    def _ids_of(self, prompt: str) -> list[int]:
+        """Return the tokens of a text; of what was said in it before, those that were chosen."""
+        known = [text for text in tuple(self._texts) if prompt.startswith(text)]
+        if not known:
+            return self._encode(prompt)
+        longest = max(known, key=len)
+        reply = self._texts[longest]
+        rest = prompt[len(longest) :]
+        said = [*reply.prompt_ids, *reply.completion.token_ids]
+        return [*said, *(self._encode(rest) if rest else [])]
+
+    async def _off_loop(
+        self, size: int, find: Callable[..., list[int]], *given: object
+    ) -> list[int]:
+        """Return what ``find`` finds of so many characters; a large text holds up no one else.
+
+        Raises:
+            TrajectoryLimitError: no trajectory has as many tokens as that must be.
+        """
+        most = self.conversation.max_tokens * self._longest_token
+        if self._longest_token and size > most:
+            raise TrajectoryLimitError(
+                f"a prompt of {size} characters: a trajectory has "
+                f"{self.conversation.max_tokens} tokens at most (environment.max_tokens)"
+            )
+        if size < _LARGE_TEXT:
+            return find(*given)
+        return await asyncio.to_thread(find, *given)
 
 
-def _key(message: Mapping[str, Json]) -> bytes:
-    """Return what makes two messages the same one."""
-    return msgspec.json.encode(message, order="deterministic")
+def _chain(messages: Sequence[Mapping[str, Json]]) -> list[bytes]:
+    """Return the digests of the first message, of the first two, and so on."""
+    links = [b""]
+    for message in messages:
+        links.append(_link(links[-1], message))
+    return links[1:]
+
+
+def _link(before: bytes, message: Mapping[str, Json]) -> bytes:
+    encoded = msgspec.json.encode(message, order="deterministic")
+    return hashlib.blake2b(before + encoded, digest_size=_DIGEST_BYTES).digest()
+
+
+T = TypeVar("T", str, bytes)
+
+
+def _forget(known: dict[T, Reply], key: T, reply: Reply) -> None:
+    found = known.get(key)
+    if found is not None and found.completion is reply.completion:
+        del known[key]

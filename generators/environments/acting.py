@@ -4,6 +4,7 @@ It stays until it is killed, so that whatever it has started can be found below 
 """
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -145,11 +146,15 @@ def number(value: object, name: str) -> float | None:
 
     Raises:
         TypeError: it is no number.
+        ValueError: it is none that is finite.
     """
     if value is None:
         return None
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
-        return float(value)
+        found = float(value)
+        if not math.isfinite(found):
+            raise ValueError(f"{name} is {found}, expected a finite number")
+        return found
     raise TypeError(f"{name} is {type(value).__name__}, expected a number")
 
 
@@ -201,6 +206,14 @@ def become_a_reaper() -> None:
 
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def keep_memory_private() -> None:
+    """Have no other process of this user read this one's memory, unless it is root."""
+    import ctypes
+
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, 0)
 
 
 def own_session() -> None:

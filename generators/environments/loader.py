@@ -11,9 +11,16 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 from slipstream.broker.sandbox.frames import Unframer, frame_of
-from slipstream.generators.environments.acting import act, become_a_reaper, own_session
+from slipstream.broker.sandbox.process_table import process_table
+from slipstream.generators.environments.acting import (
+    act,
+    become_a_reaper,
+    keep_memory_private,
+    own_session,
+)
 from slipstream.generators.environments.loading import LoadedEnvironment, load_environment
 from slipstream.generators.environments.messages import (
     Ended,
@@ -70,6 +77,8 @@ class Loader:
         code = 1
         try:
             self._link.close()
+            self._frames = Unframer()  # the orders of others
+            keep_memory_private()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with_parent(ours)
@@ -93,6 +102,14 @@ class Loader:
             number = self._numbers.pop(pid, None)
             if number is not None:
                 self.send(Ended(number=number, code=os.waitstatus_to_exitcode(status)))
+            self._kill_orphans()
+
+    def _kill_orphans(self) -> None:
+        """Kill what was left by trajectories whose process ended by itself: it came to us."""
+        for row in process_table().values():
+            if row.parent == os.getpid() and row.pid not in self._numbers and not row.is_zombie:
+                with suppress(ProcessLookupError):
+                    os.kill(row.pid, signal.SIGKILL)
 
 
 def main() -> int:

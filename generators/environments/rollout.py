@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slipstream.generators.capture.requests import ChatRequest
+from slipstream.generators.capture.requests import ChatRequest, content_text
 from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
 from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.host import Acting, EnvironmentFailedError, EnvironmentHost
@@ -19,7 +19,7 @@ from slipstream.generators.environments.messages import (
 from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.messages.trajectory import Json, Prompt
 
-EndedBy = Literal["environment", "turns", "tokens", "cut"]
+EndedBy = Literal["environment", "turns", "tokens"]
 
 
 @dataclass(slots=True)
@@ -129,6 +129,8 @@ async def _driven(
         await server.end(key)
     if isinstance(message, Unable) and session.reached_limit and LIMIT_REACHED in message.reason:
         return Outcome(_limit_of(session, message.reason), said_in(session))
+    if isinstance(message, Unable) and session.engine_error is not None:
+        raise session.engine_error
     turned = _as_turned(message)
     count, given = session.conversation.num_turns, turned.turn_rewards
     if not count:
@@ -179,7 +181,8 @@ def transcript_text(messages: Sequence[Json]) -> str:
     lines = []
     for message in messages:
         calls = message.get("tool_calls") or ()
-        said = [str(message.get("content") or "")]
-        said += [f"{one['function']['name']}({one['function']['arguments']})" for one in calls]
+        said = [content_text(message.get("content"))]
+        functions = [one["function"] for one in calls]
+        said += [f"{one['name']}({one.get('arguments') or '{}'})" for one in functions]
         lines.append(f"{message['role']}: " + "\n".join(part for part in said if part))
     return "\n".join(lines)

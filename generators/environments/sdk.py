@@ -141,11 +141,12 @@ class Environment:
                 result = tools[call.name](**call.arguments)
             if inspect.isawaitable(result):
                 result = await result
+            result = str(result)
         except Unavailable:
             raise
         except Exception as error:  # noqa: BLE001 foreign code may raise anything
             result = f"error: {type(error).__name__}: {error}"
-        return {"role": "tool", "tool_call_id": call.call_id, "content": str(result)}
+        return {"role": "tool", "tool_call_id": call.call_id, "content": result}
 
     async def close(self) -> None:
         """Release what was opened; also called when a trajectory is given up."""

@@ -1,30 +1,36 @@
 """The siblings of a group as trajectories of several turns, each in an environment of its own."""
 
 import itertools
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession, Reply
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
-from slipstream.generators.environments.host import EnvironmentHost, Limits
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
 from slipstream.generators.environments.rollout import Outcome, run_trajectory, transcript_text
 from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.rendering import Rendering
-from slipstream.wire.errors import EngineError
+from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
 from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.trajectory import MAX_PARTS, Json, Score, TrajectoryHeader
+from slipstream.wire.messages.trajectory import MAX_PARTS, MAX_REASON, Json, Score, TrajectoryHeader
 from slipstream.wire.process.environment import handed_on
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
+from slipstream.wire.unreadable import UNREADABLE
 
+_log = logging.getLogger(__name__)
 _LISTEN = "127.0.0.1"
 _MODEL = "policy"
+_NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
 
 
 def rendering_of(codec: TextCodec) -> Rendering:
@@ -40,11 +46,44 @@ class ToolParser:
         self._engine = engine
         self._name = name
 
+    async def check(self) -> None:
+        """See that the engine knows the parser.
+
+        Raises:
+            ConfigError: it does not.
+            EngineError: it does not answer.
+        """
+        if not self._name:
+            return
+        try:
+            await self._engine.tool_calls("no call", [_NO_TOOL], self._name)
+        except EngineRefusedError as error:
+            raise ConfigError(
+                f"SGLang has no parser {self._name!r} (environment.tool_call_parser): {error}"
+            ) from error
+
     async def __call__(self, text: str, tools: Sequence[Json]) -> tuple[str, list[dict[str, Json]]]:
-        """Return the text of a reply without its calls, and the calls as of OpenAI's API."""
+        """Return the text of a reply without its calls, and the calls as of OpenAI's API.
+
+        A reply that the parser cannot read, or with a call whose arguments are no JSON object, has
+        none: its text says all.
+        """
         if not self._name:
             return text, []
-        return await self._engine.tool_calls(text, tools, self._name)
+        try:
+            rest, calls = await self._engine.tool_calls(text, tools, self._name)
+        except EngineRefusedError as error:
+            _log.debug("a reply without calls: %s", error)
+            return text, []
+        return (rest, calls) if all(map(_has_arguments, calls)) else (text, [])
+
+
+def _has_arguments(call: Json) -> bool:
+    try:
+        msgspec.json.decode(call["function"]["arguments"] or "{}", type=dict[str, Json])
+    except (msgspec.MsgspecError, *UNREADABLE):
+        return False
+    return True
 
 
 class TurnSampler:
@@ -65,6 +104,7 @@ class TurnSampler:
         self._server = server
         self._rendering = rendering_of(sampler.codec)
         self._parse_tools = ToolParser(sampler.engine, settings.tool_call_parser)
+        self._num_abandoned = 0
 
     @classmethod
     @asynccontextmanager
@@ -83,6 +123,7 @@ class TurnSampler:
                 template takes no conversation of several turns.
         """
         rendering_of(sampler.codec).check(uses_tools=bool(settings.tool_call_parser))
+        await ToolParser(sampler.engine, settings.tool_call_parser).check()
         host = await EnvironmentHost.start(
             settings.function,
             settings.options,
@@ -129,17 +170,33 @@ class TurnSampler:
             encode=self._sampler.codec.text_ids,
             decode=self._sampler.codec.decode,
             parse_tools=self._parse_tools,
+            longest_token=self._sampler.codec.longest_token,
             on_reply=on_reply,
         )
-        outcome = await run_trajectory(
-            self._host,
-            session,
-            group.prompt,
-            timeout_s=self._settings.timeout_s,
-            server=self._server,
-            model=_MODEL,
-        )
-        return self._submission(group, sibling, params, session.conversation, outcome)
+        try:
+            outcome = await run_trajectory(
+                self._host,
+                session,
+                group.prompt,
+                timeout_s=self._settings.timeout_s,
+                server=self._server,
+                model=_MODEL,
+            )
+            return self._submission(group, sibling, params, session.conversation, outcome)
+        except (EngineError, EnvironmentFailedError):
+            raise
+        except Exception as error:  # what foreign code said may raise anything anywhere
+            _log.warning("group %d, sibling %d", group.group_id, sibling, exc_info=True)
+            why = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            raise EnvironmentFailedError(why) from error
+        finally:
+            self._num_abandoned += session.num_abandoned
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Replies that no client got, and processes that were killed or lost, by why."""
+        killed = {f"environment_killed_{why}": n for why, n in self._host.replaced.items()}
+        return {"replies_abandoned": self._num_abandoned, **killed}
 
     def _sample(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> "_Sample":
         seed: int | None = None

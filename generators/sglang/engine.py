@@ -31,7 +31,7 @@ from slipstream.generators.sglang.adoption import ALL_STEPS, AdoptionAnswer, Ado
 from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.weight_files import check_weight_files
-from slipstream.wire.errors import EngineError
+from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.files.families.registry import checksum_name
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.trajectory import Json
@@ -207,10 +207,9 @@ class SglangEngine:
     ) -> tuple[str, list[dict[str, Json]]]:
         """Return a reply's text without its calls of tools, and those as of OpenAI's API.
 
-        A reply that the parser cannot read has no calls.
-
         Raises:
-            EngineError: there is no such parser, or no answer.
+            EngineRefusedError: there is no such parser, or it cannot read this text.
+            EngineError: there is no answer.
         """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._request("POST", _PARSE, body, self._control_timeout)
@@ -431,7 +430,7 @@ class SglangEngine:
             asking = self._http.request(method, self._url + path, json=body, timeout=limit)
             async with asking as response:
                 if response.status != 200:
-                    raise EngineError(
+                    raise EngineRefusedError(
                         f"SGLang {path}: {response.status} {(await response.text())[:300]}"
                     )
                 answer: dict[str, Any] | list[dict[str, Any]] = msgspec.json.decode(

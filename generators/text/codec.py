@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -134,6 +135,11 @@ class TextCodec:
         """Return the text of one token, special ones included."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, or bytes of it where tokens are of bytes."""
+        return max(map(len, self._tokenizer.get_vocab()), default=0)
 
     @property
     def template(self) -> ChatTemplate | None:

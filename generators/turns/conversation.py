@@ -113,9 +113,10 @@ class Conversation:
             max_tokens: of all branches together, context included: what the learner will compute.
         """
         self.max_turns = max_turns
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._branches: list[_Branch] = []
-        self._num_pending = 0  # replies that are being generated
+        self._claimed: list[_Branch | None] = []  # by replies that are being generated
+        self._num_pending = 0  # of these replies
         self._pending_tokens = 0  # that they and what is new in their prompts may have
         self._num_calls = 0
 
@@ -143,32 +144,36 @@ class Conversation:
         Raises:
             TrajectoryLimitError: none.
         """
-        new, room = self._room(prompt_ids)
+        branch, new, room = self._room(prompt_ids)
         found = min(room, most)
+        self._claimed.append(branch)
         self._num_pending += 1
         self._pending_tokens += new + found
         try:
             yield found
         finally:
+            self._claimed.remove(branch)
             self._num_pending -= 1
             self._pending_tokens -= new + found
 
-    def _room(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Return how many tokens of a prompt are new, and how many a reply may have."""
+    def _room(self, prompt_ids: Sequence[int]) -> tuple["_Branch | None", int, int]:
+        """Return the branch of a prompt, how many tokens are new, and how many a reply may have."""
         branch = self._continued(prompt_ids)
+        if branch is not None and branch in self._claimed:
+            branch = None  # another reply goes on there: this one begins its own
         if self.is_full:
             raise TrajectoryLimitError(
                 f"a trajectory has {self.max_turns} turns at most (environment.max_turns)"
             )
         new = len(prompt_ids) - (len(branch.token_ids) if branch is not None else 0)
-        room = self._max_tokens - self.num_tokens - self._pending_tokens - new
+        room = self.max_tokens - self.num_tokens - self._pending_tokens - new
         if room < 1:
             raise TrajectoryLimitError(
                 f"a prompt of {len(prompt_ids)} tokens, {new} of them new, after "
-                f"{self.num_tokens} tokens: a trajectory has {self._max_tokens} at most "
+                f"{self.num_tokens} tokens: a trajectory has {self.max_tokens} at most "
                 "(environment.max_tokens)"
             )
-        return new, room
+        return branch, new, room
 
     def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Record a response to a prompt of these tokens."""
@@ -179,12 +184,14 @@ class Conversation:
         branch.add(self._num_calls, prompt_ids, completion)
         self._num_calls += 1
 
-    def withdraw(self, completion: Completion) -> None:
-        """Take back a response that nobody got; no prompt may have continued it."""
+    def withdraw(self, completion: Completion) -> bool:
+        """Take back a response that nobody got; False if another one goes on after it already."""
+        before = self.num_turns
         for branch in self._branches:
             if branch.calls[-1].completion is completion:
                 branch.withdraw_last()
         self._branches = [branch for branch in self._branches if branch.calls]
+        return self.num_turns < before
 
     def _continued(self, prompt_ids: Sequence[int]) -> _Branch | None:
         """Return the branch that a prompt continues; of several the longest, then the newest."""

@@ -7,6 +7,7 @@ was said before is checked once for each template. Whatever a template does to e
 the template closes one: those tokens are context.
 """
 
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 
 Message: TypeAlias = Mapping[str, Json]  # as of OpenAI's chat API
-_REPLY, _ELSE = "a1b2c3d4 reply 5e6f", "something else 9z8y"
+_ELSE = "something else 9z8y"
 _USER: Message = {"role": "user", "content": "a question 7g8h"}
 _RESULT: Message = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "4 7 1"}
 
@@ -46,6 +47,7 @@ class Rendering:
         self._encode = encode
         self._token_text = token_text
         self._ends = frozenset(end_token_ids)
+        self._marker = f"reply {secrets.token_hex(12)} 5e6f"  # that no message contains
 
     def check(self, *, uses_tools: bool = False) -> None:
         """Refuse a template whose text after a reply depends on what was said before it.
@@ -109,9 +111,9 @@ class Rendering:
 
     def _after(self, new: Sequence[Message], history: Sequence[Message] = ()) -> str:
         """Return what the template writes after a reply that ``new`` messages follow."""
-        reply: Message = {"role": "assistant", "content": _REPLY}
+        reply: Message = {"role": "assistant", "content": self._marker}
         text = self._text([*history, _USER, reply, *new])
-        _, marker, after = text.rpartition(_REPLY)
+        _, marker, after = text.rpartition(self._marker)
         if not marker:
             raise ValueError("it does not repeat a reply")
         return after

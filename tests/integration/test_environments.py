@@ -179,6 +179,21 @@ def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
     run(test())
 
 
+def test_what_a_trajectory_that_died_has_started_is_killed_too(tmp_path: Path):
+    async def test() -> None:
+        file = tmp_path / "pid"
+        async with host("LeavesAnOrphan") as environment:
+            before = len(psutil.Process().children(recursive=True))
+            with pytest.raises(EnvironmentFailedError, match="ended with code 3"):
+                await run_trajectory(
+                    environment, session(Engine([str(file)])), PROMPT, timeout_s=HANG_S
+                )
+            assert file.read_text()
+            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
+
+    run(test())
+
+
 def test_trajectories_run_side_by_side_and_one_that_fails_costs_no_other():
     async def test() -> None:
         async with host("Guess") as environment:

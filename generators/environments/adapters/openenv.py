@@ -153,7 +153,7 @@ def action_of(text: str, key: str, constants: Mapping[str, Json]) -> dict[str, J
         return {**constants, key: text}
     try:
         action = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         action = None
     if not isinstance(action, dict):
         raise ValueError("That is no action: expected one JSON object and nothing else.")  # noqa: TRY004 of the policy

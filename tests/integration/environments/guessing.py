@@ -151,6 +151,41 @@ async def rewards_turns(
     return {**found, **rewards} | ({} if score is None else {"score": score})
 
 
+class NoRole(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        return {"content": "who says this?"}
+
+
+class ListContent(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        return {"role": "user", "content": [1, 2]}
+
+
+class NotANumber(Environment):
+    async def step(self, _reply: Reply) -> Step:
+        return Step(done=True, reward=float("nan"))
+
+
+class LeavesAnOrphan(Environment):
+    """Starts a process that leaves its session, and dies."""
+
+    async def step(self, reply: Reply) -> Messages:
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)  # noqa: ASYNC220 it is brief
+        Path(reply.text).write_text("begun")  # noqa: ASYNC240 the same
+        os._exit(3)
+
+
+async def forgets_arguments(client: openai.AsyncOpenAI, prompt: Prompt) -> float:
+    call = {"id": "x", "type": "function", "function": {"name": "look"}}
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": prompt.text}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "y"},
+    ]
+    await client.chat.completions.create(model="policy", messages=messages)
+    return 1.0
+
+
 async def asks_nothing(_client: openai.AsyncOpenAI, _prompt: Prompt) -> float:
     return 1.0
 

@@ -159,6 +159,14 @@ def test_a_response_that_nobody_got_is_taken_back_with_its_prompt():
     header_of(it)
 
 
+def test_calls_that_would_go_on_from_one_branch_have_a_branch_each():
+    it = conversation(max_tokens=100, max_turns=9)
+    it.add([1, 2], reply(3, 4))
+    with it.room([1, 2, 3, 4, 5], most=10), it.room([1, 2, 3, 4, 5], most=200) as second:
+        assert second == 100 - 4 - (1 + 10) - 5
+    assert room(it, [1, 2, 3, 4, 5]) == 95
+
+
 def room(it: Conversation, prompt_ids: list[int]) -> int:
     with it.room(prompt_ids, most=1_000) as found:
         return found

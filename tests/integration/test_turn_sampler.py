@@ -1,0 +1,119 @@
+"""Whatever an environment says: a submission, or a failure of its trajectory with the reason."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from slipstream.generators.concurrency import Range
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.turn_sampler import ToolParser, TurnSampler
+from slipstream.generators.lanes import Lanes
+from slipstream.generators.rollout import Sampler, Submission
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.errors import ConfigError, EngineRefusedError
+from slipstream.wire.messages.broker import LeasedGroup
+from slipstream.wire.messages.trajectory import Json, Prompt
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
+from tests.support.blank_model import write_blank_model
+from tests.support.canned_engine import CannedEngine
+from tests.support.waiting import HANG_S
+
+pytestmark = pytest.mark.integration
+GUESSING = Path(__file__).parent / "environments" / "guessing.py"
+
+
+class Engine(CannedEngine):
+    @override
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        return [
+            Completion(
+                token_ids=[5, 2],
+                logprobs=[-0.5, -0.5],
+                version_starts=[(0, PolicyVersion(1, 0))],
+                finish_reason="stop",
+            )
+        ]
+
+
+async def submission_of(folder: Path, name: str) -> Submission:
+    write_blank_model(folder / "model", hidden=16, layers=1)
+    sampling = SamplingSection(max_prompt_tokens=16, max_response_tokens=100)
+    codec = TextCodec(folder / "model", sampling)
+    params = SamplingParams(temperature=1.0, max_new_tokens=8)
+    sampler = Sampler(Engine(), codec, {"train": params}, 1)
+    section = EnvironmentSection(function=f"{GUESSING}:{name}", timeout_s=HANG_S)
+    work = LeasedGroup(
+        group_id=3,
+        lease_id=1,
+        item="train",
+        position=0,
+        prompt=Prompt(prompt="1+1=", ground_truth="2"),
+        siblings=(0,),
+    )
+    booking = Lanes(Range(lowest=1, highest=1, step=1)).book(1)
+    await booking.enter()
+    async with (
+        TurnSampler.running(section, sampling, sampler, hide=()) as turn_sampler,
+        booking.by_call() as lanes,
+    ):
+        return await turn_sampler.run(work, 0, lanes)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("NoRole", "a message has the role None"),
+        ("ListContent", "content of a message is not text"),
+        ("NotANumber", "reward is nan, expected a finite number"),
+        ("Binary", "content of a message is bytes"),
+    ],
+)
+def test_what_no_trajectory_can_be_made_of_is_a_failure_of_its_environment(
+    tmp_path: Path, name: str, why: str
+):
+    with pytest.raises(EnvironmentFailedError, match=why):
+        asyncio.run(submission_of(tmp_path, name))
+
+
+def test_what_a_client_leaves_out_is_no_fault_of_the_trajectory(tmp_path: Path):
+    message, frames = asyncio.run(submission_of(tmp_path, "forgets_arguments"))
+    assert message.score is not None
+    assert message.score.reward == 1.0
+    assert frames[1].decode().startswith("user: 1+1=\nassistant: look({})\ntool: y\nassistant: ")
+
+
+class Parsing(CannedEngine):
+    """Parses as SGLang does: some texts are an error, and some arguments no JSON."""
+
+    @override
+    async def tool_calls(
+        self, text: str, tools: Sequence[Json], parser: str
+    ) -> tuple[str, list[dict[str, Json]]]:
+        if parser != "known" or text == "unreadable":
+            raise EngineRefusedError("SGLang /parse_function_call: 500")
+        return "", [{"id": "x", "type": "function", "function": {"name": "f", "arguments": text}}]
+
+
+def test_a_call_that_cannot_be_read_is_no_call_and_an_unknown_parser_is_refused():
+    async def test() -> None:
+        parse = ToolParser(Parsing(), "known")
+        await parse.check()
+        assert (await parse('{"at": 1}', []))[1]
+        for text in ("unreadable", '{"at": NaN}', "[1]", '"x"', "{", "[" * 9_000):
+            assert await parse(text, []) == (text, []), text[:20]
+        with pytest.raises(ConfigError, match=r"no parser 'other' \(environment.tool_call_parser"):
+            await ToolParser(Parsing(), "other").check()
+
+    asyncio.run(test())
