@@ -1,7 +1,6 @@
 """Find an environment by its name: a class, or a function that drives an agent itself."""
 
 import hashlib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,9 +53,6 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
                 f"{_SETTING}.function {name!r} is a function and not async: expected a class with "
                 "a method step, or `async def rollout(client, prompt)`"
             )
-        importlib.import_module(
-            "openai"
-        )  # slow: here once, and not in every process that is forked
         _prepare(getattr(module, "prepare", None), name, options)
         return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
     _check_class(target, name, options)

@@ -64,7 +64,6 @@ class Begin(_Message, frozen=True):
     prompt: Prompt
     url: str = ""  # of the endpoint, for a function that drives itself
     api_key: str = ""
-    model: str = ""
 
 
 class Turned(_Message, frozen=True):

@@ -53,7 +53,6 @@ async def run_trajectory(
     *,
     timeout_s: float,
     server: CaptureServer | None = None,
-    model: str = "policy",
 ) -> Outcome:
     """Run one trajectory; its tokens are in ``session.conversation``.
 
@@ -63,7 +62,6 @@ async def run_trajectory(
         prompt: that it begins with.
         timeout_s: for all of it, engine and environment together.
         server: where an agent that drives itself finds the policy.
-        model: its name there.
 
     Raises:
         EnvironmentFailedError: the environment cannot go on: no reward, and none of 0.
@@ -72,7 +70,7 @@ async def run_trajectory(
     try:
         async with asyncio.timeout(timeout_s), host.trajectory() as acting:
             if host.drives_itself:
-                return await _driven(acting, session, prompt, server, model)
+                return await _driven(acting, session, prompt, server)
             return await _in_turns(acting, session, prompt)
     except TimeoutError:
         raise EnvironmentFailedError(
@@ -112,17 +110,13 @@ async def _in_turns(acting: Acting, session: CaptureSession, prompt: Prompt) -> 
 
 
 async def _driven(
-    acting: Acting,
-    session: CaptureSession,
-    prompt: Prompt,
-    server: CaptureServer | None,
-    model: str,
+    acting: Acting, session: CaptureSession, prompt: Prompt, server: CaptureServer | None
 ) -> Outcome:
     if server is None:
         raise EnvironmentFailedError("there is no endpoint for an agent that drives itself")
     key = server.open(session)
     try:
-        begin = Begin(prompt=prompt, url=server.url, api_key=key, model=model)
+        begin = Begin(prompt=prompt, url=server.url, api_key=key)
         await acting.tell(begin)
         message = await acting.hear()
     finally:

@@ -180,7 +180,6 @@ class TurnSampler:
                 group.prompt,
                 timeout_s=self._settings.timeout_s,
                 server=self._server,
-                model=_MODEL,
             )
             return self._submission(group, sibling, params, session.conversation, outcome)
         except (EngineError, EnvironmentFailedError):

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S, until_async
-from tests.unit.generators.capture.test_capture import CALL, Engine, parse
+from tests.unit.generators.capture.test_capture import CALL, Engine, parse, run
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 pytestmark = pytest.mark.integration
@@ -68,14 +68,6 @@ async def outcome(
     its = session(Engine(list(says)), **options)
     async with host(name) as environment:
         return await run_trajectory(environment, its, PROMPT, timeout_s=timeout_s), its
-
-
-def run(test: Coroutine[None, None, None]) -> None:
-    async def in_time() -> None:
-        async with asyncio.timeout(HANG_S):
-            await test
-
-    asyncio.run(in_time())
 
 
 def test_policy_and_environment_take_turns_until_it_is_done():
