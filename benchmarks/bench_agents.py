@@ -12,13 +12,13 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
 from benchmarks.run_measurement import write_inputs
+from benchmarks.sglang_server import sglang_server
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
@@ -63,16 +63,6 @@ def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) ->
             },
         }
     )
-
-
-@contextmanager
-def _server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
-    process = SglangProcess.start(settings, "generator-0")
-    try:
-        asyncio.run(process.until_ready(settings.generators.start_timeout_s))
-        yield process
-    finally:
-        process.stop()
 
 
 class Setting:
@@ -161,7 +151,7 @@ def main() -> int:
     found: dict[str, list[float]] = {name: [] for name in names}
     with work_folder() as folder:
         write_inputs(folder, hidden=arguments.hidden, layers=arguments.layers)
-        with _server(settings_of(folder, arguments, 0)) as process:
+        with sglang_server(settings_of(folder, arguments, 0)) as process:
             for number in range(-1, arguments.rounds):  # the first one warms
                 for name in list(names)[:: 1 if number % 2 == 0 else -1]:
                     settings = settings_of(folder, arguments, names[name])

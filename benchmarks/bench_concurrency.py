@@ -17,13 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
 from benchmarks.run_measurement import write_inputs
+from benchmarks.sglang_server import sglang_server
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
@@ -162,16 +162,6 @@ def _settings(folder: Path, *, conservativeness: float) -> GeneratorSettings:
     )
 
 
-@contextmanager
-def _server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
-    process = SglangProcess.start(settings, "generator-0")
-    try:
-        asyncio.run(process.until_ready(settings.generators.start_timeout_s))
-        yield process
-    finally:
-        process.stop()
-
-
 async def _measure(process: SglangProcess, setting: str, count: int) -> Turn:
     engine = SglangEngine(
         process.url, process.api_key, request_timeout_s=_TIMEOUT_S, control_timeout_s=_TIMEOUT_S
@@ -202,7 +192,7 @@ def main() -> int:
     turns: dict[str, list[Turn]] = {"adaptive": [], **{str(number): [] for number in FIXED}}
     with work_folder() as folder:
         settings = _settings(folder, conservativeness=arguments.conservativeness)
-        with _server(settings) as process:
+        with sglang_server(settings) as process:
             asyncio.run(_measure(process, str(FIXED[0]), 8))  # warm
             for turn in range(arguments.turns):
                 for setting in list(turns)[:: 1 if turn % 2 == 0 else -1]:
