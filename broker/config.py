@@ -254,6 +254,7 @@ def private_paths(table: Table) -> tuple[Path, ...]:
     files = (
         broker.redis.password_file,
         str(run.folder / PAGE_ADDRESS),
+        section(table, "environment", EnvironmentSection).key_file,
         str(teacher.get("api_key_file", "")) if isinstance(teacher, dict) else "",
     )
     return (

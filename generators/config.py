@@ -16,6 +16,7 @@ from slipstream.wire.files.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import LoraSection, lora_section
+from slipstream.wire.settings.rendezvous import parse_rendezvous
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
@@ -263,10 +264,22 @@ def generator_settings(table: Table) -> GeneratorSettings:
     return settings
 
 
+def _check_servers(environment: EnvironmentSection) -> None:
+    """Refuse environment servers that could not be reached."""
+    for text in environment.servers:
+        parse_rendezvous(text, setting="environment.servers")
+    if environment.servers and not Path(environment.key_file).is_file():
+        raise ConfigError(
+            f"environment.key_file must name the key of environment.servers, got "
+            f"{environment.key_file!r}"
+        )
+
+
 def _check_environment(settings: GeneratorSettings) -> None:
     """Refuse settings that trajectories of several turns cannot have."""
     if not settings.environment.is_named:
         return
+    _check_servers(settings.environment)
     fewest = settings.sampling.min_response_tokens
     if fewest:
         raise ConfigError(

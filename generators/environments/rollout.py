@@ -1,18 +1,21 @@
 """One trajectory of several turns: environment and policy in turns, until one of them is done."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from slipstream.generators.capture.requests import ChatRequest, content_text
 from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
 from slipstream.generators.capture.session import CaptureSession
-from slipstream.generators.environments.host import Acting, EnvironmentFailedError, EnvironmentHost
+from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.messages import (
     Begin,
     FromEnvironment,
     Replied,
+    ToEnvironment,
     Turned,
     Unable,
 )
@@ -20,6 +23,42 @@ from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.messages.trajectory import Json, Prompt
 
 EndedBy = Literal["environment", "turns", "tokens"]
+
+
+class ActingProcess(Protocol):
+    """The process of one trajectory, here or on another host."""
+
+    async def tell(self, message: ToEnvironment, /) -> None:
+        """Send it a message; it answers each with one."""
+        ...
+
+    async def hear(self) -> FromEnvironment:
+        """Return its next message.
+
+        Raises:
+            EnvironmentFailedError: there comes none.
+        """
+        ...
+
+
+class Environments(Protocol):
+    """What runs an environment's processes: an EnvironmentHost, or servers on other hosts."""
+
+    version: str
+    drives_itself: bool
+    replaced: Counter[str]
+
+    def trajectory(self) -> AbstractAsyncContextManager[ActingProcess]:
+        """Yield the process of a trajectory; afterwards nothing is left of it.
+
+        Raises:
+            EnvironmentFailedError: it does not start.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,7 +86,7 @@ class Outcome:
 
 
 async def run_trajectory(
-    host: EnvironmentHost,
+    host: Environments,
     session: CaptureSession,
     prompt: Prompt,
     *,
@@ -78,7 +117,7 @@ async def run_trajectory(
         ) from None
 
 
-async def _in_turns(acting: Acting, session: CaptureSession, prompt: Prompt) -> Outcome:
+async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prompt) -> Outcome:
     await acting.tell(Begin(prompt=prompt))
     turned = await _turned(acting)
     if not turned.messages:
@@ -110,7 +149,7 @@ async def _in_turns(acting: Acting, session: CaptureSession, prompt: Prompt) -> 
 
 
 async def _driven(
-    acting: Acting, session: CaptureSession, prompt: Prompt, server: CaptureServer | None
+    acting: ActingProcess, session: CaptureSession, prompt: Prompt, server: CaptureServer | None
 ) -> Outcome:
     if server is None:
         raise EnvironmentFailedError("there is no endpoint for an agent that drives itself")
@@ -158,7 +197,7 @@ def said_in(session: CaptureSession) -> list[dict[str, Json]]:
     return [dict(message) for message in session.newest_messages]
 
 
-async def _turned(acting: Acting) -> Turned:
+async def _turned(acting: ActingProcess) -> Turned:
     return _as_turned(await acting.hear())
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,24 +11,33 @@ import msgspec
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession, Reply
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
-from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
-from slipstream.generators.environments.rollout import Outcome, run_trajectory, transcript_text
+from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.local import local_environments
+from slipstream.generators.environments.remote.link import EnvironmentServers
+from slipstream.generators.environments.rollout import (
+    Environments,
+    Outcome,
+    run_trajectory,
+    transcript_text,
+)
 from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.rendering import Rendering
 from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
+from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.trajectory import MAX_PARTS, MAX_REASON, Json, Score, TrajectoryHeader
-from slipstream.wire.process.environment import handed_on
+from slipstream.wire.settings.rendezvous import parse_rendezvous
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _LISTEN = "127.0.0.1"
 _MODEL = "policy"
+_SERVER_PATIENCE_S = 120.0  # for the first environment server, without a sign of it
 _NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
 
 
@@ -78,6 +86,18 @@ class ToolParser:
         return (rest, calls) if all(map(_has_arguments, calls)) else (text, [])
 
 
+async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> Environments:
+    """Start what runs environments: beside this generator, or on servers."""
+    if settings.servers:
+        return await EnvironmentServers.start(
+            [parse_rendezvous(text, setting="environment.servers") for text in settings.servers],
+            read_client_key(Path(settings.key_file), setting="environment.key_file"),
+            silence_s=settings.server_silence_s,
+            patience_s=_SERVER_PATIENCE_S,
+        )
+    return await local_environments(settings, hide=hide)
+
+
 def _has_arguments(call: Json) -> bool:
     try:
         msgspec.json.decode(call["function"]["arguments"] or "{}", type=dict[str, Json])
@@ -94,7 +114,7 @@ class TurnSampler:
         settings: EnvironmentSection,
         sampling: SamplingSection,
         sampler: Sampler,
-        host: EnvironmentHost,
+        host: Environments,
         server: CaptureServer,
     ) -> None:
         self._settings = settings
@@ -124,18 +144,7 @@ class TurnSampler:
         """
         rendering_of(sampler.codec).check(uses_tools=bool(settings.tool_call_parser))
         await ToolParser(sampler.engine, settings.tool_call_parser).check()
-        host = await EnvironmentHost.start(
-            settings.function,
-            settings.options,
-            Limits(memory_mb=settings.memory_mb, max_processes=settings.max_processes),
-            jailed=settings.sandbox != "none",
-            hide=hide,
-            environment=handed_on(
-                os.environ,  # noqa: TID251 parts of it are handed on to a child
-                named=settings.environment,
-                setting="environment.environment",
-            ),
-        )
+        host = await _environments(settings, hide)
         server = CaptureServer(
             host=_LISTEN, port=0, model=_MODEL, token_text=sampler.codec.token_text
         )

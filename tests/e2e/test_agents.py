@@ -1,10 +1,15 @@
 """Trajectories of several turns in a whole run: what is trained is what was sampled."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_run import TinyRun
+from slipstream.generators.sglang.start_order import free_port
+from tests.support.tiny_run import ROOT, TinyRun, slipstream
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 ENVIRONMENT = """
@@ -157,4 +162,44 @@ def test_environments_that_fail_are_tried_again_and_what_never_works_is_a_dead_l
         (step, found["num_problems"], found["num_answers"], found["num_dropped"])
         for step, found in points
     ] == [(step, 6, 5, 1) for step in (0, 2, 4)]
+    run.assert_nothing_left()
+
+
+def test_environments_run_on_a_server_by_the_documented_commands(tmp_path: Path):
+    """Keys, `start-environment`, and a run that names it."""
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    keys, port = tmp_path / "environment-keys", free_port()
+    slipstream("keys", "make", "envs", "--role", "observer", "--keys", keys)
+    settings = [
+        f"environment.function={tmp_path / 'env.py'}:Sums",
+        f"environment.key_file={keys / 'clients' / 'envs.key'}",
+    ]
+    (tmp_path / "empty.toml").write_text("")
+    command = [
+        *(sys.executable, "-m", "slipstream.generators.environments.main"),
+        *("--config", str(tmp_path / "empty.toml"), "--listen", f"127.0.0.1:{port}", *settings),
+    ]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        run = TinyRun(
+            tmp_path,
+            {
+                **dict(one.split("=", 1) for one in settings),
+                "environment.servers": f'["127.0.0.1:{port}"]',
+                "environment.max_turns": 3,
+                "environment.max_tokens": 150,
+                "sampling.max_response_tokens": 24,
+                "reward.workers": 0,
+            },
+        )
+        assert run.wait() == 0, run.output + (tmp_path / "server.log").read_text()
+        assert run.summary()["trained"] == 16
+        assert {row["parts"]["turns"] for row in run.rollouts()} == {3.0}
+        server.send_signal(signal.SIGINT)
+        assert server.wait(HANG_S) == 0, (tmp_path / "server.log").read_text()
+    finally:
+        server.kill()
+        server.wait()
+    assert "generator" in (tmp_path / "server.log").read_text()
     run.assert_nothing_left()

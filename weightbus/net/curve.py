@@ -272,11 +272,14 @@ class ForwardListener(KeyedListener):
 
 
 class LeaderListener(KeyedListener):
-    """Listens for the other hosts of one engine, which have the key that is proved to them."""
+    """Listens for other hosts, which have the key that is proved to them."""
 
-    def __init__(self, endpoint: str, key: ClientKey) -> None:
-        """Admit the holders of ``key`` alone. ``open`` starts listening."""
-        super().__init__(endpoint, setting="--rendezvous", key=key)
+    def __init__(self, endpoint: str, key: ClientKey, *, setting: str = "--rendezvous") -> None:
+        """Admit the holders of ``key`` alone. ``open`` starts listening.
+
+        ``setting`` is that whose value ``endpoint`` is.
+        """
+        super().__init__(endpoint, setting=setting, key=key)
         self.admit({key.public: key.name})
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:

@@ -42,20 +42,20 @@ def write_client_key(path: Path, key: ClientKey) -> None:
     write_private(path, _HEAD + "".join(f'{name} = "{value}"\n' for name, value in fields.items()))
 
 
-def read_client_key(path: Path) -> ClientKey:
+def read_client_key(path: Path, *, setting: str = "run.key_file") -> ClientKey:
     """Return the key in a file.
 
     Raises:
         ConfigError: the file is missing, is no key file, or others can read it.
     """
-    text = read_private(path, "run.key_file")
+    text = read_private(path, setting)
     try:
         key = msgspec.toml.decode(text, type=ClientKey)
     except UNREADABLE as error:
-        raise ConfigError(f"{path} (run.key_file) is no key file: {error}") from error
+        raise ConfigError(f"{path} ({setting}) is no key file: {error}") from error
     for field in ("public", "secret", "broker"):
         if len(getattr(key, field)) != _Z85_KEY:
-            raise ConfigError(f"{path} (run.key_file): {field} is not {_Z85_KEY} characters long")
+            raise ConfigError(f"{path} ({setting}): {field} is not {_Z85_KEY} characters long")
     return key
 
 

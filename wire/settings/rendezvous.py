@@ -22,7 +22,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_rendezvous(text: str) -> Address:
+def parse_rendezvous(text: str, *, setting: str = "--rendezvous") -> Address:
     """Return the address in HOST:PORT or [IPV6]:PORT.
 
     Raises:
@@ -30,7 +30,7 @@ def parse_rendezvous(text: str) -> Address:
     """
 
     def refuse(why: str) -> ConfigError:
-        return ConfigError(f"--rendezvous is {text!r}: {why}")
+        return ConfigError(f"{setting} is {text!r}: {why}")
 
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isascii() and port.isdecimal()):

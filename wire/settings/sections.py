@@ -244,6 +244,14 @@ class EnvironmentSection(Section, frozen=True, kw_only=True):
     """Variables that an environment gets besides the system's and Python's."""
     sandbox: Literal["namespaces", "none"] = "namespaces"
     """How environments are run: in namespaces made by bubblewrap (`bwrap`), or unprotected."""
+    servers: tuple[str, ...] = ()
+    """HOST:PORT of environment servers (`start-environment`); none: environments run beside each
+    generator."""
+    key_file: str = ""
+    """Key that generators and environment servers prove to each other."""
+    server_silence_s: Positive = 30.0
+    """A server, or a generator, that gives no sign of life for this long is gone: its trajectories
+    end and are tried elsewhere."""
     tool_call_parser: str = ""
     """Name of SGLang's parser of tool calls for this model, as in qwen25 or llama3."""
 

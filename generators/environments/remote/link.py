@@ -1,0 +1,345 @@
+"""A generator's link to environment servers on other hosts.
+
+Trajectories go to the server that has the fewest of this generator's. A server that gives no sign
+of life has lost them: they fail, with the reason, and are begun anew like any.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import zmq
+import zmq.asyncio
+
+from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.messages import (
+    Begin,
+    FromEnvironment,
+    ToEnvironment,
+    Turned,
+    Unable,
+)
+from slipstream.generators.environments.remote.messages import (
+    REVISION,
+    SIGN_S,
+    Answered,
+    Asked,
+    Close,
+    Failed,
+    FromServer,
+    Heard,
+    Hello,
+    Left,
+    Open,
+    Tell,
+    ToServer,
+    Welcome,
+    encoded,
+    from_server,
+)
+from slipstream.weightbus.net.curve import connect
+from slipstream.weightbus.net.listening import endpoint_of
+from slipstream.wire.errors import ConfigError, PeerLostError, ProtocolError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.process.patience import Patience
+from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.settings.rendezvous import Address
+
+_log = logging.getLogger(__name__)
+_malformed = Rarely(_log)
+_LINGER_MS = 1_000
+_MAX_WAITING = 1_024  # messages to a server that does not read
+_PART_BYTES = 1 << 16  # of an answer to an agent
+_SETTING = "environment.servers"
+
+
+@dataclass(slots=True)
+class RemoteActing:
+    """The process of one trajectory, on another host."""
+
+    number: int
+    server: "_Server"
+    heard: "asyncio.Queue[Turned | Unable | EnvironmentFailedError]" = field(
+        default_factory=lambda: asyncio.Queue(2)
+    )
+    url: str = ""  # of the policy's endpoint here, for an agent there
+    api_key: str = ""
+    calls: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
+
+    async def tell(self, message: ToEnvironment) -> None:
+        """Send it a message."""
+        if isinstance(message, Begin):
+            self.url, self.api_key = message.url, message.api_key
+        await self.server.send(Tell(client=self.server.client, number=self.number, said=message))
+
+    async def hear(self) -> FromEnvironment:
+        """Return its next message.
+
+        Raises:
+            EnvironmentFailedError: there comes none.
+        """
+        found = await self.heard.get()
+        if isinstance(found, EnvironmentFailedError):
+            raise found
+        return found
+
+    def take(self, found: "Turned | Unable | EnvironmentFailedError") -> None:
+        """Keep what came for it; it says one thing at a time."""
+        with suppress(asyncio.QueueFull):
+            self.heard.put_nowait(found)
+
+
+class _Server:
+    """One environment server."""
+
+    def __init__(self, address: Address, key: ClientKey, client: str) -> None:
+        self.address = address
+        self.client = client
+        self.incarnation = ""  # of the process that answered; empty: nobody has
+        self.heard_s = 0.0
+        self.welcome: Welcome | None = None
+        self.refused = ""  # why it is not used
+        self.acting: dict[int, RemoteActing] = {}
+        self._key = key
+        self._socket: zmq.asyncio.Socket | None = None
+
+    def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        endpoint = endpoint_of(self.address, named=_SETTING)
+        link = context.socket(zmq.DEALER)
+        link.setsockopt(zmq.LINGER, _LINGER_MS)
+        link.setsockopt(zmq.SNDHWM, _MAX_WAITING)
+        connect(link, endpoint, server_key=self._key.public, key=self._key)
+        self._socket = link
+        return link
+
+    async def send(self, message: ToServer) -> None:
+        if self._socket is not None:
+            with suppress(zmq.ZMQError):
+                await self._socket.send(encoded(message))
+
+    def fail_all(self, why: str) -> None:
+        for one in self.acting.values():
+            one.take(EnvironmentFailedError(f"environment server {self.address}: {why}"))
+
+
+class EnvironmentServers:
+    """Servers of one environment. Make one with ``start``; close it."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        key: ClientKey,
+        *,
+        silence_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare; ``start`` connects."""
+        self.version = ""
+        self.drives_itself = False
+        self.replaced: Counter[str] = Counter()  # servers that were lost
+        self._silence_s = silence_s
+        self._now = now
+        self._client = secrets.token_hex(8)
+        self._servers = [_Server(address, key, self._client) for address in addresses]
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = zmq.asyncio.Context()
+        self._http: aiohttp.ClientSession | None = None
+
+    @classmethod
+    async def start(
+        cls, addresses: Sequence[Address], key: ClientKey, *, silence_s: float, patience_s: float
+    ) -> "EnvironmentServers":
+        """Connect, and wait for one server at least.
+
+        Args:
+            addresses: of the servers.
+            key: that both sides prove.
+            silence_s: without a sign of life, after which a server is gone.
+            patience_s: for the first one to answer.
+
+        Raises:
+            ConfigError: an address is none, or servers serve different environments.
+            PeerLostError: none answers.
+        """
+        servers = cls(addresses, key, silence_s=silence_s)
+        try:
+            servers._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+            for one in servers._servers:
+                servers._in_background(servers._read(one, one.open(servers._context)))
+                servers._in_background(servers._give_signs(one))
+            await servers._until_one_is_there(patience_s)
+        except BaseException:
+            await servers.close()
+            raise
+        servers._in_background(servers._look())
+        return servers
+
+    @asynccontextmanager
+    async def trajectory(self) -> AsyncIterator[RemoteActing]:
+        """Yield the process of a trajectory; afterwards it is ended there.
+
+        Raises:
+            EnvironmentFailedError: no server is there.
+        """
+        there = [one for one in self._servers if one.incarnation]
+        if not there:
+            raise EnvironmentFailedError(f"no environment server is there ({_SETTING})")
+        server = min(there, key=lambda one: len(one.acting))
+        acting = RemoteActing(next(self._numbers), server)
+        server.acting[acting.number] = acting
+        try:
+            await server.send(Open(client=self._client, number=acting.number))
+            yield acting
+        finally:
+            del server.acting[acting.number]
+            for call in list(acting.calls.values()):
+                call.cancel()
+            await server.send(Close(client=self._client, number=acting.number))
+
+    async def close(self) -> None:
+        """Hang up; the servers end what is under way."""
+        for one in self._servers:
+            one.fail_all("the generator ends")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+        self._context.destroy(linger=_LINGER_MS)
+
+    # ---- signs of life -----------------------------------------------------------
+
+    async def _until_one_is_there(self, patience_s: float) -> None:
+        addresses = ", ".join(str(one.address) for one in self._servers)
+        patience = Patience(f"an environment server at {addresses}", patience_s, log=_log.info)
+        while not any(one.incarnation for one in self._servers):
+            if patience.is_over():
+                raise PeerLostError(
+                    f"no environment server answers at {addresses} ({_SETTING}) with the key of "
+                    "environment.key_file: start it with start-environment"
+                )
+            if all(one.refused for one in self._servers):
+                raise ConfigError(self._servers[0].refused)
+            await asyncio.sleep(0.05)
+
+    async def _give_signs(self, server: _Server) -> None:
+        while True:
+            await server.send(Hello(client=self._client, revision=REVISION))
+            await asyncio.sleep(SIGN_S)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(SIGN_S / 4)
+            for one in self._servers:
+                if one.incarnation and self._now() - one.heard_s > self._silence_s:
+                    self._lost(one, f"silent for {self._silence_s:g} s")
+
+    def _lost(self, server: _Server, why: str) -> None:
+        _log.error("environment server %s: %s", server.address, why)
+        self.replaced["server"] += 1
+        server.incarnation = ""
+        server.fail_all(why)
+
+    def _welcomed(self, server: _Server, welcome: Welcome) -> None:
+        why = self._unlike(welcome)
+        if why and not server.refused:
+            _log.error("environment server %s is not used: %s", server.address, why)
+        server.refused = f"environment server {server.address}: {why} ({_SETTING})" if why else ""
+        if why:
+            return
+        if server.incarnation and server.incarnation != welcome.server:
+            self._lost(server, "it was restarted")
+        self.version, self.drives_itself = welcome.version, welcome.drives_itself
+        server.welcome, server.incarnation = welcome, welcome.server
+
+    def _unlike(self, welcome: Welcome) -> str:
+        """Return why a server cannot be used beside the others; empty if it can."""
+        if welcome.revision != REVISION:
+            return (
+                f"it speaks revision {welcome.revision} of the protocol, expected {REVISION}: "
+                "install the same version there"
+            )
+        used = next((one.welcome for one in self._servers if one.welcome is not None), welcome)
+        if (used.version, used.drives_itself) != (welcome.version, welcome.drives_itself):
+            return (
+                f"it serves version {welcome.version} of the environment, and others serve "
+                f"{used.version}"
+            )
+        return ""
+
+    # ---- messages ------------------------------------------------------------------
+
+    async def _read(self, server: _Server, link: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await link.recv_multipart()
+            try:
+                message = from_server(b"".join(frames))
+            except ProtocolError as error:
+                _malformed.say("an environment server sent a malformed message: %s", error)
+                continue
+            server.heard_s = self._now()
+            self._handle(server, message)
+
+    def _handle(self, server: _Server, message: FromServer) -> None:
+        if isinstance(message, Welcome):
+            self._welcomed(server, message)
+            return
+        acting = server.acting.get(message.number)
+        if acting is None:
+            return
+        match message:
+            case Heard(said=said):
+                acting.take(said)
+            case Failed(reason=reason):
+                acting.take(EnvironmentFailedError(reason))
+            case Asked():
+                if message.call not in acting.calls:
+                    asking = self._in_background(self._ask(acting, message))
+                    acting.calls[message.call] = asking
+                    asking.add_done_callback(lambda _: acting.calls.pop(message.call, None))
+            case Left(call=call):
+                if (waiting := acting.calls.get(call)) is not None:
+                    waiting.cancel()
+
+    async def _ask(self, acting: RemoteActing, asked: Asked) -> None:
+        """Carry a request to the endpoint here, and its answer back."""
+        method, _, path = asked.path.partition(" ")
+        headers = {"Authorization": f"Bearer {acting.api_key}", "Content-Type": "application/json"}
+
+        async def part(body: bytes, **more: Any) -> None:  # noqa: ANN401 fields
+            await acting.server.send(
+                Answered(
+                    client=self._client, number=acting.number, call=asked.call, body=body, **more
+                )
+            )
+
+        if self._http is None or method not in {"GET", "POST"} or ".." in path:
+            await part(b"", status=405, content_type="application/json", is_last=True)
+            return
+        try:
+            asking = self._http.request(
+                method, f"{acting.url}/{path}", data=asked.body or None, headers=headers
+            )
+            async with asking as answer:
+                await part(b"", status=answer.status, content_type=answer.content_type)
+                async for body in answer.content.iter_chunked(_PART_BYTES):
+                    await part(body)
+            await part(b"", is_last=True)
+        except aiohttp.ClientError as error:
+            _log.warning("an agent's request was not answered: %s", error)
+            await part(b"", status=503, content_type="application/json", is_last=True)
+
+    def _in_background(self, job: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

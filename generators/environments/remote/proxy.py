@@ -1,0 +1,137 @@
+"""The endpoint by which agents of an environment server reach the policy, at their generators.
+
+It listens on loopback, and takes nothing without the key of a trajectory.
+"""
+
+import asyncio
+import hmac
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from slipstream.generators.environments.remote.messages import MAX_BYTES, Answered
+from slipstream.wire.errors import ConfigError
+
+_BEARER = "Bearer "
+_MOST_PARTS = 64  # of an answer that its agent has not read yet
+_MOST_CALLS = 256  # of one trajectory at a time
+Ask = Callable[[int, str, bytes], Awaitable[None]]
+Leave = Callable[[int], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Agent:
+    """Who asks for one trajectory."""
+
+    ask: Ask  # carries a request: number of the call, path, body
+    leave: Leave  # says that nobody waits for that call any more
+    calls: "dict[int, asyncio.Queue[Answered]]" = field(default_factory=dict)
+
+
+class PolicyProxy:
+    """Listens for the agents of all trajectories."""
+
+    def __init__(self) -> None:
+        """Prepare; ``start`` listens."""
+        self._agents: dict[str, _Agent] = {}
+        self._numbers = itertools.count(1)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen on a port of the system's choice.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        app = web.Application(client_max_size=MAX_BYTES - (1 << 20))
+        app.router.add_route("*", "/v1/{path:.*}", self._carry)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"cannot listen on loopback: {error}") from error
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def open(self, ask: Ask, leave: Leave) -> str:
+        """Serve the agent of a trajectory; return its key."""
+        key = secrets.token_hex(24)
+        self._agents[key] = _Agent(ask, leave)
+        return key
+
+    def end(self, key: str) -> None:
+        """Serve it no longer; who waits for an answer gets none."""
+        agent = self._agents.pop(key, None)
+        for call, answers in agent.calls.items() if agent is not None else ():
+            _put(answers, Answered(client="-", number=0, call=call, body=b"", is_last=True))
+
+    def answered(self, key: str, part: Answered) -> None:
+        """Pass on a part of an answer; one whose agent does not read ends."""
+        agent = self._agents.get(key)
+        answers = agent.calls.get(part.call) if agent is not None else None
+        if agent is not None and answers is not None and not _put(answers, part):
+            del agent.calls[part.call]
+
+    async def _carry(self, request: web.Request) -> web.StreamResponse:
+        agent = self._agent(request)
+        if agent is None:
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
+        if len(agent.calls) >= _MOST_CALLS:
+            return web.json_response({"error": {"message": "too many calls"}}, status=429)
+        call = next(self._numbers)
+        answers: asyncio.Queue[Answered] = asyncio.Queue(_MOST_PARTS)
+        agent.calls[call] = answers
+        try:
+            path = f"{request.method} {request.match_info['path']}"
+            await agent.ask(call, path, await request.read())
+            return await _passed_on(request, answers)
+        except (ConnectionError, asyncio.CancelledError):
+            await agent.leave(call)
+            raise
+        finally:
+            agent.calls.pop(call, None)
+
+    def _agent(self, request: web.Request) -> _Agent | None:
+        given = request.headers.get("Authorization", "").removeprefix(_BEARER)
+        for key, agent in self._agents.items():
+            if hmac.compare_digest(key.encode(), given.encode()):
+                return agent
+        return None
+
+
+async def _passed_on(
+    request: web.Request, answers: "asyncio.Queue[Answered]"
+) -> web.StreamResponse:
+    first = await answers.get()
+    if not first.status:
+        return web.json_response({"error": {"message": "the generator is gone"}}, status=503)
+    response = web.StreamResponse(status=first.status)
+    response.content_type = first.content_type
+    await response.prepare(request)
+    part = first
+    while True:
+        if part.body:
+            await response.write(part.body)
+        if part.is_last:
+            await response.write_eof()
+            return response
+        part = await answers.get()
+
+
+def _put(answers: "asyncio.Queue[Answered]", part: Answered) -> bool:
+    try:
+        answers.put_nowait(part)
+    except asyncio.QueueFull:
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""Builds an environment server from its settings and runs it until it is stopped."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import zmq.asyncio
+
+from slipstream.generators.environments.local import local_environments
+from slipstream.generators.environments.remote.proxy import PolicyProxy
+from slipstream.generators.environments.remote.server import EnvironmentServer
+from slipstream.weightbus.net.curve import LeaderListener
+from slipstream.weightbus.net.listening import endpoint_of
+from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.process.run_until import first_ended, running
+from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.settings.rendezvous import Address
+from slipstream.wire.settings.sections import EnvironmentSection
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(settings: EnvironmentSection, address: Address, *, most: int) -> None:
+    """Serve an environment until this process is asked to end.
+
+    Args:
+        settings: of the environment.
+        address: to listen at.
+        most: trajectories at a time.
+
+    Raises:
+        ConfigError: it cannot be imported, the key cannot be read or the address not be bound.
+    """
+    stop = stop_event()
+    key_file = Path(settings.key_file)
+    key = read_client_key(key_file, setting="environment.key_file")
+    async with AsyncExitStack() as cleanup:
+        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
+        cleanup.callback(stopping.cancel)
+        host = await local_environments(settings, hide=[key_file])
+        cleanup.push_async_callback(host.close)
+        proxy = PolicyProxy()
+        await proxy.start()
+        cleanup.push_async_callback(proxy.close)
+        context = zmq.asyncio.Context()
+        cleanup.callback(context.destroy, 0)
+        listener = LeaderListener(endpoint_of(address, named="--listen"), key, setting="--listen")
+        cleanup.callback(listener.close)
+        server = EnvironmentServer(host, proxy, most=most, silence_s=settings.server_silence_s)
+        socket = listener.open(context)
+        _log.info("serving %s at %s", settings.function, address)
+        async with running(server.run(socket)) as (serving,):
+            await first_ended(stopping, serving)
+        _log.info("asked to stop")

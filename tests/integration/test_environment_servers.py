@@ -1,0 +1,224 @@
+"""Environments on servers, whose other hosts are this one: real sockets, keys and processes."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+
+from slipstream.generators.capture.server import CaptureServer
+from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost
+from slipstream.generators.environments.remote.link import EnvironmentServers
+from slipstream.generators.environments.remote.proxy import PolicyProxy
+from slipstream.generators.environments.remote.server import EnvironmentServer
+from slipstream.generators.environments.rollout import Outcome, run_trajectory
+from slipstream.weightbus.net.curve import LeaderListener
+from slipstream.wire.errors import PeerLostError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.settings.rendezvous import Address
+from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, run, session
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.generators.capture.test_capture import Engine
+from tests.unit.generators.turns.test_rendering import token_text
+
+pytestmark = pytest.mark.integration
+
+
+def a_key() -> ClientKey:
+    public, secret = (one.decode() for one in zmq.curve_keypair())
+    return ClientKey(name="envs", role="observer", public=public, secret=secret, broker=public)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+KEY = a_key()
+
+
+@dataclass
+class Served:
+    address: Address
+    host: EnvironmentHost
+    server: EnvironmentServer
+
+
+@asynccontextmanager
+async def serving(
+    name: str, *, port: int = 0, most: int = 8, silence_s: float = HANG_S, **options: object
+) -> AsyncIterator[Served]:
+    address = Address("127.0.0.1", port or free_port())
+    host = await EnvironmentHost.start(
+        f"{HERE}:{name}",
+        options,
+        LIMITS,
+        environment={"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    )
+    proxy = PolicyProxy()
+    await proxy.start()
+    context = zmq.asyncio.Context()
+    listener = LeaderListener(f"tcp://{address}", KEY, setting="--listen")
+    server = EnvironmentServer(host, proxy, most=most, silence_s=silence_s)
+    job = asyncio.create_task(server.run(listener.open(context)))
+    try:
+        yield Served(address, host, server)
+    finally:
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        listener.close()
+        context.destroy(linger=0)
+        await proxy.close()
+        await host.close()
+
+
+@asynccontextmanager
+async def linked(
+    *addresses: Address, key: ClientKey = KEY, silence_s: float = HANG_S, patience_s: float = HANG_S
+) -> AsyncIterator[EnvironmentServers]:
+    servers = await EnvironmentServers.start(
+        addresses, key, silence_s=silence_s, patience_s=patience_s
+    )
+    try:
+        yield servers
+    finally:
+        await servers.close()
+
+
+async def played(
+    servers: EnvironmentServers, says: Sequence[str], limits: Mapping[str, int] | None = None
+) -> tuple[Outcome, CaptureSession]:
+    its = session(Engine(list(says)), **(limits or {}))
+    capture = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
+    await capture.start()
+    try:
+        found = await run_trajectory(servers, its, PROMPT, timeout_s=HANG_S, server=capture)
+    finally:
+        await capture.close()
+    return found, its
+
+
+def test_turns_are_taken_as_on_one_host():
+    async def test() -> None:
+        async with serving("Guess") as served, linked(served.address) as servers:
+            assert servers.version == served.host.version
+            found, its = await played(servers, ["3", "9", "7"])
+            assert (found.reward, found.rewards) == (0.5, [-0.25, -0.25, 1.0])
+            assert its.conversation.branches == ()
+            await until_async(lambda: not served.server.num_trajectories)
+
+    run(test())
+
+
+def test_an_agent_there_reaches_the_policy_here():
+    async def test() -> None:
+        async with serving("rollout") as served, linked(served.address) as servers:
+            assert servers.drives_itself
+            found, its = await played(servers, ["7", "yes"])
+            assert (found.reward, found.parts) == (1.0, {"length": 1.0})
+            assert len(its.conversation.branches) == 1
+
+    run(test())
+
+
+def test_the_limit_and_the_reasons_of_failures_reach_the_other_side():
+    async def test() -> None:
+        async with serving("asks_on") as served, linked(served.address) as servers:
+            found, _ = await played(servers, list("123456"), {"max_turns": 2})
+            assert found.ended_by == "turns"
+        async with serving("Raises") as served, linked(served.address) as servers:
+            with pytest.raises(EnvironmentFailedError, match=r"ValueError: what is x\?"):
+                await played(servers, ["x"])
+        async with serving("Exits") as served, linked(served.address) as servers:
+            with pytest.raises(EnvironmentFailedError, match="ended with code 7"):
+                await played(servers, ["x"])
+
+    run(test())
+
+
+def test_a_full_server_refuses_and_a_trajectory_that_is_given_up_leaves_nothing():
+    async def test() -> None:
+        async with serving("Hangs", most=1) as served, linked(served.address) as servers:
+            before = len(psutil.Process().children(recursive=True))
+            hanging = asyncio.create_task(played(servers, ["x"]))
+            await until_async(lambda: served.server.num_trajectories == 1)
+            with pytest.raises(EnvironmentFailedError, match=r"1 trajectories already \(--most\)"):
+                await played(servers, ["x"])
+            hanging.cancel()
+            await asyncio.gather(hanging, return_exceptions=True)
+            await until_async(lambda: not served.server.num_trajectories)
+            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
+
+    run(test())
+
+
+def test_trajectories_are_spread_and_a_server_that_is_gone_fails_its_own_alone():
+    async def test() -> None:
+        async with (
+            serving("Hangs") as one,
+            serving("Hangs") as other,
+            linked(one.address, other.address) as servers,
+        ):
+            await until_async(lambda: all(s.incarnation for s in servers._servers))
+            tasks = [asyncio.create_task(played(servers, ["x"])) for _ in range(4)]
+            both = (one.server, other.server)
+            await until_async(lambda: [s.num_trajectories for s in both] == [2, 2])
+            servers._lost(servers._servers[0], "silent")
+            failed = [task for task in tasks if task.done()] or (
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            )[0]
+            assert all("silent" in str(task.exception()) for task in failed)
+            assert other.server.num_trajectories == 2
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test())
+
+
+def test_a_server_that_was_restarted_has_lost_its_trajectories():
+    async def test() -> None:
+        port = free_port()
+        first = AsyncExitStack()
+        served = await first.enter_async_context(serving("Hangs", port=port))
+        async with first, linked(served.address) as servers:
+            hanging = asyncio.create_task(played(servers, ["x"]))
+            await until_async(lambda: served.server.num_trajectories == 1)
+            await first.aclose()
+            async with serving("Hangs", port=port):
+                with pytest.raises(EnvironmentFailedError, match="it was restarted"):
+                    await hanging
+
+    run(test())
+
+
+def test_a_generator_that_is_silent_has_lost_its_trajectories():
+    async def test() -> None:
+        async with serving("Hangs", silence_s=2.0) as served, linked(served.address) as servers:
+            hanging = asyncio.create_task(played(servers, ["x"]))
+            await until_async(lambda: served.server.num_trajectories == 1)
+            for task in servers._tasks:  # it says nothing more
+                task.cancel()
+            await until_async(lambda: not served.server.num_trajectories)
+            hanging.cancel()
+            await asyncio.gather(hanging, return_exceptions=True)
+
+    run(test())
+
+
+def test_without_the_key_nobody_is_served():
+    async def test() -> None:
+        async with serving("Guess") as served:
+            with pytest.raises(PeerLostError, match=r"no environment server answers .*key_file"):
+                async with linked(served.address, key=a_key(), patience_s=0.5):
+                    pass
+
+    run(test())
