@@ -283,33 +283,44 @@ class Generation:
     async def _sampled(
         self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
     ) -> list[Submission]:
-        """Return all siblings, with one more attempt if the engine or an environment fails."""
-        for attempt in range(1, _ATTEMPTS):
+        """Return all siblings, with one more attempt at those that fail."""
+        done: dict[int, Submission] = {}
+        for attempt in range(1, _ATTEMPTS + 1):
+            missing = [sibling for sibling in siblings if sibling not in done]
             try:
-                return await self._rollouts(work, siblings, prompt_ids)
+                await self._sample(work, missing, prompt_ids, done)
+                break
             except (EngineError, EnvironmentFailedError) as error:
+                if attempt == _ATTEMPTS:
+                    raise
                 _log.warning("prompt %d, attempt %d: %s", work.position, attempt, error)
                 await asyncio.sleep(self._retry_after_s)
-        return await self._rollouts(work, siblings, prompt_ids)
+        return [done[sibling] for sibling in siblings]
 
-    async def _rollouts(
-        self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
-    ) -> list[Submission]:
+    async def _sample(
+        self,
+        work: LeasedGroup,
+        siblings: Sequence[int],
+        prompt_ids: list[int],
+        done: dict[int, Submission],
+    ) -> None:
+        """Sample siblings into ``done``; one that fails does not keep the others from it."""
         turn_sampler = self._turn_sampler
         if turn_sampler is None:
-            return await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            found = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            done |= {message.header.sibling: (message, frames) for message, frames in found}
+            return
         booking = self._lanes.book(len(siblings))
+
+        async def one(sibling: int) -> None:
+            async with booking.by_call() as lanes:
+                done[sibling] = await turn_sampler.run(work, sibling, lanes)
+
         try:
             await booking.enter()
-
-            async def one(sibling: int) -> Submission:
-                async with booking.by_call() as lanes:
-                    return await turn_sampler.run(work, sibling, lanes)
-
-            found = await asyncio.gather(*map(one, siblings), return_exceptions=True)
+            failures = await asyncio.gather(*map(one, siblings), return_exceptions=True)
         finally:
             booking.close()
-        for error in found:
-            if isinstance(error, BaseException):
+        for error in failures:
+            if error is not None:
                 raise error
-        return [sibling for sibling in found if not isinstance(sibling, BaseException)]

@@ -21,6 +21,7 @@ MOST_MODULES = 600  # torch alone has more
         ("slipstream.generators.main", "start-generator --config run.toml"),
         ("slipstream.broker.main", "start-broker --config run.toml"),
         ("slipstream.broker.reward_worker.main", "start-reward-worker --config run.toml"),
+        ("slipstream.generators.environments.main", "start-environment --config run.toml"),
         ("slipstream.deploy.main", "slipstream quickstart"),
     ],
 )
