@@ -1,14 +1,17 @@
 """Several turns with tools against one turn: tokens per second of a real SGLang.
 
-One server, one thread, a random policy; replies have a fixed length. As many sequences are in the
-engine at a time in every setting, through the lanes that a generator's worker uses. A trajectory is
-one reply, or several of the same length together with an environment's answer between them, which
-takes 0 or 200 ms. The environment has a process for each trajectory, as in a run. Every setting
-does the same number of trajectories in alternating turns; medians.
+One server, one thread, a random policy. As many sequences are in the engine at a time in every
+setting, through the lanes that a generator's worker uses. A trajectory is one reply, or several of
+the same length together with an environment's answer between them, which takes 0 or 200 ms. Lengths
+are fixed before, from half to one and a half of the mean, so that trajectories do not go in step.
+The environment has a process for each trajectory, as in a run. Trajectories are begun without end,
+as in a run: those that end first are not counted, then the same number of them in every setting, in
+alternating turns; medians.
 """
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 import time
@@ -36,6 +39,7 @@ ENVIRONMENT = Path(__file__).with_name("scripted_environment.py")
 NEEDS = {0: 0.95, 200: 0.9}  # of one turn's tokens per second, by milliseconds of latency
 _TIMEOUT_S = 600.0
 _PROMPT = Prompt(prompt="12+34=")
+_LENGTHS = 8  # of replies; an item of the run has one
 _EXAMPLES = """examples:
   python -m benchmarks.bench_agents
   python -m benchmarks.bench_agents --trajectories 32 --rounds 1"""
@@ -43,14 +47,14 @@ _EXAMPLES = """examples:
 
 def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) -> GeneratorSettings:
     """Return the settings of a generator whose environment takes this long to answer."""
+    longest = max(lengths(arguments.reply_tokens, arguments.turns))
     environment = {
         "function": f"{ENVIRONMENT}:Scripted",
         "options": {"turns": arguments.turns, "latency_s": latency_ms / 1e3},
         "max_turns": arguments.turns,
-        "max_tokens": 1000,
+        "max_tokens": longest + 40 * arguments.turns,  # what is said between replies
         "max_outside": 4 * arguments.sequences,
     }
-    longest = arguments.turns * arguments.reply_tokens
     return generator_settings(
         {
             "run": {"name": "agents", "dir": str(folder), "model": str(folder / "model")},
@@ -65,6 +69,11 @@ def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) ->
     )
 
 
+def lengths(mean: int, turns: int) -> list[int]:
+    """Return how many tokens replies have, from half to one and a half of ``turns`` * ``mean``."""
+    return [turns * round(mean * (0.5 + item / (_LENGTHS - 1))) for item in range(_LENGTHS)]
+
+
 class Setting:
     """Trajectories of one kind, through the lanes of an engine."""
 
@@ -76,24 +85,48 @@ class Setting:
         most = settings.generators.max_sequences
         outside = settings.most_outside if turn_sampler is not None else 0
         self._lanes = Lanes(Range(lowest=1, highest=most, step=1), most_outside=outside)
-        self._num_tokens = 0
+        self._num_tokens = self._num_ended = 0
+        self._has_ended = asyncio.Event()
 
-    async def tokens_per_s(self, count: int) -> float:
-        """Return the tokens that the policy chose per second over ``count`` trajectories."""
-        began_s = time.perf_counter()
+    async def tokens_per_s(self, warm: int, count: int) -> float:
+        """Return the tokens that the policy chose per second, while lanes are never without work.
+
+        Args:
+            warm: trajectories that end before any is counted.
+            count: those that end afterwards, from the end of the last of the former on.
+        """
+        feeding = asyncio.create_task(self._feed())
+        try:
+            await self._until(warm, feeding)
+            tokens, began_s = self._num_tokens, time.perf_counter()
+            await self._until(warm + count, feeding)
+            return (self._num_tokens - tokens) / (time.perf_counter() - began_s)
+        finally:
+            feeding.cancel()
+            await asyncio.wait({feeding})
+
+    async def _until(self, num_ended: int, feeding: asyncio.Task[None]) -> None:
+        while self._num_ended < num_ended:
+            self._has_ended.clear()
+            ended = asyncio.create_task(self._has_ended.wait())
+            await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if feeding.done():
+                feeding.result()
+
+    async def _feed(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for number in range(count):
+            for number in itertools.count():
                 await self._lanes.until_free()
                 booking = self._lanes.book(1)
                 await booking.enter()
                 tasks.create_task(self._one(number, booking))
-        return self._num_tokens / (time.perf_counter() - began_s)
 
     async def _one(self, number: int, booking: Booking) -> None:
         work = LeasedGroup(
             group_id=number,
             lease_id=0,
-            item="train",
+            item=str(number * 5 % _LENGTHS),
             position=number,
             prompt=_PROMPT,
             siblings=(0,),
@@ -105,6 +138,8 @@ class Setting:
             async with booking.by_call() as lanes:
                 message, _ = await self._turn_sampler.run(work, 0, lanes)
         self._num_tokens += message.header.num_response_tokens
+        self._num_ended += 1
+        self._has_ended.set()
         booking.leave(1)
 
 
@@ -121,15 +156,19 @@ async def _measure(
         )
         cleanup.push_async_callback(engine.close)
         await engine.label(PolicyVersion(0, 0))
-        length = arguments.reply_tokens * (1 if is_agent else arguments.turns)
-        params = SamplingParams(temperature=1.0, max_new_tokens=length, min_new_tokens=length)
+        replies = lengths(arguments.reply_tokens, 1 if is_agent else arguments.turns)
+        params = {
+            str(item): SamplingParams(temperature=1.0, max_new_tokens=one, min_new_tokens=one)
+            for item, one in enumerate(replies)
+        }
         codec = TextCodec(settings.model, settings.sampling)
-        sampler = Sampler(engine, codec, {"train": params}, run_seed=1)
+        sampler = Sampler(engine, codec, params, run_seed=1)
         turn_sampler: TurnSampler | None = None
         if is_agent:
             running = TurnSampler.running(settings.environment, settings.sampling, sampler, hide=())
             turn_sampler = await cleanup.enter_async_context(running)
-        return await Setting(settings, sampler, turn_sampler).tokens_per_s(arguments.trajectories)
+        setting = Setting(settings, sampler, turn_sampler)
+        return await setting.tokens_per_s(2 * arguments.sequences, arguments.trajectories)
 
 
 def main() -> int:
@@ -140,7 +179,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sequences", type=int, default=16, help="in the engine at a time")
-    parser.add_argument("--trajectories", type=int, default=64, help="of each measurement")
+    parser.add_argument("--trajectories", type=int, default=64, help="that each measurement counts")
     parser.add_argument("--turns", type=int, default=4, help="replies of a trajectory")
     parser.add_argument("--reply-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each setting")
@@ -152,14 +191,13 @@ def main() -> int:
     with work_folder() as folder:
         write_inputs(folder, hidden=arguments.hidden, layers=arguments.layers)
         with sglang_server(settings_of(folder, arguments, 0)) as process:
-            for number in range(-1, arguments.rounds):  # the first one warms
+            for number in range(arguments.rounds):
                 for name in list(names)[:: 1 if number % 2 == 0 else -1]:
                     settings = settings_of(folder, arguments, names[name])
                     is_agent = name != "one turn"
                     rate = asyncio.run(_measure(process, settings, arguments, is_agent=is_agent))
                     print(f"  round {number} {name}: {rate:.0f} tokens/s", flush=True)
-                    if number >= 0:
-                        found[name].append(rate)
+                    found[name].append(rate)
     return _judge({name: statistics.median(rates) for name, rates in found.items()})
 
 

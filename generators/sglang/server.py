@@ -56,6 +56,7 @@ def main() -> None:
         from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
     if on_cpu:
         cpu.batch_decode_attention()
+        cpu.extend_without_prefix_queries()
         cpu.allocate_without_cuda()
         if flags.get("enable_lora"):
             cpu.without_pinned_memory()
