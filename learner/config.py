@@ -21,6 +21,7 @@ from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
     CheckpointSection,
+    EnvironmentSection,
     EvalSection,
     NotNegative,
     Positive,
@@ -187,6 +188,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
     broker: BrokerSection = BrokerSection()  # whose groups of equal rewards are dropped, or not
+    environment: EnvironmentSection = EnvironmentSection()  # whether there are several turns
 
     @property
     def model(self) -> Path:
@@ -248,6 +250,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),
         broker=section(table, "broker", BrokerSection),
+        environment=section(table, "environment", EnvironmentSection),
     )
     model_folder(settings.run)
     _check_lora(settings)

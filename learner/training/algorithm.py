@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from slipstream.algos.choice import AlgoChoice
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.parts import PartError
@@ -29,6 +30,14 @@ def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfC
     return [load_hf_config(folder, setting) for folder, setting in folders.items()]
 
 
+def _reader_of_turns(choice: AlgoChoice) -> str:
+    """Return the setting that has an advantage read rewards of turns."""
+    part, options = choice.advantage.part, choice.advantage.options
+    names = (name for name in options.__struct_fields__ if getattr(options, name) == "turns")
+    named = next(names, "")
+    return f'algo.advantage.{named} = "turns"' if named else f"algo.advantage = {part.name!r}"
+
+
 def algorithm_of(settings: LearnerSettings) -> Algorithm:
     """Return the composed algorithm of a run.
 
@@ -49,6 +58,11 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
         raise ConfigError(
             f"algo.critic.warmup_steps = {choice.critic.warmup_steps} leaves no step of "
             f"run.steps = {run.steps} to train the policy in"
+        )
+    if "turn_rewards" in choice.advantage.needs and not settings.environment.is_named:
+        raise ConfigError(
+            f"{_reader_of_turns(choice)} needs environment.function, got none: without an "
+            "environment a trajectory is a single turn, and its reward is that of the turn"
         )
     holds = any(one.part.name == "kl-cov" for one in choice.corrections)
     if holds and choice.anchor == "proximal" and settings.learner.minibatches == 1:

@@ -64,6 +64,11 @@ CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
     "no Redis": ({"broker.redis.url": "redis://127.0.0.1:1"}, nothing, r"broker\.redis\.url"),
     "no reward": ({"reward.function": "no_such:f"}, nothing, r"reward\.function 'no_such:f'"),
     "algorithm": ({"algo.surrogate": "ppo"}, nothing, r"algo\.surrogate = 'ppo' is not known"),
+    "turns": (
+        {"algo.advantage.over": "turns"},
+        nothing,
+        r"over = .turns. needs environment\.function",
+    ),
     "engine": ({"generators.sglang.nonsense": 1}, nothing, r"generators\.sglang\.nonsense"),
     "no column": ({}, rename_column, r"data\.prompt_column.*train\.jsonl"),
     "empty data": ({}, empty_data, r"data\.file.*train\.jsonl"),

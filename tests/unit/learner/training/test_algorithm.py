@@ -77,3 +77,27 @@ def test_tokens_are_not_held_to_where_their_only_minibatch_begins(model: str):
         algorithm(model, algo=held)
     assert algorithm(model, algo=held, learner={"minibatches": 2}).corrects_before
     assert algorithm(model, algo={**held, "anchor": "behavior"}).corrects_before
+
+
+@pytest.mark.parametrize(
+    ("advantage", "setting"),
+    [
+        ({"name": "grpo", "over": "turns"}, 'over = "turns"'),
+        ({"name": "rloo", "over": "turns"}, 'over = "turns"'),
+        ({"name": "discounted-returns", "rewards": "turns"}, 'rewards = "turns"'),
+        ({"name": "gae", "over": "turns", "rewards": "turns"}, 'rewards = "turns"'),
+    ],
+)
+def test_rewards_of_turns_need_an_environment(model: str, advantage: Table, setting: str):
+    algo: Table = {"preset": "ppo", "whiten": "none", "advantage": advantage}
+    if advantage["name"] != "gae":
+        algo["preset"] = "grpo"
+    with pytest.raises(
+        ConfigError, match=rf"algo\.advantage\.{setting} needs environment\.function, got none"
+    ):
+        algorithm(model, algo=algo)
+    assert algorithm(model, algo=algo, environment={"function": "a.py:A"}).needs_turn_rewards
+
+
+def test_one_turn_may_be_an_action(model: str):
+    assert algorithm(model, algo={"preset": "ppo", "advantage": {"over": "turns"}})
