@@ -142,7 +142,15 @@ class TurnSampler:
             ConfigError: the environment cannot be imported, a setting is wrong, or the chat
                 template takes no conversation of several turns.
         """
-        rendering_of(sampler.codec).check(uses_tools=bool(settings.tool_call_parser))
+        rendering = rendering_of(sampler.codec)
+        rendering.check(uses_tools=bool(settings.tool_call_parser))
+        if settings.tool_call_parser and (why := rendering.why_no_tools()):
+            _log.warning(
+                "the policy is not told of its tools (environment.tool_call_parser = %r): %s; name "
+                "one that writes them in sampling.chat_template, or tell the policy in its prompts",
+                settings.tool_call_parser,
+                why,
+            )
         await ToolParser(sampler.engine, settings.tool_call_parser).check()
         host = await _environments(settings, hide)
         server = CaptureServer(

@@ -29,7 +29,7 @@ class ChatTemplate:
     """The template of a model, or its replacement."""
 
     def __init__(self, source: str, variables: Mapping[str, Json], *, origin: str) -> None:
-        """Compile a template; ``variables`` are its inputs besides the turns.
+        """Compile a template; ``variables`` are its inputs besides the turns, ``origin`` its file.
 
         Raises:
             ConfigError: it is not a template.
@@ -48,6 +48,7 @@ class ChatTemplate:
             raise ConfigError(f"{origin} is not a chat template: {error}") from error
         self._environment = environment
         self._variables = variables
+        self.origin = origin
 
     def render(self, turns: Sequence[ChatMessage]) -> str:
         """Return the text that prompts the model to reply to a conversation.

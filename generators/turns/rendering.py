@@ -19,6 +19,14 @@ Message: TypeAlias = Mapping[str, Json]  # as of OpenAI's chat API
 _ELSE = "something else 9z8y"
 _USER: Message = {"role": "user", "content": "a question 7g8h"}
 _RESULT: Message = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "4 7 1"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool_3k4l",
+        "description": "a tool 1m2n",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
 
 
 class TemplateNotAppendOnlyError(ConfigError):
@@ -81,6 +89,20 @@ class Rendering:
                     "depending on what was said before: the tokens of a conversation cannot be "
                     "kept as they were sampled (sampling.chat_template)"
                 )
+
+    def why_no_tools(self) -> str:
+        """Return why the policy is not told of tools; empty if it is.
+
+        A template may leave them out on purpose: what a data set asks may describe them.
+        """
+        if self._template is None:
+            return "the model has no chat template"
+        try:
+            told, untold = self._text([_USER], [_TOOL]), self._text([_USER])
+        except ValueError as error:
+            return f"the chat template {self._template.origin} refuses tools: {error}"
+        same = f"the chat template {self._template.origin} writes the same with tools and without"
+        return same if told == untold else ""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Return the prompt of a conversation that begins with these messages.

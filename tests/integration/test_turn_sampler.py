@@ -27,7 +27,19 @@ pytestmark = pytest.mark.integration
 GUESSING = Path(__file__).parent / "environments" / "guessing.py"
 
 
-class Engine(CannedEngine):
+class Parsing(CannedEngine):
+    """Parses as SGLang does: some texts are an error, and some arguments no JSON."""
+
+    @override
+    async def tool_calls(
+        self, text: str, tools: Sequence[Json], parser: str
+    ) -> tuple[str, list[dict[str, Json]]]:
+        if parser != "known" or text == "unreadable":
+            raise EngineRefusedError("SGLang /parse_function_call: 500")
+        return "", [{"id": "x", "type": "function", "function": {"name": "f", "arguments": text}}]
+
+
+class Engine(Parsing):
     @override
     async def sample(
         self,
@@ -47,13 +59,19 @@ class Engine(CannedEngine):
         ]
 
 
-async def submission_of(folder: Path, name: str) -> Submission:
+async def submission_of(
+    folder: Path, name: str, *, template: str = "", parser: str = ""
+) -> Submission:
     write_blank_model(folder / "model", hidden=16, layers=1)
-    sampling = SamplingSection(max_prompt_tokens=16, max_response_tokens=100)
+    sampling = SamplingSection(
+        max_prompt_tokens=16, max_response_tokens=100, chat_template=template
+    )
     codec = TextCodec(folder / "model", sampling)
     params = SamplingParams(temperature=1.0, max_new_tokens=8)
     sampler = Sampler(Engine(), codec, {"train": params}, 1)
-    section = EnvironmentSection(function=f"{GUESSING}:{name}", timeout_s=HANG_S)
+    section = EnvironmentSection(
+        function=f"{GUESSING}:{name}", timeout_s=HANG_S, tool_call_parser=parser
+    )
     work = LeasedGroup(
         group_id=3,
         lease_id=1,
@@ -94,18 +112,6 @@ def test_what_a_client_leaves_out_is_no_fault_of_the_trajectory(tmp_path: Path):
     assert frames[1].decode().startswith("user: 1+1=\nassistant: look({})\ntool: y\nassistant: ")
 
 
-class Parsing(CannedEngine):
-    """Parses as SGLang does: some texts are an error, and some arguments no JSON."""
-
-    @override
-    async def tool_calls(
-        self, text: str, tools: Sequence[Json], parser: str
-    ) -> tuple[str, list[dict[str, Json]]]:
-        if parser != "known" or text == "unreadable":
-            raise EngineRefusedError("SGLang /parse_function_call: 500")
-        return "", [{"id": "x", "type": "function", "function": {"name": "f", "arguments": text}}]
-
-
 def test_a_call_that_cannot_be_read_is_no_call_and_an_unknown_parser_is_refused():
     async def test() -> None:
         parse = ToolParser(Parsing(), "known")
@@ -117,3 +123,17 @@ def test_a_call_that_cannot_be_read_is_no_call_and_an_unknown_parser_is_refused(
             await ToolParser(Parsing(), "other").check()
 
     asyncio.run(test())
+
+
+def test_a_template_that_leaves_out_tools_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    deaf, telling = tmp_path / "deaf.jinja", tmp_path / "telling.jinja"
+    deaf.write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
+    telling.write_text("{{ tools }}" + deaf.read_text())
+    for parser, template in (("known", deaf), ("", deaf), ("known", telling)):
+        asyncio.run(submission_of(tmp_path, "OneTurn", template=str(template), parser=parser))
+    (warning,) = [one for one in caplog.messages if "is not told of its tools" in one]
+    assert "(environment.tool_call_parser = 'known')" in warning
+    assert f"template {deaf} (sampling.chat_template) writes the same" in warning
+    assert "sampling.chat_template" in warning

@@ -166,6 +166,11 @@ class NotANumber(Environment):
         return Step(done=True, reward=float("nan"))
 
 
+class OneTurn(Environment):
+    async def step(self, _reply: Reply) -> Step:
+        return Step(done=True, reward=1.0)
+
+
 class LeavesAnOrphan(Environment):
     """Starts a process that leaves its session, and dies."""
 

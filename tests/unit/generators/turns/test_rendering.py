@@ -132,3 +132,12 @@ def test_templates_that_cannot_be_appended_to_are_refused(source: str, uses_tool
 
 def test_a_template_without_tools_serves_environments_without():
     rendering(NO_TOOLS).check()
+
+
+def test_a_template_that_tells_of_no_tools_is_named():
+    assert rendering(TOOLS).why_no_tools() == ""
+    assert rendering(PLAIN).why_no_tools() == (
+        "the chat template test writes the same with tools and without"
+    )
+    refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
+    assert rendering(refusing).why_no_tools() == "the chat template test refuses tools: no tools"
