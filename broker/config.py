@@ -150,7 +150,9 @@ class RewardSection(Section, frozen=True, kw_only=True):
     sources: dict[str, RewardTable] = msgspec.field(default_factory=dict)
     """Other rewards for some data sources, by data_source."""
     workers: AtLeast0 = 1
-    """Reward workers that `slipstream run` starts; 0 if they are started by hand."""
+    """Reward workers that `slipstream run` starts; 0 if they are started by hand. With
+    environment.function, 0 (and inline = false) says that environments give all rewards: what one
+    gives none has failed."""
     inline: bool = False
     """Score in the generators first; workers get the answers still without a reward."""
     processes: AtLeast1 = 2

@@ -199,6 +199,11 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.environment.max_outside if self.environment.is_named else 0
 
     @property
+    def nobody_scores(self) -> bool:
+        """True if no reward function scores a trajectory that an environment gave no reward."""
+        return self.environment.is_named and not self.reward.workers and not self.reward.inline
+
+    @property
     def expert_layers(self) -> ExpertLayers | None:
         """Layers whose experts are recorded for the learner; None if none are."""
         if self.run.routing_replay != "R3":

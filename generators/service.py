@@ -84,7 +84,11 @@ async def serve(
         turn_sampler: TurnSampler | None = None
         if settings.environment.is_named:
             acting = TurnSampler.running(
-                settings.environment, settings.sampling, sampler, hide=settings.hidden
+                settings.environment,
+                settings.sampling,
+                sampler,
+                hide=settings.hidden,
+                must_reward=settings.nobody_scores,
             )
             turn_sampler = await cleanup.enter_async_context(acting)
         health.waits_for(f"the broker at {settings.run.broker_endpoint}")

@@ -137,6 +137,7 @@ class EnvironmentHost:
         """Prepare; ``start`` starts."""
         self.version = ""
         self.drives_itself = False
+        self.may_reward = True  # False: a reward function has to
         self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by why
         self._load = LoadEnvironment(function=function, options=dict(options))
         self._limits = limits
@@ -284,6 +285,7 @@ class EnvironmentHost:
             await loader.end()
             raise
         self.version, self.drives_itself = found.version, found.drives_itself
+        self.may_reward = found.may_reward
         self._loader = loader
         self._ready.set()
 

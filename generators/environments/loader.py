@@ -137,7 +137,13 @@ def main() -> int:
     if environment.rollout is not None:
         import openai  # noqa: F401 slow: before the fork
     drives_itself = environment.rollout is not None
-    loader.send(EnvironmentLoaded(version=environment.version, drives_itself=drives_itself))
+    loader.send(
+        EnvironmentLoaded(
+            version=environment.version,
+            drives_itself=drives_itself,
+            may_reward=environment.may_reward,
+        )
+    )
     while isinstance(fork := loader.receive(), Fork):
         loader.fork(environment, fork)
     return 0

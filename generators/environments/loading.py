@@ -23,6 +23,7 @@ class LoadedEnvironment:
     version: str
     make: Callable[[], Environment] | None  # None: it drives itself
     rollout: Callable[..., Any] | None
+    may_reward: bool = True  # False: it has the step of the base class, which never does
 
 
 def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironment:
@@ -57,7 +58,8 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
         return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
     _check_class(target, name, options)
     made: Any = target  # a class of the user, which need not be a subclass
-    return LoadedEnvironment(version, lambda: made(**options), None)
+    may_reward = getattr(target, "step", None) is not Environment.step
+    return LoadedEnvironment(version, lambda: made(**options), None, may_reward)
 
 
 def _check_class(target: Any, name: str, options: Mapping[str, Json]) -> None:  # noqa: ANN401

@@ -29,6 +29,7 @@ class EnvironmentLoaded(_Message, frozen=True):
 
     version: str  # hash of its file, or as it declares
     drives_itself: bool  # a function with a client of its own
+    may_reward: bool = True
 
 
 class LoadFailed(_Message, frozen=True):

@@ -46,6 +46,7 @@ class Environments(Protocol):
 
     version: str
     drives_itself: bool
+    may_reward: bool  # False: a reward function has to
     replaced: Counter[str]
 
     def trajectory(self) -> AbstractAsyncContextManager[ActingProcess]:

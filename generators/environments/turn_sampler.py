@@ -38,6 +38,10 @@ _log = logging.getLogger(__name__)
 _LISTEN = "127.0.0.1"
 _MODEL = "policy"
 _SERVER_PATIENCE_S = 120.0  # for the first environment server, without a sign of it
+_NOBODY_SCORES = (
+    "no reward function scores the transcript (reward.workers = 0, reward.inline = false): start "
+    "reward workers with reward.workers"
+)
 _NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
 
 
@@ -116,6 +120,8 @@ class TurnSampler:
         sampler: Sampler,
         host: Environments,
         server: CaptureServer,
+        *,
+        must_reward: bool = False,
     ) -> None:
         self._settings = settings
         self._max_tokens = settings.longest(sampling)
@@ -124,6 +130,7 @@ class TurnSampler:
         self._server = server
         self._rendering = rendering_of(sampler.codec)
         self._parse_tools = ToolParser(sampler.engine, settings.tool_call_parser)
+        self._must_reward = must_reward
         self._num_abandoned = 0
 
     @classmethod
@@ -135,12 +142,16 @@ class TurnSampler:
         sampler: Sampler,
         *,
         hide: Sequence[Path],
+        must_reward: bool = False,
     ) -> AsyncIterator["TurnSampler"]:
         """Yield a sampler whose environment is imported; nothing of it is left afterwards.
 
+        With ``must_reward`` a trajectory that its environment gives no reward has failed: nobody
+        else would give it one.
+
         Raises:
             ConfigError: the environment cannot be imported, a setting is wrong, or the chat
-                template takes no conversation of several turns.
+                template takes no conversation of several turns, or it must reward and never does.
         """
         rendering = rendering_of(sampler.codec)
         rendering.check(uses_tools=bool(settings.tool_call_parser))
@@ -157,8 +168,13 @@ class TurnSampler:
             host=_LISTEN, port=0, model=_MODEL, token_text=sampler.codec.token_text
         )
         try:
+            if must_reward and not host.may_reward:
+                raise ConfigError(
+                    f"environment.function {settings.function!r} gives no rewards, and "
+                    f"{_NOBODY_SCORES}"
+                )
             await server.start()
-            yield cls(settings, sampling, sampler, host, server)
+            yield cls(settings, sampling, sampler, host, server, must_reward=must_reward)
         finally:
             await server.close()
             await host.close()
@@ -198,6 +214,7 @@ class TurnSampler:
                 timeout_s=self._settings.timeout_s,
                 server=self._server,
             )
+            self._refuse_unrewarded(outcome)
             return self._submission(group, sibling, params, session.conversation, outcome)
         except (EngineError, EnvironmentFailedError):
             raise
@@ -213,6 +230,17 @@ class TurnSampler:
         """Replies that no client got, and processes that were killed or lost, by why."""
         killed = {f"environment_killed_{why}": n for why, n in self._host.replaced.items()}
         return {"replies_abandoned": self._num_abandoned, **killed}
+
+    def _refuse_unrewarded(self, outcome: Outcome) -> None:
+        if outcome.reward is not None or not self._must_reward:
+            return
+        limits = {
+            "environment": "",
+            "turns": f" before environment.max_turns = {self._settings.max_turns}",
+            "tokens": f" before environment.max_tokens = {self._max_tokens}",
+        }
+        ended = limits[outcome.ended_by]
+        raise EnvironmentFailedError(f"the environment gave no reward{ended}, and {_NOBODY_SCORES}")
 
     def _sample(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> "_Sample":
         seed: int | None = None

@@ -118,6 +118,15 @@ def test_turns_are_taken_as_on_one_host():
     run(test())
 
 
+def test_whether_it_may_reward_is_known_here():
+    async def test() -> None:
+        for name, expected in (("Tools", False), ("Guess", True)):
+            async with serving(name) as served, linked(served.address) as servers:
+                assert servers.may_reward is expected
+
+    run(test())
+
+
 def test_an_agent_there_reaches_the_policy_here():
     async def test() -> None:
         async with serving("rollout") as served, linked(served.address) as servers:

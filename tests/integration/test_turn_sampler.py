@@ -60,7 +60,13 @@ class Engine(Parsing):
 
 
 async def submission_of(
-    folder: Path, name: str, *, template: str = "", parser: str = ""
+    folder: Path,
+    name: str,
+    *,
+    template: str = "",
+    parser: str = "",
+    must_reward: bool = False,
+    **limits: int,
 ) -> Submission:
     write_blank_model(folder / "model", hidden=16, layers=1)
     sampling = SamplingSection(
@@ -70,7 +76,7 @@ async def submission_of(
     params = SamplingParams(temperature=1.0, max_new_tokens=8)
     sampler = Sampler(Engine(), codec, {"train": params}, 1)
     section = EnvironmentSection(
-        function=f"{GUESSING}:{name}", timeout_s=HANG_S, tool_call_parser=parser
+        function=f"{GUESSING}:{name}", timeout_s=HANG_S, tool_call_parser=parser, **limits
     )
     work = LeasedGroup(
         group_id=3,
@@ -83,7 +89,9 @@ async def submission_of(
     booking = Lanes(Range(lowest=1, highest=1, step=1)).book(1)
     await booking.enter()
     async with (
-        TurnSampler.running(section, sampling, sampler, hide=()) as turn_sampler,
+        TurnSampler.running(
+            section, sampling, sampler, hide=(), must_reward=must_reward
+        ) as turn_sampler,
         booking.by_call() as lanes,
     ):
         return await turn_sampler.run(work, 0, lanes)
@@ -137,3 +145,29 @@ def test_a_template_that_leaves_out_tools_is_named_once(
     assert "(environment.tool_call_parser = 'known')" in warning
     assert f"template {deaf} (sampling.chat_template) writes the same" in warning
     assert "sampling.chat_template" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "ended"),
+    [
+        ("Forgets", {}, ""),
+        ("GoesOn", {"max_turns": 2}, " before environment.max_turns = 2"),
+        ("GoesOn", {"max_tokens": 14}, " before environment.max_tokens = 14"),
+    ],
+)
+def test_a_trajectory_that_nobody_would_reward_has_failed(
+    tmp_path: Path, name: str, limits: dict[str, int], ended: str
+):
+    message, _ = asyncio.run(submission_of(tmp_path, name, **limits))
+    assert message.score is None  # a reward function scores it
+    with pytest.raises(
+        EnvironmentFailedError, match=rf"^the environment gave no reward{ended}, and .*workers = 0"
+    ):
+        asyncio.run(submission_of(tmp_path, name, must_reward=True, **limits))
+
+
+def test_an_environment_that_rewards_nothing_is_refused_where_nobody_else_does(tmp_path: Path):
+    assert asyncio.run(submission_of(tmp_path, "Tools"))[0].score is None
+    with pytest.raises(ConfigError, match=r"guessing\.py:Tools' gives no rewards, and .*workers"):
+        asyncio.run(submission_of(tmp_path, "Tools", must_reward=True))
+    assert asyncio.run(submission_of(tmp_path, "OneTurn", must_reward=True))[0].score is not None

@@ -144,6 +144,7 @@ class EnvironmentServers:
         """Prepare; ``start`` connects."""
         self.version = ""
         self.drives_itself = False
+        self.may_reward = True
         self.replaced: Counter[str] = Counter()  # servers that were lost
         self._silence_s = silence_s
         self._now = now
@@ -259,6 +260,7 @@ class EnvironmentServers:
         if server.incarnation and server.incarnation != welcome.server:
             self._lost(server, "it was restarted")
         self.version, self.drives_itself = welcome.version, welcome.drives_itself
+        self.may_reward = welcome.may_reward
         server.welcome, server.incarnation = welcome, welcome.server
 
     def _unlike(self, welcome: Welcome) -> str:

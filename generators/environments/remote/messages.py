@@ -83,6 +83,7 @@ class Welcome(_Message, frozen=True):
     version: str  # of the environment
     drives_itself: bool
     revision: int
+    may_reward: bool = True
 
 
 class Heard(_Message, frozen=True):

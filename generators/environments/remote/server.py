@@ -153,6 +153,7 @@ class EnvironmentServer:
                 server=self._name,
                 version=self._host.version,
                 drives_itself=self._host.drives_itself,
+                may_reward=self._host.may_reward,
                 revision=REVISION,
             ),
         )

@@ -166,6 +166,16 @@ class NotANumber(Environment):
         return Step(done=True, reward=float("nan"))
 
 
+class GoesOn(Environment):
+    async def step(self, _reply: Reply) -> Messages:
+        return "on"
+
+
+class Forgets(Environment):
+    async def step(self, _reply: Reply) -> Step:
+        return Step(done=True)
+
+
 class OneTurn(Environment):
     async def step(self, _reply: Reply) -> Step:
         return Step(done=True, reward=1.0)

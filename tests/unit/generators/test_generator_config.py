@@ -181,3 +181,19 @@ def test_deltas_are_for_generators_on_other_hosts_unless_set(
     run = {"broker": broker, "key_file": str(tmp_path / "key")} if broker else {}
     found = generator_settings(table(model, run=run, weightbus={"encoding": encoding}))
     assert found.uses_deltas == uses_deltas
+
+
+@pytest.mark.parametrize(
+    ("function", "reward", "expected"),
+    [
+        ("a.py:A", {"workers": 0}, True),
+        ("a.py:A", {"workers": 0, "inline": True}, False),
+        ("a.py:A", {}, False),
+        ("", {"workers": 0}, False),
+    ],
+)
+def test_without_workers_an_environment_gives_all_rewards(
+    model: Path, function: str, reward: dict[str, Any], expected: bool
+):
+    found = generator_settings(table(model, environment={"function": function}, reward=reward))
+    assert found.nobody_scores is expected
