@@ -121,6 +121,24 @@ def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
     return found
 
 
+def seen_from_outside(pid: int, among: Iterable[int], *, levels: int) -> int:
+    """Return the process that has an id in a PID namespace below ours; 0 if it has ended.
+
+    Args:
+        pid: in that namespace.
+        among: ids that processes have here.
+        levels: how many namespaces below ours that one is.
+    """
+    for one in among:
+        with suppress(OSError):
+            status = Path(f"/proc/{one}/status").read_text(errors="replace")
+            line = next(row for row in status.splitlines() if row.startswith("NSpid:"))
+            ids = line.split()[1:]
+            if len(ids) == levels + 1 and int(ids[-1]) == pid:
+                return one
+    return 0
+
+
 def usage_of(pids: Iterable[int], table: Mapping[int, ProcessRow]) -> Usage:
     """Return the total usage of these processes."""
     rows = [table[pid] for pid in pids if pid in table]

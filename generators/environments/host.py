@@ -30,8 +30,10 @@ from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     children_by_parent,
     descendants,
+    kill,
     kill_all,
     process_table,
+    seen_from_outside,
     usage_of,
 )
 from slipstream.generators.environments.messages import (
@@ -40,6 +42,7 @@ from slipstream.generators.environments.messages import (
     Ended,
     EnvironmentLoaded,
     Fork,
+    Forked,
     FromEnvironment,
     FromLoader,
     LoadEnvironment,
@@ -54,7 +57,7 @@ from slipstream.wire.process.patience import Patience, signs_of
 
 _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0  # without a sign of life
-_CONNECT_S = 60.0
+_CONNECT_S = 60.0  # without a sign of life
 _POLL_S = 0.2
 _KILL_S = 60.0
 _LONGEST_BACKOFF_S = 30.0
@@ -74,7 +77,8 @@ class Acting:
     failed: "asyncio.Future[Any]"  # why it cannot go on
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
-    pid: int = 0
+    pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
+    inner_pid: int = 0  # as the loader sees it
 
     async def tell(self, message: ToEnvironment) -> None:
         """Send it a message."""
@@ -119,6 +123,8 @@ class Limits:
 
     memory_mb: int
     max_processes: int
+    connect_s: float = _CONNECT_S
+    """Without a sign of life: a process that has not connected then never will."""
 
 
 class EnvironmentHost:
@@ -217,16 +223,39 @@ class EnvironmentHost:
                 raise EnvironmentFailedError("the environment's process has ended")
             fork = Fork(number=number, address=str(self._folder / "socket"), ticket=ticket)
             self._loader.send(fork)
-            ends = {acting.connected, acting.failed}
-            await asyncio.wait(ends, timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not acting.connected.done():
-                raise EnvironmentFailedError(acting._why("its process does not connect"))
+            await self._connecting(acting, self._loader)
             yield acting
         finally:
             self._by_ticket.pop(ticket, None)
             if acting.writer is not None:
                 acting.writer.close()
             await asyncio.shield(self._in_background(self._kill(acting)))
+
+    async def _connecting(self, acting: Acting, loader: ChildProcess) -> None:
+        """Wait until a trajectory's process has connected, as long as it shows a sign of life."""
+        ends, patience = {acting.connected, acting.failed}, None
+        while True:
+            await asyncio.wait(ends, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            if acting.connected.done():
+                return
+            if acting.failed.done():
+                raise EnvironmentFailedError(acting._why(""))
+            self._look_for(acting, process_table())
+            patience = patience or Patience(
+                "a trajectory's process to connect",
+                self._limits.connect_s,
+                signs_of(lambda: [acting.pid] if acting.pid else loader.pids),
+                log=_log.debug,
+            )
+            if not patience.is_over():
+                continue
+            if acting.pid:
+                self.replaced["connect"] += 1
+                raise EnvironmentFailedError(f"its process does not connect: it {patience.why}")
+            _log.error("the environment's process does not fork: it %s", patience.why)
+            for pid in loader.pids:  # its end is noticed, and another is started
+                kill(pid)
+            raise EnvironmentFailedError("the environment's process does not fork")
 
     async def close(self) -> None:
         """Kill all processes."""
@@ -254,8 +283,11 @@ class EnvironmentHost:
                     loaded.set_result(message)
                 case LoadFailed(message=why) if not loaded.done():
                     loaded.set_exception(ConfigError(why))
+                case Forked(number=number, pid=pid):
+                    self._forked(number, pid)
                 case Ended(number=number, code=code):
                     if (acting := self._acting.get(number)) is not None:
+                        acting.pid = acting.inner_pid = 0  # another may have them now
                         how = f"by signal {-code}" if code < 0 else f"with code {code}"
                         _fail(acting, f"its process ended {how}")
                 case _:
@@ -330,11 +362,28 @@ class EnvironmentHost:
         acting.pid = _peer(writer)
         acting.connected.set_result(None)
 
+    def _forked(self, number: int, inner_pid: int) -> None:
+        acting = self._acting.get(number)
+        if acting is not None:
+            acting.inner_pid = inner_pid
+            return
+        loop = asyncio.get_running_loop()  # its trajectory is over
+        late = Acting(number, loop.create_future(), loop.create_future(), inner_pid=inner_pid)
+        self._in_background(self._kill(late))
+
+    def _look_for(self, acting: Acting, table: Mapping[int, ProcessRow]) -> None:
+        """Find a process that has not connected."""
+        if acting.pid or not acting.inner_pid or self._loader is None:
+            return
+        family = descendants(self._loader.pids[0], children_by_parent(table))
+        acting.pid = seen_from_outside(acting.inner_pid, family, levels=int(self._jailed))
+
     async def _kill(self, acting: Acting) -> None:
         """Kill a trajectory's process and all below it."""
         started: dict[int, float] = {}
-        if acting.pid:
+        if acting.pid or acting.inner_pid:
             table = process_table()
+            self._look_for(acting, table)
             row = table.get(acting.pid)
             if row is not None and not row.is_zombie:
                 family = [acting.pid, *descendants(acting.pid, children_by_parent(table))]

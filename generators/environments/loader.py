@@ -26,6 +26,7 @@ from slipstream.generators.environments.messages import (
     Ended,
     EnvironmentLoaded,
     Fork,
+    Forked,
     FromLoader,
     LoadEnvironment,
     LoadFailed,
@@ -73,6 +74,7 @@ class Loader:
         pid = os.fork()
         if pid:
             self._numbers[pid] = order.number
+            self.send(Forked(number=order.number, pid=pid))
             return
         code = 1
         try:

@@ -46,6 +46,13 @@ class Fork(_Message, frozen=True):
     ticket: str
 
 
+class Forked(_Message, frozen=True):
+    """The process of a trajectory runs, and connects."""
+
+    number: int
+    pid: int  # in the loader's namespace
+
+
 class Ended(_Message, frozen=True):
     """The process of a trajectory has ended."""
 
@@ -94,7 +101,7 @@ class Unable(_Message, frozen=True):
 
 
 ToLoader: TypeAlias = LoadEnvironment | Fork
-FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Ended
+FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Ended
 ToEnvironment: TypeAlias = Begin | Replied
 FromEnvironment: TypeAlias = Connected | Turned | Unable
 

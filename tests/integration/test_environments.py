@@ -156,6 +156,56 @@ def test_one_that_hangs_is_killed_at_the_deadline_of_its_trajectory():
     run(test())
 
 
+def test_a_process_that_never_connects_is_killed_and_its_trajectory_fails():
+    async def test() -> None:
+        impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
+        async with host("NeverConnects", impatient) as environment:
+            before = len(psutil.Process().children(recursive=True))
+            for _ in range(2):
+                with pytest.raises(
+                    EnvironmentFailedError, match=r"does not connect: it used no CPU .* for 0\.5 s"
+                ):
+                    await run_trajectory(
+                        environment, session(Engine(["x"])), PROMPT, timeout_s=HANG_S
+                    )
+            assert environment.replaced == {"connect": 2}
+            assert len(psutil.Process().children(recursive=True)) == before
+
+    run(test())
+
+
+def test_one_that_is_given_up_before_it_connects_is_killed_too():
+    async def test() -> None:
+        async with host("NeverConnects") as environment:
+            before = len(psutil.Process().children(recursive=True))
+            for timeout_s in (1.0, 0.0):  # when it has begun, and before that
+                with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s"):
+                    await run_trajectory(
+                        environment, session(Engine(["x"])), PROMPT, timeout_s=timeout_s
+                    )
+            await until_async(lambda: len(psutil.Process().children(recursive=True)) == before)
+
+    run(test())
+
+
+def test_a_loader_that_forks_no_more_is_replaced():
+    async def test() -> None:
+        impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
+        async with host("Guess", impatient) as environment:
+            assert environment._loader is not None
+            stopped = psutil.Process(environment._loader.pids[0]).children(recursive=True)
+            for one in stopped:
+                one.suspend()
+            with pytest.raises(EnvironmentFailedError, match="does not fork"):
+                await run_trajectory(environment, session(Engine(["7"])), PROMPT, timeout_s=HANG_S)
+            await until_async(lambda: environment.replaced["loader"])
+            environment._limits = LIMITS  # patient with what is slow alone
+            its = session(Engine(["7"]))
+            assert (await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)).reward == 1.0
+
+    run(test())
+
+
 def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
     async def test() -> None:
         file = tmp_path / "pids"

@@ -176,6 +176,14 @@ class Forgets(Environment):
         return Step(done=True)
 
 
+class NeverConnects(Environment):
+    """Has a library whose handler after a fork hangs."""
+
+    @classmethod
+    def prepare(cls, **_options: object) -> None:
+        os.register_at_fork(after_in_child=lambda: time.sleep(1_000))
+
+
 class OneTurn(Environment):
     async def step(self, _reply: Reply) -> Step:
         return Step(done=True, reward=1.0)

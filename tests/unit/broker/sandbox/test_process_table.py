@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from slipstream.broker.sandbox.process_table import parsed_row
+from slipstream.broker.sandbox.process_table import parsed_row, seen_from_outside
 
 
 def test_a_row_is_read_by_the_columns_that_the_kernel_names():
@@ -16,3 +16,11 @@ def test_a_row_is_read_by_the_columns_that_the_kernel_names():
     assert row.reaped_cpu_s == pytest.approx((16 + 17) / ticks)
     assert row.started_s == pytest.approx(22 / ticks)
     assert row.rss_bytes == 24 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_process_is_found_by_its_id_in_a_namespace():
+    ours = os.getpid()
+    assert seen_from_outside(ours, [os.getppid(), ours], levels=0) == ours
+    assert seen_from_outside(ours, [os.getppid(), ours], levels=1) == 0
+    assert seen_from_outside(ours, [], levels=0) == 0
+    assert seen_from_outside(ours, [-1], levels=0) == 0  # it has ended
