@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from slipstream.generators.capture.answers import Answer, ChatAnswer, TextAnswer
+from slipstream.generators.capture.connections import IDLE_S, Connections, most_connections
 from slipstream.generators.capture.requests import (
     MAX_REQUEST_BYTES,
     BadRequestError,
@@ -36,17 +37,33 @@ class CaptureServer:
     """Listens for the clients of all trajectories that are under way."""
 
     def __init__(
-        self, *, host: str, port: int, model: str, token_text: Callable[[int], str]
+        self,
+        *,
+        host: str,
+        port: int,
+        model: str,
+        token_text: Callable[[int], str],
+        max_connections: int = 0,
+        idle_s: float = IDLE_S,
     ) -> None:
-        """Prepare to serve at ``host``, on a port of the system's choice if ``port`` is 0.
+        """Prepare to serve.
 
-        ``model`` is the name that replies carry, ``token_text`` the text of one token.
+        Args:
+            host: to listen at.
+            port: 0 is one of the system's choice.
+            model: the name that replies carry.
+            token_text: the text of one token.
+            max_connections: further ones are refused; 0 is what this process has descriptors for.
+            idle_s: a connection that asks nothing for this long is closed.
         """
         self._host = host
         self._port = port
         self._model = model
         self._token_text = token_text
+        self._idle_s = idle_s
         self._sessions: dict[str, CaptureSession] = {}
+        self._connections = Connections(max_connections or most_connections())
+        self._server: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""  # of the API, once it listens
 
@@ -61,19 +78,28 @@ class CaptureServer:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         # A client that goes away cancels its generation.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, keepalive_timeout=self._idle_s
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            self._server = await self._connections.listen(self._runner, self._host, self._port)
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen at {self._host}:{self._port} : {error}") from error
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._server.sockets[0].getsockname()[:2]
         self.url = f"http://{host}:{port}/v1"
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were refused because there were too many."""
+        return self._connections.refused.total()
 
     async def close(self) -> None:
         """Stop listening; what is under way is cancelled."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -91,12 +117,14 @@ class CaptureServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._connections.close(key)
 
     # ---- requests --------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._session(request) is None:
-            return _refusal(401, "no such key", "invalid_api_key")
+        session = self._session(request)
+        if isinstance(session, web.Response):
+            return session
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -114,8 +142,8 @@ class CaptureServer:
         form: type[Answer],
     ) -> web.StreamResponse:
         session = self._session(request)
-        if session is None:
-            return _refusal(401, "no such key", "invalid_api_key")
+        if isinstance(session, web.Response):
+            return session
         if len(session.in_flight) >= session.conversation.max_turns:  # before it is read
             return _refusal(
                 429,
@@ -172,12 +200,22 @@ class CaptureServer:
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
 
-    def _session(self, request: web.Request) -> CaptureSession | None:
+    def _session(self, request: web.Request) -> CaptureSession | web.Response:
+        """Return the trajectory of a request, or why it has none."""
         given = request.headers.get("Authorization", "").removeprefix(_BEARER)
-        for key, session in self._sessions.items():
-            if hmac.compare_digest(key.encode(), given.encode()):
-                return session
-        return None
+        matching = (
+            key for key in self._sessions if hmac.compare_digest(key.encode(), given.encode())
+        )
+        key = next(matching, "")
+        if not key:
+            return _refusal(401, "no such key", "invalid_api_key")
+        session = self._sessions[key]
+        calls = session.conversation.max_turns
+        if self._connections.admits(key, request.transport, calls_at_a_time=calls):
+            return session
+        refusal = _refusal(429, "too many connections of one trajectory", "too_many_connections")
+        refusal.force_close()
+        return refusal
 
 
 def _refusal(status: int, message: str, code: str, *, param: str = "") -> web.Response:

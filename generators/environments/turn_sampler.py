@@ -227,9 +227,13 @@ class TurnSampler:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Replies that no client got, and processes that were killed or lost, by why."""
+        """Replies that no client got, connections too many, processes killed or lost, by why."""
         killed = {f"environment_killed_{why}": n for why, n in self._host.replaced.items()}
-        return {"replies_abandoned": self._num_abandoned, **killed}
+        return {
+            "replies_abandoned": self._num_abandoned,
+            "connections_refused": self._server.num_refused,
+            **killed,
+        }
 
     def _refuse_unrewarded(self, outcome: Outcome) -> None:
         if outcome.reward is not None or not self._must_reward:

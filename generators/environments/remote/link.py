@@ -173,7 +173,11 @@ class EnvironmentServers:
         """
         servers = cls(addresses, key, silence_s=silence_s)
         try:
-            servers._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+            servers._http = aiohttp.ClientSession(
+                # The endpoint counts connections by trajectory: none is of two.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
             for one in servers._servers:
                 servers._in_background(servers._read(one, one.open(servers._context)))
                 servers._in_background(servers._give_signs(one))

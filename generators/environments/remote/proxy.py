@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from slipstream.generators.capture.connections import IDLE_S, Connections, most_connections
 from slipstream.generators.environments.remote.messages import MAX_BYTES, Answered
 from slipstream.wire.errors import ConfigError
 
@@ -38,6 +39,8 @@ class PolicyProxy:
         """Prepare; ``start`` listens."""
         self._agents: dict[str, _Agent] = {}
         self._numbers = itertools.count(1)
+        self._connections = Connections(most_connections())
+        self._server: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -49,17 +52,22 @@ class PolicyProxy:
         """
         app = web.Application(client_max_size=MAX_BYTES - (1 << 20))
         app.router.add_route("*", "/v1/{path:.*}", self._carry)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S
+        )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            self._server = await self._connections.listen(self._runner, "127.0.0.1", 0)
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen on loopback: {error}") from error
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
     async def close(self) -> None:
         """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -73,6 +81,7 @@ class PolicyProxy:
     def end(self, key: str) -> None:
         """Serve it no longer; who waits for an answer gets none."""
         agent = self._agents.pop(key, None)
+        self._connections.close(key)
         for call, answers in agent.calls.items() if agent is not None else ():
             _put(answers, Answered(client="-", number=0, call=call, body=b"", is_last=True))
 
@@ -84,9 +93,13 @@ class PolicyProxy:
             del agent.calls[part.call]
 
     async def _carry(self, request: web.Request) -> web.StreamResponse:
-        agent = self._agent(request)
+        key, agent = self._agent(request)
         if agent is None:
             return web.json_response({"error": {"message": "no such key"}}, status=401)
+        if not self._connections.admits(key, request.transport, calls_at_a_time=_MOST_CALLS):
+            refusal = web.json_response({"error": {"message": "too many connections"}}, status=429)
+            refusal.force_close()
+            return refusal
         if len(agent.calls) >= _MOST_CALLS:
             return web.json_response({"error": {"message": "too many calls"}}, status=429)
         call = next(self._numbers)
@@ -102,12 +115,12 @@ class PolicyProxy:
         finally:
             agent.calls.pop(call, None)
 
-    def _agent(self, request: web.Request) -> _Agent | None:
+    def _agent(self, request: web.Request) -> tuple[str, _Agent | None]:
         given = request.headers.get("Authorization", "").removeprefix(_BEARER)
         for key, agent in self._agents.items():
             if hmac.compare_digest(key.encode(), given.encode()):
-                return agent
-        return None
+                return key, agent
+        return "", None
 
 
 async def _passed_on(

@@ -5,13 +5,14 @@ import json
 import random
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+import yarl
 
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession
@@ -86,7 +87,11 @@ async def parse(text: str, _tools: Sequence[Json]) -> tuple[str, list[dict[str, 
 
 @asynccontextmanager
 async def served(
-    *says: str, max_turns: int = 999, max_tokens: int = 99_999
+    *says: str,
+    max_turns: int = 999,
+    max_tokens: int = 99_999,
+    max_connections: int = 0,
+    idle_s: float = 60.0,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
     session = CaptureSession(
@@ -100,7 +105,14 @@ async def served(
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
         parse_tools=parse,
     )
-    server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
+    server = CaptureServer(
+        host="127.0.0.1",
+        port=0,
+        model="policy",
+        token_text=token_text,
+        max_connections=max_connections,
+        idle_s=idle_s,
+    )
     await server.start()
     key = server.open(session)
     client = openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0)
@@ -442,5 +454,89 @@ def test_a_trajectory_takes_no_more_calls_at_a_time_than_it_may_have():
             assert it.session.conversation.num_tokens == 0
             assert it.engine.num_cancelled == 2
             await asyncio.gather(*calls, return_exceptions=True)
+
+    run(test())
+
+
+class Door:
+    """Connections to an endpoint, without a client of HTTP. All are closed at its end."""
+
+    def __init__(self, it: Served) -> None:
+        self._it = it
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> "Door":
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        for writer in self._writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def connect(self, say: bytes = b"") -> asyncio.StreamReader:
+        address = yarl.URL(self._it.server.url)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        self._writers.append(writer)
+        writer.write(say)
+        return reader
+
+    async def status(self, key: str) -> int:
+        """Return how a request on a new connection is answered; that stays open."""
+        asking = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n"
+        line = await (await self.connect(asking.encode())).readline()
+        return int(line.split()[1])
+
+    def leave(self) -> None:
+        """Close the first one."""
+        self._writers[0].close()
+
+    @property
+    def num_open(self) -> int:
+        runner = self._it.server._runner
+        return len(runner.server.connections) if runner and runner.server else 0
+
+
+def test_connections_past_a_bound_are_refused_and_counted(caplog: pytest.LogCaptureFixture):
+    async def test() -> None:
+        async with served("yes", max_connections=3) as it, Door(it) as door:
+            for _ in range(3):
+                await door.connect()
+            await until_async(lambda: door.num_open == 3)
+            for _ in range(20):
+                with suppress(ConnectionError):
+                    assert await (await door.connect()).read() == b""
+            with pytest.raises(openai.APIConnectionError):
+                await ask(it, [user("?")])
+            assert it.server.num_refused == 21
+            door.leave()
+            await until_async(lambda: door.num_open < 3)
+            assert (await ask(it, [user("?")])).choices[0].message.content == "yes"
+
+    run(test())
+    assert len([one for one in caplog.messages if "3 are open, of all" in one]) == 1
+
+
+def test_one_trajectory_cannot_take_all_connections():
+    async def test() -> None:
+        async with served("yes", max_turns=2) as it, Door(it) as door:
+            other = it.server.open(it.session)
+            assert [await door.status(it.key) for _ in range(19)] == [*[200] * 18, 429]
+            assert await door.status(other) == 200
+            assert it.server.num_refused == 1
+            door.leave()
+            await until_async(lambda: door.num_open == 18)
+            assert await door.status(it.key) == 200
+            await it.server.end(it.key)  # with all that it has open
+            await until_async(lambda: door.num_open == 1)
+
+    run(test())
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: "])
+def test_a_connection_that_asks_nothing_is_closed(begun: bytes):
+    async def test() -> None:
+        async with served("yes", idle_s=0.05) as it, Door(it) as door:
+            assert await (await door.connect(begun)).read() == b""
 
     run(test())
