@@ -70,9 +70,16 @@ class ChildProcess(asyncio.Protocol):
         self._ending = False
 
     async def start(
-        self, *, jailed: bool, hide: Sequence[Path], environment: Mapping[str, str]
+        self,
+        *,
+        jailed: bool,
+        hide: Sequence[Path],
+        environment: Mapping[str, str],
+        shared_bytes: int = 0,
     ) -> None:
         """Start the process, with this environment and no more.
+
+        With ``shared_bytes`` a jailed one has shared memory of its own, of that size.
 
         Forks on the calling thread, which must be the main one: the child dies with it.
         """
@@ -80,7 +87,9 @@ class ChildProcess(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
         command = [sys.executable, "-m", self._module, "--link", str(theirs.fileno())]
-        command = in_namespace(command, hide=hide) if jailed else kept(command)
+        command = (
+            in_namespace(command, hide=hide, shared_bytes=shared_bytes) if jailed else kept(command)
+        )
         with theirs:
             try:
                 process = subprocess.Popen(  # noqa: ASYNC220, S603 it returns at once

@@ -16,8 +16,12 @@ from slipstream.broker.sandbox.bubblewrap import (
     trusted_argv,
 )
 
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 its files are memory
 
-def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
+
+def jailed(
+    command: Sequence[str], *, hide: Sequence[Path] = (), shared_bytes: int = 0
+) -> list[str]:
     """Return the argv that runs a trusted command in a PID namespace of its own.
 
     Files, network, environment, working folder and inherited descriptors stay as they are. Killing
@@ -25,7 +29,8 @@ def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
     namespace, ends it when everything below is gone. Its exit code is that of the command,
     128 + N after signal N, and 1 if bubblewrap did not start it (reason on stderr).
 
-    Paths to ``hide`` are covered by empty files and folders.
+    Paths to ``hide`` are covered by empty files and folders. With ``shared_bytes`` shared memory is
+    its own, too, and ends with it: as much in the files of /dev/shm, and none of System V's.
 
     Raises:
         SandboxUnavailableError: there is no bubblewrap.
@@ -42,6 +47,9 @@ def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
             covered.append(real)
         elif real.exists():
             arguments += ["--dev-bind", "/dev/null", str(real)]
+    if shared_bytes:
+        arguments += ["--unshare-ipc", "--perms", "1777", "--size", str(shared_bytes)]
+        arguments += ["--tmpfs", SHARED_MEMORY]
     return [*arguments, "--", *init_argv(command)]
 
 

@@ -25,6 +25,7 @@ import msgspec
 
 from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.frames import LENGTH_BYTES, frame_of
+from slipstream.broker.sandbox.held_memory import held_bytes
 from slipstream.broker.sandbox.jail import check_jail
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
@@ -59,6 +60,8 @@ _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0  # without a sign of life
 _CONNECT_S = 60.0  # without a sign of life
 _POLL_S = 0.2
+_HELD_EVERY = 5  # measurements: what is held by open files is looked at less often
+_SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
 _KILL_S = 60.0
 _LONGEST_BACKOFF_S = 30.0
 _MODULE = "slipstream.generators.environments.loader"
@@ -301,7 +304,12 @@ class EnvironmentHost:
 
         loader = ChildProcess("environment", _MODULE, received, ended)
         try:
-            await loader.start(jailed=self._jailed, hide=self._hide, environment=self._environment)
+            await loader.start(
+                jailed=self._jailed,
+                hide=self._hide,
+                environment=self._environment,
+                shared_bytes=_SHARED_TIMES * self._limits.memory_mb << 20,
+            )
             loader.send(self._load)
             patience = Patience("the environment to load", _IMPORT_S, signs_of(lambda: loader.pids))
             while not (await asyncio.wait({loaded}, timeout=_POLL_S))[0]:
@@ -394,22 +402,30 @@ class EnvironmentHost:
 
     async def _watch(self) -> None:
         """Measure trajectories' processes; end those over their limits."""
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(_POLL_S)
             if not self._acting:
                 continue
+            looks = number % _HELD_EVERY == 0
             table = process_table()
             children = children_by_parent(table)
             for acting in list(self._acting.values()):
                 if acting.pid and not acting.failed.done():
-                    self._measure(acting, table, children)
+                    self._measure(acting, table, children, looks=looks)
 
     def _measure(
-        self, acting: Acting, table: Mapping[int, ProcessRow], children: Mapping[int, list[int]]
+        self,
+        acting: Acting,
+        table: Mapping[int, ProcessRow],
+        children: Mapping[int, list[int]],
+        *,
+        looks: bool,
     ) -> None:
-        used = usage_of((acting.pid, *descendants(acting.pid, children)), table)
+        family = (acting.pid, *descendants(acting.pid, children))
+        used = usage_of(family, table)
         limits = self._limits
-        if used.rss_bytes > limits.memory_mb << 20:
+        held = held_bytes(family) if looks else 0
+        if used.rss_bytes + held > limits.memory_mb << 20:
             self.replaced["memory"] += 1
             why = f"took more than environment.memory_mb = {limits.memory_mb}"
         elif used.num_tasks > limits.max_processes:

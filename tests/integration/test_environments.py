@@ -1,6 +1,7 @@
 """Environments in processes of their own, before an engine that says what it is told."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -132,6 +133,7 @@ def test_a_trajectory_ends_at_its_limits_with_what_it_has(options: dict[str, int
         ("Huge", r"says 100000\d\d bytes, at most 8388608 in a turn"),
         ("Binary", "content of a message is bytes, expected text"),
         ("Grows", "took more than environment.memory_mb = 300"),
+        ("HoldsFiles", "took more than environment.memory_mb = 300"),
         ("KillsAll", "the environment's process ended"),
         ("asks_nothing", "there is no endpoint"),
     ],
@@ -140,6 +142,17 @@ def test_an_environment_that_fails_gives_a_reason_and_no_reward(name: str, why: 
     async def test() -> None:
         with pytest.raises(EnvironmentFailedError, match=why):
             await outcome(name, "x")
+
+    run(test())
+
+
+def test_shared_memory_is_the_environments_own_and_bounded():
+    async def test() -> None:
+        async with host("FillsSharedMemory", Limits(memory_mb=40, max_processes=32)) as environment:
+            its = session(Engine(["x"]))
+            found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)
+            assert found.parts == {"errno": float(errno.ENOSPC), "written": 160.0}
+            assert not Path("/dev/shm/fills-0").exists()  # noqa: ASYNC240, S108 one look
 
     run(test())
 

@@ -113,6 +113,39 @@ class Grows(Environment):
         return str(len(held))
 
 
+_HOLD = """
+import os, time
+held = os.memfd_create("held")
+for _ in range(400):
+    os.write(held, bytes(1 << 20))
+time.sleep(1_000)
+"""
+
+
+class HoldsFiles(Environment):
+    """Starts a program with memory that no process has mapped."""
+
+    async def step(self, _reply: Reply) -> Messages:
+        program = await asyncio.create_subprocess_exec(sys.executable, "-c", _HOLD)
+        await program.wait()
+        return "never"
+
+
+class FillsSharedMemory(Environment):
+    """Leaves files in /dev/shm until there is no room; says how many MiB."""
+
+    async def step(self, _reply: Reply) -> Step:
+        written = 0
+        try:
+            while written < 10_000:
+                Path(f"/dev/shm/fills-{written}").write_bytes(bytes(16 << 20))  # noqa: ASYNC240, S108
+                written += 16
+        except OSError as error:
+            parts = {"errno": float(error.errno or 0), "written": float(written)}
+            return Step(done=True, reward=1.0, parts=parts)
+        return Step(done=True)
+
+
 class KillsAll(Environment):
     async def step(self, _reply: Reply) -> Messages:
         os.kill(os.getppid(), 9)

@@ -25,3 +25,10 @@ def test_a_file_that_a_link_leads_to_from_a_hidden_folder_is_hidden_too(tmp_path
     (folder / "clients").symlink_to(elsewhere)
     words = jailed(["true"], hide=[folder, folder / "clients" / "judge.key"])
     assert str(elsewhere / "judge.key") in words
+
+
+def test_shared_memory_of_its_own_is_of_a_size():
+    words = jailed(["true"], shared_bytes=4096)
+    assert words[words.index("--tmpfs") - 1 :][:3] == ["4096", "--tmpfs", "/dev/shm"]  # noqa: S108
+    assert "--unshare-ipc" in words
+    assert "--tmpfs" not in jailed(["true"])
