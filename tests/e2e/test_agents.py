@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.generators.sglang.start_order import free_port
-from tests.support.tiny_run import ROOT, TinyRun, slipstream
+from tests.support.several_turns import run_in, summary_of_all_trained
+from tests.support.tiny_run import ROOT, slipstream
 from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
@@ -49,22 +50,16 @@ def fails_once(path: str) -> None:
 
 def test_a_run_trains_trajectories_of_several_turns(tmp_path: Path):
     (tmp_path / "env.py").write_text(ENVIRONMENT)
-    run = TinyRun(
+    run = run_in(
         tmp_path,
+        "env.py:Sums",
         {
-            "environment.function": f"{tmp_path / 'env.py'}:Sums",
-            "environment.max_turns": 3,
-            "environment.max_tokens": 150,
-            "sampling.max_response_tokens": 24,
-            "reward.workers": 0,
             "algo.advantage.over": "turns",
             "algo.advantage.discount": 0.9,
             "broker.drop_zero_variance": False,
         },
     )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert (summary["finished"], summary["unaccounted"], summary["trained"]) == (True, 0, 16)
+    summary_of_all_trained(run)
     rows = run.rollouts()
     assert len(rows) == 4 * 4 * 2
     assert {row["parts"]["turns"] for row in rows} == {3.0}
@@ -77,7 +72,6 @@ def test_a_run_trains_trajectories_of_several_turns(tmp_path: Path):
         ):  # of the weights that the learner has then; it has those of earlier versions no more
             assert one["step"] <= row["step"]
             assert difference < 1e-5 or one["step"] < row["step"]
-    run.assert_nothing_left()
 
 
 REWRITING = """
@@ -98,13 +92,11 @@ async def rollout(client, prompt):
 @pytest.mark.slow  # trajectories of several turns are in make test, by an environment
 def test_a_critic_learns_of_turns_where_an_agent_rewrites_its_history(tmp_path: Path):
     (tmp_path / "agent.py").write_text(REWRITING)
-    run = TinyRun(
+    run = run_in(
         tmp_path,
+        "agent.py:rollout",
         {
-            "environment.function": f"{tmp_path / 'agent.py'}:rollout",
             "environment.max_tokens": 200,
-            "sampling.max_response_tokens": 24,
-            "reward.workers": 0,
             "algo.preset": "ppo",
             "algo.advantage.rewards": "turns",
             "algo.advantage.over": "turns",
@@ -112,14 +104,11 @@ def test_a_critic_learns_of_turns_where_an_agent_rewrites_its_history(tmp_path: 
             "broker.drop_zero_variance": False,
         },
     )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert (summary["finished"], summary["unaccounted"], summary["trained"]) == (True, 0, 16)
+    summary_of_all_trained(run)
     for row in run.rollouts():
         assert len(row["turns"]) == len(row["turn_rewards"]) == 3
         assert len(row["branches"]) == 1
         assert sum(row["turn_rewards"]) == pytest.approx(row["reward"])
-    run.assert_nothing_left()
 
 
 def few_prompts(folder: Path) -> None:
@@ -134,24 +123,18 @@ def test_environments_that_fail_are_tried_again_and_what_never_works_is_a_dead_l
     """A failure is no reward of 0, siblings that were finished are kept, all is counted."""
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     (tmp_path / "failures").mkdir()
-    run = TinyRun(
+    run = run_in(
         tmp_path,
+        "env.py:Sums",
         {
-            "environment.function": f"{tmp_path / 'env.py'}:Sums",
             "environment.options.failures": tmp_path / "failures",
-            "environment.max_turns": 3,
-            "environment.max_tokens": 150,
-            "sampling.max_response_tokens": 24,
-            "reward.workers": 0,
             "eval.file": tmp_path / "held_out.jsonl",
             "eval.every_steps": 2,
             "generators.count": 2,
         },
         before=few_prompts,
     )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert (summary["finished"], summary["unaccounted"], summary["trained"]) == (True, 0, 16)
+    summary = summary_of_all_trained(run)
     assert summary["dropped"]["lease_exhausted"] >= 1
     assert summary["queue"]["restarted_trajectories"] >= 2
     assert {row["parts"]["turns"] for row in run.rollouts()} == {3.0}
@@ -162,7 +145,6 @@ def test_environments_that_fail_are_tried_again_and_what_never_works_is_a_dead_l
         (step, found["num_problems"], found["num_answers"], found["num_dropped"])
         for step, found in points
     ] == [(step, 6, 5, 1) for step in (0, 2, 4)]
-    run.assert_nothing_left()
 
 
 def test_environments_run_on_a_server_by_the_documented_commands(tmp_path: Path):
@@ -182,15 +164,12 @@ def test_environments_run_on_a_server_by_the_documented_commands(tmp_path: Path)
     with (tmp_path / "server.log").open("w") as log:
         server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
-        run = TinyRun(
+        run = run_in(
             tmp_path,
+            "env.py:Sums",
             {
-                **dict(one.split("=", 1) for one in settings),
+                "environment.key_file": keys / "clients" / "envs.key",
                 "environment.servers": f'["127.0.0.1:{port}"]',
-                "environment.max_turns": 3,
-                "environment.max_tokens": 150,
-                "sampling.max_response_tokens": 24,
-                "reward.workers": 0,
             },
         )
         assert run.wait() == 0, run.output + (tmp_path / "server.log").read_text()

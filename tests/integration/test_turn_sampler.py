@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from slipstream.generators.concurrency import Range
-from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.engine import SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import ToolParser, TurnSampler
 from slipstream.generators.lanes import Lanes
@@ -17,10 +17,9 @@ from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError, EngineRefusedError
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Json, Prompt
-from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
 from tests.support.blank_model import write_blank_model
-from tests.support.canned_engine import CannedEngine
+from tests.support.canned_engine import CannedEngine, completion
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
@@ -39,26 +38,6 @@ class Parsing(CannedEngine):
         return "", [{"id": "x", "type": "function", "function": {"name": "f", "arguments": text}}]
 
 
-class Engine(Parsing):
-    @override
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        count: int,
-        seeds: Sequence[int] = (),
-    ) -> list[Completion]:
-        return [
-            Completion(
-                token_ids=[5, 2],
-                logprobs=[-0.5, -0.5],
-                version_starts=[(0, PolicyVersion(1, 0))],
-                finish_reason="stop",
-            )
-        ]
-
-
 async def submission_of(
     folder: Path,
     name: str,
@@ -74,7 +53,7 @@ async def submission_of(
     )
     codec = TextCodec(folder / "model", sampling)
     params = SamplingParams(temperature=1.0, max_new_tokens=8)
-    sampler = Sampler(Engine(), codec, {"train": params}, 1)
+    sampler = Sampler(Parsing(completion(5, 2)), codec, {"train": params}, 1)
     section = EnvironmentSection(
         function=f"{GUESSING}:{name}", timeout_s=HANG_S, tool_call_parser=parser, **limits
     )
