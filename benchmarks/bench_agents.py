@@ -12,11 +12,13 @@ alternating turns; medians.
 import argparse
 import asyncio
 import itertools
+import json
 import statistics
 import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
@@ -39,6 +41,8 @@ ENVIRONMENT = Path(__file__).with_name("scripted_environment.py")
 NEEDS = {0: 0.95, 200: 0.9}  # of one turn's tokens per second, by milliseconds of latency
 _TIMEOUT_S = 600.0
 _PROMPT = Prompt(prompt="12+34=")
+_POSITIONS = 4096
+_LOOK_S = 0.02
 _LENGTHS = 8  # of replies; an item of the run has one
 _EXAMPLES = """examples:
   python -m benchmarks.bench_agents
@@ -63,7 +67,7 @@ def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) ->
             "generators": {
                 "device": "cpu",
                 "max_sequences": arguments.sequences,
-                "max_cached_tokens": 65_536,
+                "max_cached_tokens": 131_072,
             },
         }
     )
@@ -72,6 +76,13 @@ def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) ->
 def lengths(mean: int, turns: int) -> list[int]:
     """Return how many tokens replies have, from half to one and a half of ``turns`` * ``mean``."""
     return [turns * round(mean * (0.5 + item / (_LENGTHS - 1))) for item in range(_LENGTHS)]
+
+
+class Measured(NamedTuple):
+    """What one setting did."""
+
+    rate: float  # tokens per second
+    used: float  # share of the lanes that a sequence of the engine had
 
 
 class Setting:
@@ -86,10 +97,11 @@ class Setting:
         outside = settings.most_outside if turn_sampler is not None else 0
         self._lanes = Lanes(Range(lowest=1, highest=most, step=1), most_outside=outside)
         self._num_tokens = self._num_ended = 0
+        self._seen: list[int] = []
         self._has_ended = asyncio.Event()
 
-    async def tokens_per_s(self, warm: int, count: int) -> float:
-        """Return the tokens that the policy chose per second, while lanes are never without work.
+    async def measure(self, warm: int, count: int) -> Measured:
+        """Measure while lanes are never without work.
 
         Args:
             warm: trajectories that end before any is counted.
@@ -99,11 +111,23 @@ class Setting:
         try:
             await self._until(warm, feeding)
             tokens, began_s = self._num_tokens, time.perf_counter()
+            looking = asyncio.create_task(self._look())
             await self._until(warm + count, feeding)
-            return (self._num_tokens - tokens) / (time.perf_counter() - began_s)
+            seconds = time.perf_counter() - began_s
+            looking.cancel()
+            used = statistics.mean(self._seen) / self._lanes.limit
+            return Measured((self._num_tokens - tokens) / seconds, used)
         finally:
             feeding.cancel()
             await asyncio.wait({feeding})
+
+    async def _look(self) -> None:
+        """Count what the engine has, again and again."""
+        self._seen = []
+        while True:
+            lanes = self._lanes
+            self._seen.append(lanes.in_flight if self._turn_sampler is None else lanes.calling)
+            await asyncio.sleep(_LOOK_S)
 
     async def _until(self, num_ended: int, feeding: asyncio.Task[None]) -> None:
         while self._num_ended < num_ended:
@@ -149,7 +173,7 @@ async def _measure(
     arguments: argparse.Namespace,
     *,
     is_agent: bool,
-) -> float:
+) -> Measured:
     async with AsyncExitStack() as cleanup:
         engine = SglangEngine(
             process.url, process.api_key, request_timeout_s=_TIMEOUT_S, control_timeout_s=_TIMEOUT_S
@@ -168,7 +192,7 @@ async def _measure(
             running = TurnSampler.running(settings.environment, settings.sampling, sampler, hide=())
             turn_sampler = await cleanup.enter_async_context(running)
         setting = Setting(settings, sampler, turn_sampler)
-        return await setting.tokens_per_s(2 * arguments.sequences, arguments.trajectories)
+        return await setting.measure(2 * arguments.sequences, arguments.trajectories)
 
 
 def main() -> int:
@@ -179,34 +203,43 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sequences", type=int, default=16, help="in the engine at a time")
-    parser.add_argument("--trajectories", type=int, default=64, help="that each measurement counts")
+    parser.add_argument("--trajectories", type=int, default=32, help="that each measurement counts")
     parser.add_argument("--turns", type=int, default=4, help="replies of a trajectory")
-    parser.add_argument("--reply-tokens", type=int, default=128)
+    parser.add_argument("--reply-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each setting")
-    parser.add_argument("--hidden", type=int, default=512, help="size of the policy")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128, help="size of the policy")
+    parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
     names = {"one turn": 0, **{f"{ms} ms": ms for ms in NEEDS}}
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[Measured]] = {name: [] for name in names}
     with work_folder() as folder:
         write_inputs(folder, hidden=arguments.hidden, layers=arguments.layers)
+        config = folder / "model" / "config.json"
+        longer = {"max_position_embeddings": _POSITIONS}
+        config.write_text(json.dumps(json.loads(config.read_text()) | longer))
         with sglang_server(settings_of(folder, arguments, 0)) as process:
             for number in range(arguments.rounds):
                 for name in list(names)[:: 1 if number % 2 == 0 else -1]:
                     settings = settings_of(folder, arguments, names[name])
                     is_agent = name != "one turn"
-                    rate = asyncio.run(_measure(process, settings, arguments, is_agent=is_agent))
-                    print(f"  round {number} {name}: {rate:.0f} tokens/s", flush=True)
-                    found[name].append(rate)
-    return _judge({name: statistics.median(rates) for name, rates in found.items()})
+                    one = asyncio.run(_measure(process, settings, arguments, is_agent=is_agent))
+                    words = f"{one.rate:.0f} tokens/s, {one.used:.1%} of the lanes in use"
+                    print(f"  round {number} {name}: {words}", flush=True)
+                    found[name].append(one)
+    return _judge(
+        {
+            name: Measured(*map(statistics.median, zip(*ones, strict=True)))
+            for name, ones in found.items()
+        }
+    )
 
 
-def _judge(medians: dict[str, float]) -> int:
-    for name, rate in medians.items():
-        print(f"  median {name}: {rate:.0f} tokens/s", flush=True)
+def _judge(medians: dict[str, Measured]) -> int:
+    for name, one in medians.items():
+        print(f"  median {name}: {one.rate:.0f} tokens/s, {one.used:.1%} of the lanes", flush=True)
     bars = Bars()
     for ms, needs in NEEDS.items():
-        share = medians[f"{ms} ms"] / medians["one turn"]
+        share = medians[f"{ms} ms"].rate / medians["one turn"].rate
         bars.at_least(f"agents_{ms}_ms_vs_one_turn", share, "x", needs=needs)
     return bars.exit_code
 
