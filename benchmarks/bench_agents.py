@@ -203,12 +203,12 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sequences", type=int, default=16, help="in the engine at a time")
-    parser.add_argument("--trajectories", type=int, default=32, help="that each measurement counts")
+    parser.add_argument("--trajectories", type=int, default=24, help="that each measurement counts")
     parser.add_argument("--turns", type=int, default=4, help="replies of a trajectory")
-    parser.add_argument("--reply-tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each setting")
-    parser.add_argument("--hidden", type=int, default=128, help="size of the policy")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--reply-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each setting")
+    parser.add_argument("--hidden", type=int, default=256, help="size of the policy")
+    parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     names = {"one turn": 0, **{f"{ms} ms": ms for ms in NEEDS}}
     found: dict[str, list[Measured]] = {name: [] for name in names}

@@ -12,7 +12,7 @@ from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import EngineLoad
 
 _log = logging.getLogger(__name__)
-_MEAN_S = 10.0  # over which the number of trajectories outside the engine is averaged
+_MEAN_S = 3.0  # over which the number of trajectories outside the engine is averaged
 
 
 class Lanes:
