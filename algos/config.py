@@ -23,7 +23,15 @@ from slipstream.algos.choice import (
     TeacherOptions,
 )
 from slipstream.algos.conflicts import refuse_conflicts
-from slipstream.algos.parts import AnyPart, Kind, Options, PartError, check_needs, find_part
+from slipstream.algos.parts import (
+    AnyPart,
+    Kind,
+    Options,
+    OptionsError,
+    PartError,
+    check_needs,
+    find_part,
+)
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection, Table
 
@@ -200,7 +208,7 @@ def _options(where: str, kind: type[T], table: Table) -> T:
     try:
         options = msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        raise PartError(f"{where}: {error}") from error
+        raise OptionsError(where, table, kind, str(error)) from error
     _refuse_no_number(where, msgspec.structs.asdict(options))
     return options
 

@@ -43,6 +43,19 @@ class PartError(ValueError):
     """A part of the algorithm is missing, or of another kind than its setting needs."""
 
 
+class OptionsError(PartError):
+    """Options of a part cannot be decoded: what they are, and what they must be."""
+
+    def __init__(
+        self, where: str, values: Mapping[str, Any], kind: type[msgspec.Struct], error: str
+    ) -> None:
+        super().__init__(f"{where}: {error}")
+        self.where = where
+        self.values = values
+        self.kind = kind
+        self.error = error
+
+
 @dataclass(frozen=True, slots=True)
 class Part(Generic[P, R]):
     """A function of the algorithm under its name; called like the function itself."""

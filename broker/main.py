@@ -50,7 +50,7 @@ def main() -> int:
             load_prompts(settings)
             return print_json(settings)
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     start_logging("broker")
 
     def body() -> int:

@@ -6,7 +6,7 @@ import logging
 import sys
 
 from slipstream.deploy.commands.options import take_config
-from slipstream.wire.process.command_line import run_role
+from slipstream.wire.process.command_line import naming_places, run_role
 
 _EXAMPLES = """examples:
   slipstream quickstart                              two-digit addition on this machine
@@ -73,7 +73,8 @@ def _called() -> int:
         arguments.overrides += left
     take_config(parser, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return int(arguments.main(arguments))
+    with naming_places(arguments):
+        return int(arguments.main(arguments))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main() -> int:
             print("\n".join(f"sglang {name} = {value}" for name, value in flags.items()))  # noqa: T201
             return 0
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     role = name if place is None or place.node == 0 else f"{name}-node-{place.node}"
     start_logging(role)
 
@@ -110,7 +110,7 @@ def _offline(arguments: argparse.Namespace) -> int:
     try:
         settings = offline_settings(load_arguments(arguments), arguments.out, arguments.num_prompts)
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     if arguments.dry_run:
         print(f"would write {settings.out}")  # noqa: T201
         return 0

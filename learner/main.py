@@ -90,7 +90,7 @@ def main() -> int:
             hf = load_hf_config(model_folder(settings.run))
             refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     if arguments.dry_run:
         return print_json(settings)
     rank = place.ranks[0] if arguments.rank is None else arguments.rank

@@ -158,7 +158,7 @@ def main() -> int:
         settings = _settings(arguments)
         endpoint = settings.run.broker_endpoint
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     if arguments.dry_run:
         function = settings.function or settings.reward.function
         print(f"would score with {function} for {endpoint}")  # noqa: T201

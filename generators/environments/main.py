@@ -40,7 +40,7 @@ def main() -> int:
         address = parse_rendezvous(arguments.listen, setting="--listen")
         _check(settings, arguments.most)
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     if arguments.dry_run:
         print(f"would serve {settings.function} at {address}")  # noqa: T201
         return 0

@@ -5,11 +5,12 @@ from pathlib import Path
 from slipstream.algos.choice import AlgoChoice
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
-from slipstream.algos.parts import PartError
+from slipstream.algos.parts import OptionsError, PartError
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
+from slipstream.wire.settings.words import wrong_value
 
 
 def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
@@ -46,6 +47,9 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
     """
     try:
         choice = choice_of(settings.algo, module_named)
+    except OptionsError as error:
+        wrong = wrong_value(error.values, error.kind, error.where, error.error)
+        raise ConfigError(wrong) from error
     except PartError as error:
         raise ConfigError(str(error)) from error
     run = settings.run

@@ -57,7 +57,11 @@ CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
         nothing,
         r"unknown setting run\.stepz; did you mean steps\?",
     ),
-    "out of range": ({"sampling.temperature": -1}, nothing, r"\[sampling\].*> 0.*temperature"),
+    "out of range": (
+        {"sampling.temperature": -1},
+        nothing,
+        r"sampling\.temperature must be a number above 0, got -1",
+    ),
     "no model folder": ({"run.model": "/nowhere"}, nothing, r"/nowhere.*\(run\.model\)"),
     "incomplete model": ({}, remove_weights, r"safetensors.*\(run\.model\)"),
     "vocabulary": ({}, shrink_vocabulary, r"vocab.*run\.model|run\.model.*vocab"),

@@ -6,8 +6,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError,
 from slipstream.wire.process.health import MAX_PORT
 from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
 from slipstream.wire.settings.load import Table, load_table
+from slipstream.wire.settings.places import with_place
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
@@ -80,6 +81,27 @@ def load_arguments(arguments: argparse.Namespace) -> Table:
     return load_table(arguments.config, arguments.overrides)
 
 
+@contextmanager
+def naming_places(arguments: argparse.Namespace) -> Iterator[None]:
+    """Add to a ConfigError where its setting was written: a line of the file, or the command line.
+
+    Args:
+        arguments: with the settings file and overrides, if the command takes any.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        message = _placed(error, arguments)
+        if message == str(error):
+            raise
+        raise ConfigError(message) from error
+
+
+def _placed(error: SlipstreamError, arguments: argparse.Namespace) -> str:
+    path: Path | None = getattr(arguments, "config", None)
+    return with_place(str(error), path, getattr(arguments, "overrides", ()))
+
+
 def settings_arguments(arguments: argparse.Namespace) -> list[str]:
     """Return the part of a command line that names settings, for a process that shares them."""
     return ["--config", str(arguments.config), *arguments.overrides]
@@ -129,10 +151,11 @@ def _report(error: SlipstreamError) -> int:
     return EXIT_SUPERSEDED if has_successor else EXIT_FAILED
 
 
-def refuse_settings(error: SlipstreamError) -> int:
-    """Print why settings were refused and return the exit code for it."""
-    leave_last_words(str(error))
+def refuse_settings(error: SlipstreamError, arguments: argparse.Namespace | None = None) -> int:
+    """Print why settings were refused and where they were written; return the exit code for it."""
+    text = str(error) if arguments is None else _placed(error, arguments)
+    leave_last_words(text)
     with suppress(OSError):  # a log on a disk that is full
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     return EXIT_BAD_SETTINGS

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.words import wrong_value
 
 S = TypeVar("S", bound=msgspec.Struct)
 Table = dict[str, Any]
@@ -92,7 +93,7 @@ def section(table: Mapping[str, Any], name: str, kind: type[S]) -> S:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"section [{name}]: {error}") from error
+        raise ConfigError(wrong_value(values, kind, name, str(error))) from error
 
 
 def to_table(struct: msgspec.Struct) -> Table:

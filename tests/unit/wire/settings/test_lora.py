@@ -34,7 +34,7 @@ def test_adapters_are_on_every_linear_layer_and_scaled_by_alpha_over_rank():
         ({"rank": 4, "alpha": math.inf}, r"lora\.alpha must be at most 1e\+06, got inf"),
         ({"alpha": 8.0}, r"lora\.alpha has no meaning without lora\.rank, which is not set"),
         ({"adapter": "a"}, r"lora\.adapter has no meaning without lora\.rank"),
-        ({"rank": 4, "alpha": 0.0}, r"\[lora\]"),
+        ({"rank": 4, "alpha": 0.0}, r"lora\.alpha must be a number above 0"),
         ({"rank": 4, "targets": []}, r"lora\.targets must name one layer or more, each once"),
         ({"rank": 4, "targets": ["q_proj", "q_proj"]}, r"each once, got \['q_proj', 'q_proj'\]"),
         ({"rnak": 4}, r"unknown setting lora\.rnak; did you mean rank\?"),
