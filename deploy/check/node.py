@@ -36,6 +36,12 @@ from slipstream.deploy.check.machine import (
 from slipstream.deploy.check.memory import copies_memory, host_memory, versions_bytes
 from slipstream.deploy.check.model import observe_model
 from slipstream.deploy.check.network import observe_network
+from slipstream.deploy.check.options import (
+    observe_engine,
+    observe_environment,
+    observe_megatron,
+    observe_trackers,
+)
 from slipstream.deploy.check.requests import (
     Answer,
     Begin,
@@ -146,7 +152,13 @@ def _facts(view: _View) -> list[Fact]:
         )
     if "broker" in kinds:
         facts += observe_store(config.broker)
+        facts += observe_trackers(config)
         facts += observe_data(config)
+    if "learner" in kinds:
+        facts += observe_megatron(config, view.hf)
+    if "generator" in kinds:
+        facts += observe_engine(config)
+        facts += observe_environment(config)
     if any((fact.name, fact.outcome) == ("data", "fail") for fact in facts):
         return facts
     if "broker" in kinds:

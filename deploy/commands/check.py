@@ -128,7 +128,21 @@ def check(
         config = run_config(load_table(path, overrides))
     except ConfigError as error:
         return [_report([fail("settings", str(error))])]
-    facts = [judge_folder(see_folder(config.run))]
+    return look_at(config, [judge_folder(see_folder(config.run))], place, signals, meets)
+
+
+def look_at(
+    config: RunConfig,
+    facts: Sequence[Fact],
+    place: str,
+    signals: Signals,
+    meets: tuple[int, Address] | None = None,
+) -> list[HostReport]:
+    """Look at the hosts of a run that is to be; return the facts, ``facts`` first.
+
+    The other arguments and the error are those of ``check``.
+    """
+    facts = list(facts)
     resolved = config.run.folder / SETTINGS
     try:
         plans = plan_roles(config, resolved, gpus=None if place == "ray" else usable_gpus())
@@ -188,12 +202,16 @@ def _report(facts: Sequence[Fact]) -> HostReport:
     return HostReport(host="the run", roles=(), facts=tuple(facts))
 
 
-def print_reports(reports: Sequence[HostReport], console: Console) -> None:
+def print_reports(
+    reports: Sequence[HostReport], console: Console, *, only_trouble: bool = False
+) -> None:
     """Print the facts of all hosts, then how many there are of each kind."""
     for report in reports:
+        shown = [fact for fact in report.facts if not only_trouble or fact.outcome != "ok"]
         roles = f": {', '.join(report.roles)}" if report.roles else ""
-        console.print(Text(f"{report.host}{roles}", style="bold"), soft_wrap=True)
-        for fact in report.facts:
+        if shown:
+            console.print(Text(f"{report.host}{roles}", style="bold"), soft_wrap=True)
+        for fact in shown:
             line = Text(fact.line)
             line.stylize(_STYLES[fact.outcome], 0, len(fact.outcome))
             console.print(line, soft_wrap=True)

@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from slipstream.deploy.commands.check import look_at, print_reports
 from slipstream.deploy.commands.options import (
     add_config,
     add_overrides,
@@ -12,15 +15,17 @@ from slipstream.deploy.commands.options import (
     import_ray,
     placed_overrides,
 )
-from slipstream.deploy.config import free_name, run_config, with_contents
+from slipstream.deploy.config import RunConfig, free_name, run_config, with_contents
 from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.hosts import print_host_commands
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.deploy.launch.resume import find_resume_point, refuse_taken, resumed_table
+from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.process.command_line import EXIT_FAILED, EXIT_INTERRUPTED
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.load import section as load_section
@@ -38,7 +43,11 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument("--dry-run", action="store_true", help="check, print the processes, exit")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load what the roles load, print processes and what would fail, exit (1: something)",
+    )
     add_resume(parser)
     add_place(
         parser,
@@ -88,11 +97,7 @@ def run(
         refuse_taken(upload)
     config = with_contents(config)
     if dry_run:
-        resolved = config.run.folder / SETTINGS
-        gpus = None if place == "ray" else usable_gpus()
-        plans = plan_roles(config, resolved, gpus=gpus)
-        print_dry_run(config, plans, console)
-        return 0
+        return _try_dry(config, place, console)
     if place == "ray":
         return int(import_ray().run_on_ray(config, console))
     if place == "hosts":
@@ -105,3 +110,25 @@ def run(
             "for each host): see docs/clusters.md"
         )
     return run_locally(config, console)
+
+
+def _try_dry(config: RunConfig, place: str, console: Console) -> int:
+    """Print what would start, and what would fail; return the exit code: 1 if anything would."""
+    resolved = config.run.folder / SETTINGS
+    plans = plan_roles(config, resolved, gpus=None if place == "ray" else usable_gpus())
+    fits = print_dry_run(config, plans, console)
+    if place == "ray":
+        console.print("nodes of the cluster are looked at by `slipstream check --on ray`")
+        return 0 if fits else EXIT_FAILED
+    here = config.with_settings("deploy", hosts=config.deploy.hosts[:1])
+    signals = Signals()
+    with signals.handled():
+        try:
+            reports = look_at(here, [], "local", signals)
+        except StopRequestedError:
+            return EXIT_INTERRUPTED
+    print_reports(reports, console, only_trouble=True)
+    if len(config.deploy.hosts) > 1:
+        console.print("looked at this host alone; all: `slipstream check --on hosts`")
+    fails = any(fact.outcome == "fail" for report in reports for fact in report.facts)
+    return EXIT_FAILED if fails or not fits else 0

@@ -41,6 +41,29 @@ _LINES_OF_A_FAILURE = 200
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b")  # as a traceback ends
 
 
+def refused_flags(settings: GeneratorSettings) -> str:
+    """Return why SGLang does not take the settings of an engine; empty if it does.
+
+    It is imported for that, in a process of its own, and no server starts.
+    """
+    flags = server_flags(settings, port=0, api_key="", seed_of="check")
+    order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
+    with tempfile.TemporaryDirectory() as scratch:
+        found = subprocess.run(
+            [sys.executable, "-m", "slipstream.generators.sglang.server"],
+            input=json.dumps(order | {"only_check": True}),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment_of(settings, Path(scratch)),
+            preexec_fn=bound_to_me(),
+        )
+    if found.returncode == 0:
+        return ""
+    lines = found.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {found.returncode}"
+
+
 @dataclass(slots=True)
 class SglangProcess:
     """A server in its own session; its API key is neither in argv nor in a file."""

@@ -51,6 +51,8 @@ def main() -> None:
         from sglang.srt.server_args import ServerArgs, prepare_server_args
 
         argv = _arguments(flags, set(ServerArgs.__struct_fields__))
+        if order.get("only_check"):
+            return
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints import http_server  # noqa: F401 slow: before the fork
         from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401

@@ -294,7 +294,8 @@ def _transformer_config(
         "attention_dropout": 0.0,
     }
     fixed["pipeline_dtype"] = dtype
-    _refuse_unknown(extra, fixed, _config_class(hf))
+    _refuse_fixed(extra, fixed)
+    refuse_unknown_keys(hf, extra)
     defaults = {**_NO_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
     try:
         return _config_class(hf)(**fixed, **{**defaults, **extra})
@@ -397,10 +398,7 @@ def _config_class(hf: HfConfig) -> type[TransformerConfig]:
     return found
 
 
-def _refuse_unknown(
-    extra: Mapping[str, object], fixed: Mapping[str, object], config: type[TransformerConfig]
-) -> None:
-    known = [field.name for field in dataclasses.fields(config) if field.init]
+def _refuse_fixed(extra: Mapping[str, object], fixed: Mapping[str, object]) -> None:
     for name in extra:
         if name in fixed:
             instead = _OWN_SETTINGS.get(name, "")
@@ -408,6 +406,16 @@ def _refuse_unknown(
                 f"learner.megatron.{name} follows from the model and the learner's settings "
                 f"({fixed[name]!r}) and cannot be set{instead and f': set learner.{instead}'}"
             )
+
+
+def refuse_unknown_keys(hf: HfConfig, extra: Mapping[str, object]) -> None:
+    """Refuse what Megatron's TransformerConfig does not know.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    known = [field.name for field in dataclasses.fields(_config_class(hf)) if field.init]
+    for name in extra:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise ConfigError(

@@ -195,6 +195,15 @@ def address_for_weights(_folder: Path, _stack: ExitStack) -> dict[str, object]:
     return {"weightbus.host": "203.0.113.7", "weightbus.transport": "collective"}
 
 
+def unknown_to_libraries(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    return {
+        "learner.megatron.hidden_dropuot": 0.1,
+        "generators.sglang.mem_fracton_static": 0.5,
+        "logging.trackers": ["tensorboard", "swanlab"],
+        "environment.function": f"{folder / 'game.py'}:Game",
+    }
+
+
 def misspelled_role(_folder: Path, _stack: ExitStack) -> dict[str, object]:
     return {"deploy.cores.generater": [0]}
 
@@ -249,6 +258,15 @@ FAULTS: dict[Plant, tuple[int, list[tuple[str, str]]]] = {
             ("fail weights: nothing passes over gloo", "203.0.113.7 (weightbus.host"),
         ],
     ),
+    unknown_to_libraries: (
+        2,
+        [
+            ("fail trackers: not installed: swanlab", "(logging.trackers)"),
+            ("fail megatron: unknown setting", "learner.megatron.hidden_dropuot did you mean"),
+            ("fail sglang: generators.sglang.mem_fracton_static", "is not a setting"),
+            ("fail environment: ", "game.py (environment.function)"),
+        ],
+    ),
     misspelled_role: (1, [("warn roles: there is no generater (deploy.cores)", "broker")]),
     misspelled_setting: (2, [("fail settings: ", "run.stepz; did you mean steps?")]),
 }
@@ -279,7 +297,7 @@ def test_a_sound_run_has_no_fault_and_nothing_is_left(folder: Path):
     assert names == {
         *("settings", "run folder", "roles", "dashboard", "weightbus.host", "interface"),
         *("memory", "shared memory", "GPUs", "libraries", "flash-attn", "fsync", "disk space"),
-        *("Redis", "data", "prompt", "reward", "model", "clock", "weights"),
+        *("Redis", "trackers", "data", "prompt", "reward", "model", "clock", "weights"),
     }
     (weights,) = [fact.found for fact in found.facts if fact.name == "weights"]
     assert "over gloo" in weights
@@ -334,3 +352,38 @@ def test_ctrl_c_leaves_nothing(folder: Path):
     assert not alive
     assert not list(temporary.iterdir())
     assert not (folder / "runs").exists()
+
+
+# ---- slipstream run --dry-run ----------------------------------------------------
+
+
+def dry_run(
+    folder: Path, settings: dict[str, object], *words: str
+) -> "subprocess.CompletedProcess[str]":
+    command = command_of(folder, settings, "--dry-run", *words)
+    command[command.index("check")] = "run"
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
+
+
+def test_a_dry_run_of_a_sound_run_says_so_and_leaves_nothing(folder: Path):
+    before = files_in(folder)
+    found = dry_run(folder, {"generators.count": 3})
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "generator-0 to generator-2" in found.stdout
+    assert " 0 fail" in found.stdout
+    assert files_in(folder) - before == {folder / "run.toml"}
+
+
+def test_a_dry_run_fails_where_the_run_would(folder: Path):
+    with ExitStack() as stack:
+        settings = raising_reward(folder, stack) | unknown_to_libraries(folder, stack)
+        found = dry_run(folder, settings)
+    assert found.returncode == 1, found.stdout + found.stderr
+    lines = [line for line in found.stdout.splitlines() if line.startswith("fail ")]
+    expected = FAULTS[unknown_to_libraries][1] + FAULTS[raising_reward][1]
+    assert len(lines) == len(expected), lines
+    for start, words in expected:
+        (line,) = [line for line in lines if line.startswith(start)]
+        assert all(word in line for word in words.split()), line
