@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
-from slipstream.deploy.launch.session import Session, lock_run
+from slipstream.deploy.launch.session import Session, run_in_folder
 from slipstream.deploy.launch.signals import Signals
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.generators.sglang.process import remove_leftovers
@@ -37,12 +37,12 @@ def run_locally(config: RunConfig, console: Console) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
     signals = Signals()
     with signals.handled():
-        lock = lock_run(config.run)
-        try:
+
+        def session() -> Session:
             site = LocalSite(config)
-            return Session(site.config, site, console, signals).run()
-        finally:
-            lock.close()
+            return Session(site.config, site, console, signals)
+
+        return run_in_folder(config.run, session)
 
 
 class LocalSite:

@@ -37,7 +37,7 @@ from slipstream.deploy.launch.role_host import (
     RoleHost,
     StartRole,
 )
-from slipstream.deploy.launch.session import Session, lock_run
+from slipstream.deploy.launch.session import Session, run_in_folder
 from slipstream.deploy.launch.signals import Signals
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from slipstream.wire.files.keys import ClientKey, write_client_key
@@ -91,11 +91,7 @@ def run_on_ray(config: RunConfig, console: Console) -> int:
     site = RaySite(config, console)  # it sets signal handlers, which ours replace
     signals = Signals()
     with signals.handled():
-        lock = lock_run(config.run)
-        try:
-            return Session(config, site, console, signals).run()
-        finally:
-            lock.close()
+        return run_in_folder(config.run, lambda: Session(config, site, console, signals))
 
 
 class RayPlaces:

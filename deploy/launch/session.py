@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -137,6 +137,11 @@ class Session:
             self._site.close()
         finish(run, self._newest, reason, self._console)
         return code
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once the learner was seen to make a step."""
+        return self._newest is not None and self._newest.steps > 0
 
     @property
     def _newest(self) -> RunStatus | None:
@@ -338,6 +343,26 @@ def lock_run(run: RunSection) -> TextIO:
         lock.close()
         raise ConfigError(f"another process runs {run.folder}") from error
     return lock
+
+
+def run_in_folder(run: RunSection, make_session: Callable[[], Session]) -> int:
+    """Run in the run's folder, which is ours meanwhile; return the exit code.
+
+    A folder that a refused start made is removed: the name is free for the next try.
+
+    Raises:
+        ConfigError: another process runs in it, or it cannot be written.
+    """
+    is_new = not run.folder.exists()
+    lock = lock_run(run)
+    try:
+        session = make_session()
+        code = session.run()
+        if code == EXIT_BAD_SETTINGS and is_new and not session.has_stepped:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        return code
+    finally:
+        lock.close()
 
 
 def missing_upload(checkpoint: Path) -> str:

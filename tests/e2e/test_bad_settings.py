@@ -89,6 +89,7 @@ def test_bad_input_is_refused_in_one_line(case: str, tmp_path: Path):
     settings, spoil, message = CASES[case]
     run = TinyRun(tmp_path, {"generators.count": 1, **settings}, before=spoil)
     assert_refused(run, message)
+    assert not run.folder.exists(), "the name is free for the next try"
 
 
 def assert_refused(run: TinyRun, message: str) -> None:
