@@ -36,7 +36,7 @@ ITEM_BYTES = 2
 ROUNDS = 15
 LINK_NEEDS = 0.8
 _WARM_STEPS = 10
-_STEP = re.compile(r"^(\d\d:\d\d:\d\d\.\d+) I learner step (\d+) ", re.MULTILINE)
+_STEP = re.compile(r"^(\S+) I learner step (\d+) ", re.MULTILINE)
 _EXAMPLES = """examples:
   python -m benchmarks.bench_deltas --path /tmp/deltas
   python -m benchmarks.bench_deltas --path /tmp/deltas --only apply"""
@@ -179,9 +179,9 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 def steps_per_s(log: str) -> float:
     """Return the learner's rate after the first steps, from its log."""
-    at = {int(step): datetime.strptime(when, "%H:%M:%S.%f") for when, step in _STEP.findall(log)}  # noqa: DTZ007
+    at = {int(step): datetime.fromisoformat(when) for when, step in _STEP.findall(log)}
     last = max(at)
-    return (last - _WARM_STEPS) / ((at[last] - at[_WARM_STEPS]).total_seconds() % 86_400)
+    return (last - _WARM_STEPS) / ((at[last] - at[_WARM_STEPS]).total_seconds())
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Settings of the broker, its data and its reward workers."""
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ from slipstream.wire.settings.sections import (
     AtLeast1,
     EnvironmentSection,
     EvalSection,
+    LoggingSection,
     NotNegative,
     Positive,
     RunSection,
@@ -24,7 +25,6 @@ from slipstream.wire.settings.sections import (
 )
 
 _BYTES_PER_TOKEN = 13  # id, logprob, mask, and four characters in the transcript
-TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
 class DataSection(Section, frozen=True, kw_only=True):
@@ -176,28 +176,6 @@ class RewardSection(Section, frozen=True, kw_only=True):
     """How reward functions, and code that a model wrote, are run: in namespaces made by bubblewrap
     (`bwrap`), or unprotected. Without bubblewrap the worker refuses to start; in a
     container that forbids namespaces, set `none` for functions that you trust."""
-
-
-class LoggingSection(Section, frozen=True, kw_only=True):
-    """[logging]: where the curves go, besides the page.
-
-    A resumed run keeps its id with each tracker (`trackers.json`). Keys and tokens
-    of a tracker do not belong here: it reads them from its own environment variables or files.
-    """
-
-    trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Any of tensorboard, wandb, mlflow, swanlab; all but the first are installed apart."""
-    verl_names: bool = False
-    """Log a learner step's times and throughput by verl's names as well, to compare with its runs:
-    [coming_from_verl.md](coming_from_verl.md#timings-and-throughput) has them, and what differs."""
-    project: str = "slipstream"
-    """Project (MLflow: experiment) that a tracker files the run under."""
-    wandb: dict[str, Json] = msgspec.field(default_factory=dict)
-    """Passed on to wandb.init, such as mode = "offline" or entity."""
-    mlflow: dict[str, Json] = msgspec.field(default_factory=dict)
-    """tracking_uri for MLflow, and tags for the run."""
-    swanlab: dict[str, Json] = msgspec.field(default_factory=dict)
-    """Passed on to swanlab.init, such as mode = "offline" or workspace."""
 
 
 class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):

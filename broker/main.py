@@ -51,7 +51,7 @@ def main() -> int:
             return print_json(settings)
     except ConfigError as error:
         return refuse_settings(error, arguments)
-    start_logging("broker")
+    start_logging("broker", settings.logging)
 
     def body() -> int:
         health = Health("broker", stuck_s=settings.run.stuck_s)

@@ -8,6 +8,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     add_health,
     load_arguments,
+    log_settings,
     own_name,
     refuse_settings,
     role_parser,
@@ -77,6 +78,7 @@ def main() -> int:
 
     try:
         settings = generator_settings(load_arguments(arguments))
+        logs = log_settings(arguments)
         place = place_of(settings, arguments.follow, arguments.rendezvous)
         if arguments.dry_run:
             flags = server_flags(settings, port=0, api_key="(random)", seed_of=name)
@@ -85,7 +87,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse_settings(error, arguments)
     role = name if place is None or place.node == 0 else f"{name}-node-{place.node}"
-    start_logging(role)
+    start_logging(role, logs)
 
     def body() -> int:
         health = Health(role, stuck_s=settings.run.stuck_s)
@@ -108,6 +110,7 @@ def _offline(arguments: argparse.Namespace) -> int:
     from slipstream.generators.offline_config import offline_settings
 
     try:
+        logs = log_settings(arguments)
         settings = offline_settings(load_arguments(arguments), arguments.out, arguments.num_prompts)
     except ConfigError as error:
         return refuse_settings(error, arguments)
@@ -115,7 +118,7 @@ def _offline(arguments: argparse.Namespace) -> int:
         print(f"would write {settings.out}")  # noqa: T201
         return 0
     name = arguments.name or _OFFLINE_NAME
-    start_logging(name)
+    start_logging(name, logs)
     return run_role(lambda: asyncio.run(generate(settings, name)))
 
 

@@ -1,5 +1,6 @@
 """`start-learner`: trains on the broker's batches and publishes versioned weights."""
 
+import argparse
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from slipstream.wire.files.model_digests import short_digest
 from slipstream.wire.process.command_line import (
     add_health,
     load_arguments,
+    log_settings,
     print_json,
     refuse_settings,
     role_parser,
@@ -31,45 +33,7 @@ _THREADS_S = 1.0  # for requests to a store that does not answer, a checkpoint t
 
 def main() -> int:
     """Parse, check, run."""
-    parser = role_parser(
-        "start-learner",
-        "Train the policy of a run with Megatron-Core and publish its weights.",
-        [
-            "start-learner --config run.toml",
-            "start-learner --config run.toml learner.ranks=2 learner.lr=1e-6",
-            "start-learner --config run.toml --resume auto",
-            "start-learner --config run.toml --node 1 --rendezvous 10.0.0.1:29400",
-            "start-learner --config run.toml --replay runs/a/rollouts/batches.trajectories",
-        ],
-    )
-    parser.add_argument(
-        "--replay", type=Path, metavar="FILE", help="train on recorded batches, without a broker"
-    )
-    parser.add_argument(
-        "--resume",
-        choices=["auto"],
-        help="resume from the run's newest usable checkpoint, if there is one",
-    )
-    parser.add_argument(
-        "--begun-after",
-        type=int,
-        metavar="EPOCH",
-        help="newest epoch of a checkpoint as the run was started; set by slipstream run",
-    )
-    parser.add_argument(
-        "--node",
-        type=int,
-        metavar="K",
-        help="which node of a learner on several this is, from 0 (learner.ranks_per_node)",
-    )
-    parser.add_argument(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="where node 0 listens and the others find it: an address of node 0, the same on all",
-    )
-    parser.add_argument("--rank", type=int, help="set by start-learner itself")
-    parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
-    add_health(parser)
+    parser = _parser()
     arguments = parser.parse_args()
     if arguments.begun_after is not None and arguments.resume is None:
         parser.error("--begun-after goes with --resume auto")
@@ -80,6 +44,7 @@ def main() -> int:
         settings = learner_settings(
             load_arguments(arguments), may_resume=arguments.resume is not None
         )
+        logs = log_settings(arguments)
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
             from slipstream.learner.model.division import refuse_layout
@@ -95,7 +60,7 @@ def main() -> int:
         return print_json(settings)
     rank = place.ranks[0] if arguments.rank is None else arguments.rank
     name = "learner" if rank == 0 else f"learner-rank-{rank}"
-    start_logging(name)
+    start_logging(name, logs)
 
     health = Health(name, stuck_s=settings.run.stuck_s)
 
@@ -135,6 +100,49 @@ def main() -> int:
         return 0
 
     return run_and_leave(body)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = role_parser(
+        "start-learner",
+        "Train the policy of a run with Megatron-Core and publish its weights.",
+        [
+            "start-learner --config run.toml",
+            "start-learner --config run.toml learner.ranks=2 learner.lr=1e-6",
+            "start-learner --config run.toml --resume auto",
+            "start-learner --config run.toml --node 1 --rendezvous 10.0.0.1:29400",
+            "start-learner --config run.toml --replay runs/a/rollouts/batches.trajectories",
+        ],
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="FILE", help="train on recorded batches, without a broker"
+    )
+    parser.add_argument(
+        "--resume",
+        choices=["auto"],
+        help="resume from the run's newest usable checkpoint, if there is one",
+    )
+    parser.add_argument(
+        "--begun-after",
+        type=int,
+        metavar="EPOCH",
+        help="newest epoch of a checkpoint as the run was started; set by slipstream run",
+    )
+    parser.add_argument(
+        "--node",
+        type=int,
+        metavar="K",
+        help="which node of a learner on several this is, from 0 (learner.ranks_per_node)",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where node 0 listens and the others find it: an address of node 0, the same on all",
+    )
+    parser.add_argument("--rank", type=int, help="set by start-learner itself")
+    parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
+    add_health(parser)
+    return parser
 
 
 def run_and_leave(body: Callable[[], int]) -> int:

@@ -17,6 +17,7 @@ from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.process.command_line import (
     add_health,
     load_arguments,
+    log_settings,
     own_name,
     refuse_settings,
     role_parser,
@@ -156,6 +157,7 @@ def main() -> int:
     name = own_name(arguments.name)
     try:
         settings = _settings(arguments)
+        logs = log_settings(arguments)
         endpoint = settings.run.broker_endpoint
     except ConfigError as error:
         return refuse_settings(error, arguments)
@@ -163,7 +165,7 @@ def main() -> int:
         function = settings.function or settings.reward.function
         print(f"would score with {function} for {endpoint}")  # noqa: T201
         return 0
-    start_logging(name)
+    start_logging(name, logs)
 
     def body() -> int:
         health = Health(name, stuck_s=settings.run.stuck_s)

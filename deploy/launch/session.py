@@ -20,6 +20,7 @@ from rich.live import Live
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import RolePlan, kind_of
+from slipstream.deploy.launch.rotation import rotate
 from slipstream.deploy.launch.scaling import Bounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.starters import Starter
@@ -50,6 +51,7 @@ from slipstream.wire.settings.sections import RunSection
 _POLL_S = 0.2
 _BROKER_START_S = 120.0  # without a sign of life
 _WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
+_ROTATE_EVERY_S = 30.0
 _REFUSED = "refused: "
 
 
@@ -106,6 +108,7 @@ class Session:
         self._watcher: StatusWatcher | None = None  # once it is known how to reach the broker
         self._ended: set[str] = set()  # processes that are not started again
         self._bounds = Bounds(deploy.min_generators, deploy.max_generators)
+        self._rotates_s = 0.0  # when logs are looked at next
         self._window: tuple[float, RunStatus] | None = None  # its begin, and the run as it was
 
     def run(self) -> int:
@@ -219,9 +222,15 @@ class Session:
         started = time.monotonic()
         live = Live(console=console, auto_refresh=False, transient=True)
         show = Show(console, self._site.run, live if console.is_terminal else None)
+        logs = self._config.broker.logging
         with live if console.is_terminal else nullcontext():
             while len(self._ended) < len(self._names()):
                 supervisor.check()
+                if time.monotonic() >= self._rotates_s:
+                    self._rotates_s = time.monotonic() + _ROTATE_EVERY_S
+                    rotate(
+                        self._config.run.logs, max_bytes=logs.rotate_mb << 20, keep=logs.keep_logs
+                    )
                 self._scale(watcher)
                 self._record_ended(watcher)
                 if limit and time.monotonic() - started > limit:

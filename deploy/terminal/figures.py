@@ -7,6 +7,7 @@ from rich.table import Table
 
 from slipstream.wire.messages.status import RunStatus
 
+_NEWEST_STEPS = 20  # that tell how long a step takes
 MEMBER_COLORS = {  # by the state of an engine on the weight bus
     "current": "green",
     "behind": "yellow",
@@ -32,7 +33,18 @@ def one_line(status: RunStatus) -> str:
         parts.append(f"the run waits for {beginning}")
     elif status.waiting_for:
         parts.append(f"learner waits for {status.waiting_for}")
+    if left := time_left(status):
+        parts.append(left)
     return ", ".join(parts)
+
+
+def time_left(status: RunStatus) -> str:
+    """Describe how long the other steps take if each does as long as the newest; or empty."""
+    newest, todo = status.steps_history[-_NEWEST_STEPS:], status.total_steps - status.steps
+    if len(newest) < 2 or todo <= 0:
+        return ""
+    each_s = (newest[-1].at_s - newest[0].at_s) / (len(newest) - 1)
+    return f"about {age(todo * each_s)} to go"
 
 
 def startup_wait(status: RunStatus) -> str:
@@ -46,7 +58,8 @@ def startup_wait(status: RunStatus) -> str:
     if not generators:
         waits.append("a generator (its engine starts)")
     elif not any(role.adopted for role in generators):
-        waits.append("an engine with the first weights")
+        known = f"0 of {len(generators)} have them" if len(generators) > 1 else "it starts"
+        waits.append(f"an engine with the first weights ({known})")
     return " and ".join(waits)
 
 

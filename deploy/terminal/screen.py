@@ -20,6 +20,7 @@ from slipstream.deploy.terminal.figures import (
     rates,
     scores,
     startup_wait,
+    time_left,
 )
 from slipstream.deploy.terminal.layout import TITLE, Block, Screen, fit, flow
 from slipstream.deploy.terminal.recent import Recent
@@ -125,12 +126,7 @@ def lines_of(
 def _head(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
     """Return the progress, and the most important messages."""
     share = status.steps / status.total_steps if status.total_steps else 0.0
-    newest = status.steps_history[-20:]
-    todo = status.total_steps - status.steps
-    left = ""
-    if len(newest) > 1 and todo > 0:  # as long as the newest took
-        each_s = (newest[-1].at_s - newest[0].at_s) / (len(newest) - 1)
-        left = f", about {age(todo * each_s)} to go"
+    left = f", {left}" if (left := time_left(status)) else ""
     headline = Text.assemble(
         (f"{visible(status.run_name)[:30]}  step {status.steps} of {status.total_steps}  ", "bold"),
         screen.bar(share, max(5, min(40, screen.width - 60)), "green"),

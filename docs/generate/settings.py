@@ -25,7 +25,7 @@ from slipstream.algos.choice import (
 from slipstream.algos.config import PARTS
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
-from slipstream.broker.config import BrokerSection, DataSection, LoggingSection, RewardSection
+from slipstream.broker.config import BrokerSection, DataSection, RewardSection
 from slipstream.deploy.config import DeploySection
 from slipstream.generators.config import GeneratorsSection
 from slipstream.learner.config import LearnerSection, ProfileSection
@@ -35,6 +35,7 @@ from slipstream.wire.settings.sections import (
     CheckpointSection,
     EnvironmentSection,
     EvalSection,
+    LoggingSection,
     RunSection,
     SamplingSection,
 )
@@ -53,7 +54,7 @@ SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "generators": (GeneratorsSection, "the generators"),
     "broker": (BrokerSection, "the broker"),
     "weightbus": (WeightBusSection, "the learner and the generators"),
-    "logging": (LoggingSection, "the broker"),
+    "logging": (LoggingSection, "the broker; logs: every role"),
     "profile": (ProfileSection, "the learner"),
     "deploy": (DeploySection, "`slipstream run`"),
 }

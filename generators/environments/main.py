@@ -5,6 +5,7 @@ import asyncio
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     load_arguments,
+    log_settings,
     refuse_settings,
     role_parser,
     run_role,
@@ -37,6 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         settings = section(load_arguments(arguments), "environment", EnvironmentSection)
+        logs = log_settings(arguments)
         address = parse_rendezvous(arguments.listen, setting="--listen")
         _check(settings, arguments.most)
     except ConfigError as error:
@@ -44,7 +46,7 @@ def main() -> int:
     if arguments.dry_run:
         print(f"would serve {settings.function} at {address}")  # noqa: T201
         return 0
-    start_logging("environment")
+    start_logging("environment", logs)
     from slipstream.generators.environments.remote.service import serve
 
     def body() -> int:

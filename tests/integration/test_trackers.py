@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.config import LoggingSection
 from slipstream.broker.report.trackers.loading import load_trackers
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.settings.sections import RunSection
+from slipstream.wire.settings.sections import LoggingSection, RunSection
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 OPTIONS = {

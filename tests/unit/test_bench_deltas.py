@@ -42,6 +42,10 @@ def test_versions_are_compared_with_the_step_before_if_it_is_there(tmp_path: Pat
 def test_the_rate_leaves_the_first_steps_out_and_passes_midnight():
     log = "".join(
         f"{when} I learner step {step} reward 0.5 in 1.00 s\n"
-        for step, when in ((1, "23:58:00.000"), (10, "23:59:50.000"), (30, "00:00:30.000"))
+        for step, when in (
+            (1, "2026-03-01T23:58:00.000+01:00"),
+            (10, "2026-03-01T23:59:50.000+01:00"),
+            (30, "2026-03-02T00:00:30.000+01:00"),
+        )
     )
     assert steps_per_s(log) == pytest.approx(20 / 40)

@@ -33,6 +33,7 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     load_arguments,
+    log_settings,
     print_json,
     refuse_settings,
     role_parser,
@@ -181,12 +182,13 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         settings = relay_settings(load_arguments(arguments))
+        logs = log_settings(arguments)
     except ConfigError as error:
-        return refuse_settings(error)
+        return refuse_settings(error, arguments)
     if arguments.dry_run:
         return print_json(settings)
     part: int = arguments.part
-    start_logging(part_name(part) if part else "relay")
+    start_logging(part_name(part) if part else "relay", logs)
 
     def body() -> int:
         lifeline = arguments.lifeline

@@ -15,8 +15,9 @@ import msgspec
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
 from slipstream.wire.process.health import MAX_PORT
 from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
-from slipstream.wire.settings.load import Table, load_table
+from slipstream.wire.settings.load import Table, load_table, section
 from slipstream.wire.settings.places import with_place
+from slipstream.wire.settings.sections import LoggingSection
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
@@ -79,6 +80,15 @@ def print_json(value: object) -> int:
 def load_arguments(arguments: argparse.Namespace) -> Table:
     """Return the settings that the command line names."""
     return load_table(arguments.config, arguments.overrides)
+
+
+def log_settings(arguments: argparse.Namespace) -> LoggingSection:
+    """Return [logging], of which every role reads how to write its log.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    return section(load_arguments(arguments), "logging", LoggingSection)
 
 
 @contextmanager

@@ -1,27 +1,64 @@
-"""Log lines of all roles: time, level, role, text; one format everywhere."""
+"""Log lines of all roles: time with its zone, level, role, text; one format everywhere."""
 
+import json
 import logging
 import sys
+from datetime import UTC, datetime
 
 from typing_extensions import override
 
 from slipstream.wire.process.visible import visible
+from slipstream.wire.settings.sections import LoggingSection
 
 
-def start_logging(role: str, level: int = logging.INFO) -> None:
+def start_logging(role: str, settings: LoggingSection | None = None) -> None:
     """Send this process's log lines to standard error under the name of its role.
 
-    A line looks like ``12:00:01.123 I generator-0 adopted v1.7``.
+    A line looks like ``2026-03-01T12:00:01.123+01:00 I generator-0 adopted v1.7``, or is an object
+    of JSON.
+
+    Args:
+        role: name of this process.
+        settings: level and format; None is their defaults.
     """
+    settings = settings or LoggingSection()
     handler = logging.StreamHandler(sys.stderr)
-    line = f"%(asctime)s.%(msecs)03d %(levelname).1s {role} %(message)s"
-    handler.setFormatter(_Visible(line, datefmt="%H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    handler.setFormatter(_Json(role) if settings.format == "json" else _Line(role))
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
 
 
-class _Visible(logging.Formatter):
+def _time_of(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC).astimezone()
+    return moment.isoformat(timespec="milliseconds")
+
+
+class _Line(logging.Formatter):
     """Shows control characters as text: a log is read in a terminal."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        said = super().format(record)
+        return visible(f"{_time_of(record)} {record.levelname[0]} {self._role} {said}")
+
+
+class _Json(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time_of(record),
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """Sections that more than one role reads."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,7 @@ AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 RoutingReplay = Literal["off", "R2", "R3"]
+TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix socket
@@ -363,6 +364,37 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
     """Write the trained policy as a Hugging Face folder, model/ in the run folder."""
     upload: str = ""
     """URL to upload checkpoints to, such as s3://BUCKET/runs/NAME; for one run alone."""
+
+
+class LoggingSection(Section, frozen=True, kw_only=True):
+    """[logging]: where the curves go, besides the page, and how roles write their logs.
+
+    A resumed run keeps its id with each tracker (`trackers.json`). Keys and tokens
+    of a tracker do not belong here: it reads them from its own environment variables or files.
+    """
+
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Any of tensorboard, wandb, mlflow, swanlab; all but the first are installed apart."""
+    verl_names: bool = False
+    """Log a learner step's times and throughput by verl's names as well, to compare with its runs:
+    [coming_from_verl.md](coming_from_verl.md#timings-and-throughput) has them, and what differs."""
+    project: str = "slipstream"
+    """Project (MLflow: experiment) that a tracker files the run under."""
+    wandb: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Passed on to wandb.init, such as mode = "offline" or entity."""
+    mlflow: dict[str, Json] = msgspec.field(default_factory=dict)
+    """tracking_uri for MLflow, and tags for the run."""
+    swanlab: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Passed on to swanlab.init, such as mode = "offline" or workspace."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that a role writes into its log."""
+    format: Literal["text", "json"] = "text"
+    """Lines of a log: text, or an object of JSON with time, level, role, logger, message."""
+    rotate_mb: AtLeast0 = 100
+    """`slipstream run` begins a log anew once it is larger, and keeps the older part as LOG.1; 0 is
+    never."""
+    keep_logs: AtLeast1 = 3
+    """Older parts of each log that are kept: LOG.1, LOG.2, ..."""
 
 
 def run_section(table: Table) -> RunSection:

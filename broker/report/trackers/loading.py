@@ -4,12 +4,11 @@ import importlib
 import json
 from collections.abc import Mapping
 
-from slipstream.broker.config import LoggingSection
 from slipstream.broker.report.trackers.base import TrackedRun, Tracker
 from slipstream.broker.report.trackers.verl_names import WithVerlNames
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
-from slipstream.wire.settings.sections import RunSection
+from slipstream.wire.settings.sections import LoggingSection, RunSection
 
 IDS_FILE = "trackers.json"
 

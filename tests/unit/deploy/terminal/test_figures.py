@@ -27,7 +27,9 @@ def test_starting_run_names_the_roles_that_are_missing():
 
 def test_with_everybody_there_the_first_weights_are_waited_for():
     both = starting(role("learner"), role("generator"))
-    assert startup_wait(both) == "an engine with the first weights"
+    assert startup_wait(both) == "an engine with the first weights (it starts)"
+    three = starting(role("learner"), *[role("generator")] * 3)
+    assert startup_wait(three) == "an engine with the first weights (0 of 3 have them)"
     adopted = role("generator", adopted=PolicyVersion(1, 0))
     assert startup_wait(starting(role("learner"), adopted)) == ""
 

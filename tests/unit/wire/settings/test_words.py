@@ -2,12 +2,17 @@ import re
 
 import pytest
 
-from slipstream.broker.config import DataSection, LoggingSection
+from slipstream.broker.config import DataSection
 from slipstream.deploy.config import DeploySection
 from slipstream.learner.config import LearnerSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, load_table, section
-from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection
+from slipstream.wire.settings.sections import (
+    EvalSection,
+    LoggingSection,
+    RunSection,
+    SamplingSection,
+)
 
 KINDS = {
     "run": RunSection,

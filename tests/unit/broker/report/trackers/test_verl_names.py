@@ -3,10 +3,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slipstream.broker.config import LoggingSection
 from slipstream.broker.report.trackers.loading import load_trackers
 from slipstream.broker.report.trackers.verl_names import verl_figures
-from slipstream.wire.settings.sections import RunSection
+from slipstream.wire.settings.sections import LoggingSection, RunSection
 
 FIGURES = {
     "time/phase/wait": 1.0,
