@@ -33,7 +33,7 @@ from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.run_folder import SETTINGS
-from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
+from slipstream.wire.process.command_line import print_json
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
@@ -86,8 +86,8 @@ def _checked(
     with signals.handled():
         try:
             reports = check(arguments.config, overrides, arguments.on, signals, meets)
-        except StopRequestedError:
-            return EXIT_INTERRUPTED
+        except StopRequestedError as error:
+            return error.exit_code
     code = exit_code(reports)
     if arguments.json:
         print_json({"exit_code": code, "hosts": reports})

@@ -25,7 +25,7 @@ from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
-from slipstream.wire.process.command_line import EXIT_FAILED, EXIT_INTERRUPTED
+from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.load import section as load_section
@@ -125,8 +125,8 @@ def _try_dry(config: RunConfig, place: str, console: Console) -> int:
     with signals.handled():
         try:
             reports = look_at(here, [], "local", signals)
-        except StopRequestedError:
-            return EXIT_INTERRUPTED
+        except StopRequestedError as error:
+            return error.exit_code
     print_reports(reports, console, only_trouble=True)
     if len(config.deploy.hosts) > 1:
         console.print("looked at this host alone; all: `slipstream check --on hosts`")

@@ -41,7 +41,6 @@ from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import (
     EXIT_BAD_SETTINGS,
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
     disk_trouble,
 )
 from slipstream.wire.process.patience import Patience
@@ -120,7 +119,7 @@ class Session:
                 self._run()
                 reason, code = "finished", 0
         except StopRequestedError as error:
-            reason, code = f"stopped: {error}", EXIT_INTERRUPTED
+            reason, code = f"stopped: {error}", error.exit_code
         except ConfigError as error:
             reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
         except SlipstreamError as error:

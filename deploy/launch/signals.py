@@ -8,6 +8,11 @@ from contextlib import contextmanager
 class StopRequestedError(BaseException):
     """SIGINT or SIGTERM arrived; code that only shows a run does not catch it."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.exit_code = 128 + signal.Signals[name]
+        """As a shell has it for a process that the signal killed: 130, or 143."""
+
 
 class Signals:
     """Handles each signal once, where it may be.

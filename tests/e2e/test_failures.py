@@ -58,7 +58,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
     time.sleep(1.0)
     run.remember_children()
     run.process.send_signal(signum)
-    assert run.wait() == 130
+    assert run.wait() == 128 + signum
     assert f"stopped: {signum.name}" in run.output
     run.assert_nothing_left()
 

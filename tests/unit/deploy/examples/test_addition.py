@@ -134,6 +134,6 @@ def test_a_quickstart_refuses_a_wrong_setting_before_it_makes_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"learner\.lrr|\[learner\]|run\.model"):
+    with pytest.raises(ConfigError, match=r"learner\.lrr?|run\.model"):
         quickstart(ROOT / "configs" / "quickstart.toml", [wrong])
     assert contents(tmp_path) == {}
