@@ -39,6 +39,7 @@ COMMANDS = {
     "reward": ("try_reward", "try a reward function without a run"),
     "env": ("env", "try an environment without a run, turn by turn"),
     "keys": ("keys", "keys for roles on other hosts: make, list, revoke"),
+    "import-verl": ("import_verl", "write the settings of a run that verl's command describes"),
 }
 
 

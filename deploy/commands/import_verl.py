@@ -1,0 +1,261 @@
+"""`slipstream import-verl`: write the settings of a run that verl's command describes.
+
+Reads a command of verl, a shell script that has one, or its configuration as YAML, and writes one
+TOML file. Every key is told: kept, renamed, changed in meaning, dropped with its reason, or
+unknown. Where verl's default differs from Slipstream's, verl's is written. Variables of a script
+are taken from the script, then from this environment. With an unknown key nothing is written and
+the exit code is 1, unless --allow-unknown.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import tomli_w
+
+from slipstream.deploy.commands.options import add_json
+from slipstream.deploy.config import run_config
+from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.verl.hydra import Given, after_program, of_file, overrides_of
+from slipstream.deploy.verl.shell import read_script
+from slipstream.deploy.verl.translate import Told, Translation, translate
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
+
+EXAMPLES = """examples:
+  slipstream import-verl run_grpo.sh --out run.toml      a script; NNODES=2 in front sets $NNODES
+  slipstream import-verl "python3 -m verl.trainer.main_ppo data.train_files=a.parquet ..."
+  slipstream import-verl -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
+  slipstream import-verl outputs/.hydra/config.yaml --out run.toml
+  slipstream import-verl run_grpo.sh trainer.nnodes=1    further keys, as "$@" of the script
+"""
+_TITLES = {
+    "unknown": "not translated",
+    "changed": "changed in meaning, or written because verl's default differs",
+    "renamed": "renamed",
+    "kept": "kept",
+    "dropped": "dropped",
+}
+_COLORS = {"unknown": "bold red", "changed": "yellow", "renamed": "green", "kept": "green"}
+
+
+class _Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What --json prints."""
+
+    told: list[Told]
+    todo: list[str]
+    notes: list[str]
+    written: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument(
+        "overrides",  # the name under which words after an option are joined to it
+        nargs="+",
+        metavar="COMMAND|FILE",
+        help="a command in quotes or after --, a script, or a .yaml file; then further keys",
+    )
+    parser.add_argument("--out", type=Path, metavar="RUN.toml", help="file to write, not stdout")
+    parser.add_argument("--force", action="store_true", help="write over --out if it is there")
+    parser.add_argument(
+        "--allow-unknown", action="store_true", help="write what is known, and exit with 0"
+    )
+    parser.add_argument(
+        "--async",
+        dest="is_async",
+        action="store_true",
+        help="let generators go ahead of the learner, where verl's wait (run.mode)",
+    )
+    add_json(parser, "the report as JSON, on stderr as well")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 1 if a key is not translated."""
+    out: Path | None = arguments.out
+    if out is not None and out.exists() and not arguments.force:
+        raise ConfigError(f"{out} exists already: give another --out, or --force to write over it")
+    variables = dict(os.environ)  # noqa: TID251 a script of verl reads them
+    given = read(arguments.overrides, variables)
+    found = translate(
+        given,
+        home=variables.get("HOME", ""),
+        vocab_size=vocab_size_of(given),
+        is_async=arguments.is_async,
+    )
+    writes = arguments.allow_unknown or not found.failed
+    if writes:
+        text = toml_text(found)
+        if out is None:
+            sys.stdout.write(text)
+        else:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(out, text.encode(), mode=0o644)
+    where = "" if not writes else "stdout" if out is None else str(out)
+    notes = [*found.notes, *(refusal_of(found) if writes else [])]
+    if arguments.json:
+        report = _Report(told=found.told, todo=found.todo, notes=notes, written=where)
+        sys.stderr.write(msgspec.json.encode(report).decode() + "\n")
+    else:
+        print_report(found, notes, where)
+    return 0 if writes else 1
+
+
+def read(words: Sequence[str], environment: Mapping[str, str]) -> Given:
+    """Return the keys that the words of a command line, or the file that they name, give.
+
+    Raises:
+        ConfigError: there is no command of verl's, or the file cannot be read.
+    """
+    path = Path(words[0])
+    is_file = (
+        "=" not in words[0] and "\n" not in words[0] and len(words[0]) < 4096 and path.is_file()
+    )
+    if is_file and path.suffix in {".yaml", ".yml"}:
+        return _joined(of_file(_yaml(path), str(path)), overrides_of(words[1:]))
+    if is_file:
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the script {path}: {error}") from error
+        return _joined(_of_script(text, environment, str(path)), overrides_of(words[1:]))
+    if len(words) == 1 and (" " in words[0].strip() or "\n" in words[0]):
+        return _of_script(words[0], environment, "the command")
+    following = after_program(words)
+    if following is None and "=" not in words[0].partition(" ")[0]:
+        raise ConfigError(
+            f"{words[0]} is no file, and no command of verl's: expected a script, a .yaml file, or "
+            "a command such as python3 -m verl.trainer.main_ppo data.train_files=a.parquet"
+        )
+    return overrides_of(words if following is None else following)
+
+
+def _of_script(text: str, environment: Mapping[str, str], where: str) -> Given:
+    try:
+        script = read_script(text, environment)
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be read as a shell script: {error}") from error
+    found = [words for command in script.commands if (words := after_program(command)) is not None]
+    if not found and len(script.commands) == 1 and all("=" in w for w in script.commands[0]):
+        found = script.commands  # keys alone
+    if not found:
+        raise ConfigError(
+            f"{where} starts no program of verl's: expected one such as "
+            "python3 -m verl.trainer.main_ppo data.train_files=a.parquet"
+        )
+    given = overrides_of(found[0])
+    notes = [f"{where}: {skipped}" for skipped in script.skipped]
+    if len(found) > 1:
+        notes.append(f"{where} starts verl {len(found)} times: the first one is translated")
+    return Given(given.values, given.deleted, given.unreadable, (*given.ignored, *notes))
+
+
+def _joined(first: Given, second: Given) -> Given:
+    """Return the keys of both; the second's win."""
+    values = {key: value for key, value in first.values.items() if key not in second.deleted}
+    unreadable = tuple(one for one in first.unreadable if one[0] not in second.values)
+    return Given(
+        {**values, **second.values},
+        (*first.deleted, *second.deleted),
+        (*unreadable, *second.unreadable),
+        (*first.ignored, *second.ignored),
+    )
+
+
+def _yaml(path: Path) -> object:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{path}: YAML is read by PyYAML: pip install pyyaml") from error
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+def vocab_size_of(given: Given) -> int:
+    """Return the size of the model's vocabulary if its folder is here, else 0."""
+    path = given.values.get("actor_rollout_ref.model.path")
+    file = Path(str(path)).expanduser() / "config.json"
+    try:
+        size = json.loads(file.read_text("utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return 0
+    return size if isinstance(size, int) else 0
+
+
+def toml_text(found: Translation) -> str:
+    """Return the file, with what is left to do in front of it."""
+    head = ["# Written by slipstream import-verl, which says what became of every key of verl's."]
+    if found.todo:
+        head += ["# Left to do:", *(f"#   {line}" for line in found.todo)]
+    if found.failed:
+        head += ["# Not translated:", *(f"#   {one.key}: {one.remark}" for one in found.failed)]
+    lines = [line for one in head for line in one.splitlines()]
+    return "\n".join(lines) + "\n\n" + tomli_w.dumps(found.table)
+
+
+def refusal_of(found: Translation) -> list[str]:
+    """Return what `slipstream run` would refuse in the file, if it would."""
+    try:
+        run_config(found.table)
+    except ConfigError as error:
+        return [f"slipstream run would still refuse it: {error}"]
+    return []
+
+
+def print_report(found: Translation, notes: Sequence[str], where: str) -> None:
+    """Print what became of every key, the worst last."""
+    console = make_console(stderr=True, highlight=False)
+    for kind in reversed(_TITLES):
+        lines = [one for one in found.told if one.kind == kind]
+        if not lines:
+            continue
+        style = _COLORS.get(kind, "dim")
+        console.print(f"{_TITLES[kind]} ({len(lines)})", style=style)
+        for one in lines:
+            console.print(
+                f"  {line_of(one)}", soft_wrap=True, style="dim" if kind == "dropped" else ""
+            )
+    for title, texts in (("notes", notes), ("left to do", found.todo)):
+        if texts:
+            console.print(title, style="bold")
+        for text in texts:
+            console.print(f"  {text}", soft_wrap=True)
+    if where:
+        file = "run.toml" if where == "stdout" else where
+        console.print(f"next: slipstream run --config {file} --dry-run", soft_wrap=True)
+    else:
+        console.print(
+            f"nothing is written: {len(found.failed)} keys are not translated (--allow-unknown "
+            "leaves them out)",
+            soft_wrap=True,
+            style="bold red",
+        )
+
+
+def line_of(one: Told) -> str:
+    """Return one line on one key."""
+    value = "" if one.value is None else f"={plain(one.value)}"
+    given = f"{one.key}{value}" + (" (verl's default)" if one.is_default else "")
+    settings = ", ".join(
+        f"{name} left out" if value is None else f"{name} = {plain(value)}"
+        for name, value in one.settings.items()
+    )
+    arrow = f" -> {settings}" if settings else ""
+    return f"{given}{arrow}" + (f": {one.remark}" if one.remark else "")
+
+
+def plain(value: object) -> str:
+    """Return a value as TOML has it."""
+    text = (
+        tomli_w.dumps({"v": value}).removeprefix("v = ")
+        if not isinstance(value, dict)
+        else str(value)
+    )
+    return " ".join(text.split()).replace("[ ", "[").replace(", ]", "]")
