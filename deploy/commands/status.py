@@ -1,4 +1,4 @@
-"""`slipstream status`: the screen of `slipstream top`, once and whole."""
+"""`slipstream status`: the screen of `slipstream top`, once and whole; of an ended run its last."""
 
 import argparse
 
@@ -6,9 +6,10 @@ from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import page_line, run_of_folder, status_now
+from slipstream.deploy.terminal.observe import page_line, run_of_folder, saved_status, status_now
 from slipstream.deploy.terminal.recent import recent_of
 from slipstream.deploy.terminal.screen import ALL, draw
+from slipstream.wire.errors import PeerLostError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.process.command_line import print_json
 
@@ -27,12 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     run = run_of_folder(chosen_run(arguments.folder))
-    status = status_now(run)
+    stored = read_state(run.folder / PAGE_STATE)
+    recent, console = recent_of(run.folder, stored), make_console()
+    try:
+        status = status_now(run)
+        recent.add(status)
+    except PeerLostError:
+        saved = saved_status(run, stored)
+        if saved is None:
+            raise
+        status = saved
+        recent.evaluate(status)
     if arguments.json:
         return print_json(summary_of(status))
-    recent = recent_of(run.folder, read_state(run.folder / PAGE_STATE))
-    recent.add(status)
-    console = make_console()
     page = page_line(run, is_terminal=console.is_terminal)
     console.print(draw(status, recent, console, height=ALL, footer=page))
     return 0

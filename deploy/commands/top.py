@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -24,8 +23,8 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     StatusWatcher,
     dashboard_address,
-    outcome_of,
     run_of_folder,
+    saved_status,
     status_now,
 )
 from slipstream.deploy.terminal.recent import Recent, recent_of
@@ -74,10 +73,10 @@ def top(folder: Path, *, as_json: bool) -> int:
             status = status_now(run)
             recent.add(status)
         except PeerLostError:
-            if stored is None:
+            saved = saved_status(run, stored)
+            if saved is None:
                 raise
-            outcome = outcome_of(run) or stored.status.outcome
-            status = replace(stored.status, outcome=outcome)
+            status = saved
             recent.evaluate(status)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = make_console()
@@ -87,7 +86,7 @@ def top(folder: Path, *, as_json: bool) -> int:
     watcher.start()
     live = Live(console=console, screen=True, auto_refresh=False)
     keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
-    written = stored.status if stored else None
+    written = saved_status(run, stored)
     try:
         with ends_in_order(), keys_of(keyboard) as keys, live:
             while True:

@@ -38,11 +38,7 @@ from slipstream.wire.files.checkpoints import (
 from slipstream.wire.files.run_folder import RUN_LOCK
 from slipstream.wire.files.scale_request import ScaleAnswer, take_request, write_answer
 from slipstream.wire.messages.status import RunStatus
-from slipstream.wire.process.command_line import (
-    EXIT_BAD_SETTINGS,
-    EXIT_FAILED,
-    disk_trouble,
-)
+from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED, disk_trouble
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.processes import last_lines
 from slipstream.wire.settings.sections import RunSection

@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.config import BrokerSection
+from slipstream.broker.dashboard.columns import StoredState
 from slipstream.deploy.terminal.figures import age
 from slipstream.wire.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS, SETTINGS
@@ -32,14 +35,19 @@ _STOP_CHECK_S = 0.1
 _NEWEST_STEPS = 100  # that a request every second may have missed
 _OLD_S = 3.0  # an older answer is marked as such
 _GONE_S = 30.0  # then the view gives advice
+_NO_OUTCOME = "unknown: no broker answers, and nobody wrote how it ended (it was killed)"
 A = TypeVar("A", bound=Answer)
 
 
 def run_of_folder(folder: Path) -> RunSection:
-    """Return [run] of a run folder."""
+    """Return [run] of a run folder, wherever it lies by now and whoever calls."""
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} is not a run folder: no {SETTINGS} in it")
-    return run_section(load_table(folder / SETTINGS))
+    table = load_table(folder / SETTINGS)
+    here = folder.absolute()
+    return run_section(
+        {**table, "run": {**table["run"], "dir": str(here.parent), "name": here.name}}
+    )
 
 
 def broker_of_folder(folder: Path) -> BrokerSection:
@@ -128,6 +136,19 @@ def outcome_of(run: RunSection) -> str:
         return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
     except (OSError, ValueError):
         return ""
+
+
+def saved_status(run: RunSection, stored: StoredState | None) -> RunStatus | None:
+    """Return the newest state that the broker of a run wrote, with the run's outcome.
+
+    Without an outcome in the summary nobody ended the run in order: the outcome says so.
+    """
+    if stored is None:
+        return None
+    outcome = outcome_of(run)
+    if outcome in {"", "running"}:
+        outcome = _NO_OUTCOME
+    return replace(stored.status, outcome=outcome)
 
 
 class StatusWatcher:

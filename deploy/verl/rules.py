@@ -5,9 +5,9 @@ import re
 from pathlib import PurePosixPath
 from typing import get_args
 
-from slipstream.broker.config import TrackerName
 from slipstream.deploy.verl.hydra import Value
 from slipstream.deploy.verl.rows import Keys, Out, Rule, at_home, integer, nothing, number, refused
+from slipstream.wire.settings.sections import TrackerName
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 MODEL, OPTIM = "actor_rollout_ref.model", f"{ACTOR}.optim"

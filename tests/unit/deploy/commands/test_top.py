@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import termios
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from slipstream.broker.dashboard.columns import StoredState, write_state
 from slipstream.broker.dashboard.history import History
+from slipstream.deploy.commands.status import main as status
 from slipstream.deploy.commands.top import ends_in_order, keys_of, top
 from slipstream.deploy.terminal.observe import outcome_of, trouble_of
 from slipstream.deploy.terminal.recent import recent_of
@@ -52,6 +54,21 @@ def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
     assert figures["outcome"] == "finished"
     assert figures["steps"] == STATUS.steps
     assert [one["rule"] for one in figures["advisories"]] == ["fsync-too-weak"]
+
+
+def test_the_screen_of_an_ended_run_is_printed_from_its_folder_wherever_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    columns = History(began_s=0.0).columns()
+    write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
+    (folder / "summary.json").write_text('{"outcome": "failed: the disk is full"}')
+    moved = folder.rename(folder.with_name("moved"))
+    monkeypatch.chdir(moved)
+    assert status(Namespace(folder=Path(), json=False)) == 0
+    assert "the run has ended: failed: the disk is full" in capsys.readouterr().out
+    (moved / "summary.json").unlink()  # its supervisor was killed
+    assert status(Namespace(folder=Path(), json=True)) == 0
+    assert "it was killed" in json.loads(capsys.readouterr().out)["outcome"]
 
 
 def test_what_is_no_terminal_cannot_be_drawn_on(folder: Path, capsys: pytest.CaptureFixture[str]):
