@@ -46,7 +46,7 @@ def run_of_folder(folder: Path) -> RunSection:
     table = load_table(folder / SETTINGS)
     here = folder.absolute()
     return run_section(
-        {**table, "run": {**table["run"], "dir": str(here.parent), "name": here.name}}
+        {**table, "run": {**table.get("run", {}), "dir": str(here.parent), "name": here.name}}
     )
 
 

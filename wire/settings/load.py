@@ -37,6 +37,15 @@ SECTIONS = (
     "profile",
     "deploy",
 )
+_VERL_SECTIONS = {
+    "actor_rollout_ref",
+    "algorithm",
+    "critic",
+    "custom_reward_function",
+    "reward_model",
+    "trainer",
+}
+_OF_VERL = "; it is one of verl's: slipstream import-verl translates its commands"
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +72,8 @@ def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
     where = f" in {path}" if path is not None else ""
     for name, section in table.items():
         if name not in SECTIONS:
-            raise ConfigError(f"unknown section [{name}]{where}{_nearest(name, SECTIONS)}")
+            meant = _OF_VERL if name in _VERL_SECTIONS else _nearest(name, SECTIONS)
+            raise ConfigError(f"unknown section [{name}]{where}{meant}")
         if not isinstance(section, dict):
             raise ConfigError(f"{name} must be a section, got {section!r}{where}")
         _refuse_nul(section, name)

@@ -61,6 +61,11 @@ def test_a_section_that_is_a_value_is_refused(tmp_path: Path):
         load_table(path)
 
 
+def test_a_setting_of_verl_names_what_translates_it():
+    with pytest.raises(ConfigError, match=r"\[trainer\].*slipstream import-verl"):
+        load_table(None, ["trainer.test_freq=-1"])
+
+
 def test_an_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match=r"run\.group_sise; did you mean group_size\?"):
         section({"run": {"group_sise": 3}}, "run", RunSection)
