@@ -180,7 +180,7 @@ async def _make_server(
         trail.cut_from(ledger.book.state.num_events)
     first = ledger.book.state.num_events - len(beginning.events)
     trail.append(first, time.time(), beginning.events)
-    records = await open_records(settings, ledger, trackers, store)
+    records = await open_records(settings, ledger, trackers, store, trained_steps(beginning.events))
     committer = GroupCommitter(store)
     server = BrokerServer(
         ledger=ledger,

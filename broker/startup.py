@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import decode_event
 from slipstream.broker.ledger.state import BookState, decode_state, encode_state
+from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.run_files import FolderRecords, last_recorded
 from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.report.trackers.base import Tracker
@@ -36,7 +38,7 @@ from slipstream.broker.run_ledger import (
 from slipstream.broker.store.base import Changes, TrajectoryStore
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
-from slipstream.wire.files.run_folder import BATCHES
+from slipstream.wire.files.run_folder import BATCHES, METRICS
 from slipstream.wire.files.trajectory_file import cut_from_step
 from slipstream.wire.process.patience import log_wait
 from slipstream.wire.unreadable import UNREADABLE
@@ -202,11 +204,16 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
 
 
 async def open_records(
-    settings: BrokerSettings, ledger: Ledger, trackers: BackgroundTrackers, store: TrajectoryStore
+    settings: BrokerSettings,
+    ledger: Ledger,
+    trackers: BackgroundTrackers,
+    store: TrajectoryStore,
+    missed: Mapping[int, Mapping[str, float]],
 ) -> FolderRecords:
     """Open the records in the run folder.
 
-    Events that a broker did not record before it died are recorded now.
+    Events that a broker did not record before it died are recorded now; ``missed`` are figures of
+    learner steps, by step, that it may not have recorded.
     """
     run, broker = settings.run, settings.broker
     path = run.folder / BATCHES if broker.record_batches else None
@@ -219,6 +226,7 @@ async def open_records(
         batches=path,
         max_batch_bytes=broker.max_recorded_bytes,
         known=ledger.book.state.eval_points,
+        metrics=_open_metrics(run.folder / METRICS, ledger, missed),
     )
     records.resume_evaluations(ledger.book.state.eval_rounds)
     if path is not None and ledger.book.step:
@@ -231,3 +239,14 @@ async def open_records(
             frames = [await store.fetch(sorted(group.trajectory_keys())) for group in groups]
             await records.batch(step, list(zip(groups, frames, strict=True)))
     return records
+
+
+def _open_metrics(
+    path: Path, ledger: Ledger, missed: Mapping[int, Mapping[str, float]]
+) -> MetricsFile:
+    evaluated = [point.step for point in ledger.book.state.eval_points]
+    metrics = MetricsFile(path, step=ledger.book.step, evaluated=evaluated)
+    for step in sorted(missed):
+        if metrics.newest_step < step <= ledger.book.step:
+            metrics.step(step, None, missed[step])  # how many tokens it had is not among events
+    return metrics

@@ -1,6 +1,7 @@
 """Files that the broker writes into the run folder during a run.
 
 summary.json            figures, replaced at every step
+metrics.jsonl           figures, one line per learner step and per evaluation
 ledger/account.json     where every prompt is, replaced at every step
 versions.json           code, packages, seed
 eval/results.jsonl      one line per evaluation round
@@ -19,6 +20,7 @@ import msgspec
 from typing_extensions import override
 
 from slipstream.broker.ledger.groups import Group, as_delivered
+from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.run_records import Frames, RunRecords
 from slipstream.broker.report.summary import write_summary
 from slipstream.broker.report.trackers.base import Tracker, eval_figures, step_figures
@@ -62,8 +64,10 @@ class FolderRecords(RunRecords):
         batches: Path | None,
         max_batch_bytes: int = 0,
         known: Sequence[EvalPoint] = (),
+        metrics: MetricsFile | None = None,
     ) -> None:
         self._run = run
+        self._metrics = metrics
         self._tracker = tracker
         self._keep_answers = keep_answers
         self._batches_file = batches
@@ -111,7 +115,10 @@ class FolderRecords(RunRecords):
     @override
     def step(self, point: StepPoint, status: RunStatus, account: LedgerView) -> None:
         """Log the step and replace the summary."""
-        self._tracker.log(point.step, step_figures(point, status))
+        figures = step_figures(point, status)
+        self._tracker.log(point.step, figures)
+        if self._metrics is not None:
+            self._metrics.step(point.step, sum(status.staleness_histogram.values()), figures)
         self._write_figures(status, account)
 
     @override
@@ -122,7 +129,10 @@ class FolderRecords(RunRecords):
         known = {point.step for point in self._points}
         for point in points:
             if point.step not in known:
-                self._tracker.log(point.step, eval_figures(point))
+                figures = eval_figures(point)
+                self._tracker.log(point.step, figures)
+                if self._metrics is not None:
+                    self._metrics.evaluation(point.step, figures)
         self._points = list(points)
         self._write_results(points)
 
@@ -190,6 +200,8 @@ class FolderRecords(RunRecords):
         forget_after(self._run.folder, step)
         self._points = [point for point in self._points if point.step <= step]
         self._num_answers = {s: n for s, n in self._num_answers.items() if s <= step}
+        if self._metrics is not None:
+            self._metrics.went_back(step, [point.step for point in self._points])
         if is_recording:
             self._open_batches()
 
@@ -199,6 +211,8 @@ class FolderRecords(RunRecords):
         self.evaluations(status.eval)
         self._write_figures(status, account)
         self.end_batches()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _write_figures(self, status: RunStatus, account: LedgerView) -> None:
         file = self._run.folder / ACCOUNT

@@ -12,6 +12,7 @@ EVAL = Path("eval")
 SETTINGS = Path("resolved.toml")  # all of them, as at the run's start
 RUN_LOCK = Path("run.lock")  # held by the supervisor of the run
 SUMMARY = Path("summary.json")
+METRICS = Path("metrics.jsonl")  # figures, a line per learner step and per evaluation
 TRAIL = Path("ledger")  # events of every item
 PAGE_STATE = Path("dashboard") / "state.msgpack"  # content of the page
 PAGE_TOKEN = Path("dashboard") / "token"  # admits to the page; survives restarts of the broker

@@ -1,10 +1,11 @@
 """The run's curves as TensorBoard event files, written without torch."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.summary import Writer
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
@@ -20,18 +21,18 @@ class TensorBoardTracker:
                 belong to an abandoned life and are hidden.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        events = EventFileWriter(str(folder))
+        self._events = EventFileWriter(str(folder))
         step = 0 if resumed_at is None else resumed_at + 1
-        events.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
-        events.close()
-        self._writer = Writer(str(folder))
+        self._events.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add one point to each named curve."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """Add one point to each named curve, as plain scalars that every reader lists."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._events.add_event(
+            Event(step=step, wall_time=time.time(), summary=Summary(value=values))
+        )
+        self._events.flush()
 
     def close(self) -> None:
         """Flush; nothing is logged after it."""
-        self._writer.close()
+        self._events.close()

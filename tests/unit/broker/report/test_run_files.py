@@ -5,12 +5,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.groups import Group
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.view import account_of
+from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.run_files import FolderRecords, forget_after
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.report.versions_file import git_commit
@@ -18,7 +20,7 @@ from slipstream.broker.store.base import StoredTrajectory
 from slipstream.wire.files.trajectory_file import cut_from_step, read_groups
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.ledger_view import LedgerView
-from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.messages.status import RunStatus, StepPoint
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import (
@@ -121,6 +123,22 @@ def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection
     )
     records.evaluations(ledger.book.state.eval_points)
     assert tracker.points == []
+
+
+def test_steps_and_rounds_go_into_metrics_jsonl(run: RunSection):
+    path = run.folder / "metrics.jsonl"
+    metrics = MetricsFile(path, step=0, evaluated=[])
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=None, metrics=metrics)
+    ledger, _ = evaluated(problems=1)
+    records.evaluations(ledger.book.state.eval_points)
+    status = msgspec.structs.replace(status_of(ledger, run), staleness_histogram={"0": 5, "1": 2})
+    point = StepPoint(step=1, at_s=3.0, metrics={"reward/mean": 0.5})
+    records.step(point, status, account(ledger))
+    records.close(status, account(ledger))
+    round_row, step_row = (json.loads(line) for line in path.read_text().splitlines())
+    assert (round_row["step"], round_row["eval/mean@1"]) == (0, 1.0)
+    assert (step_row["step"], step_row["trained_tokens"], step_row["reward/mean"]) == (1, 7, 0.5)
+    assert "staleness/mean_per_token" in step_row
 
 
 def record_three_steps(records: FolderRecords) -> Ledger:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
@@ -17,6 +18,16 @@ def test_curves_can_be_read_back(tmp_path: Path):
         tracker.log(step, {"reward/mean": step / 2})
     tracker.close()
     assert curve(tmp_path, "reward/mean") == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
+def test_usual_scripts_find_the_points_as_scalars(tmp_path: Path):
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(3, {"reward/mean": 0.5})
+    tracker.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.5)]
 
 
 def test_a_resumed_run_hides_the_points_of_the_life_that_was_abandoned(tmp_path: Path):
