@@ -114,7 +114,7 @@ def printed_by(python: Path, code: str) -> str:
 
 
 def test_the_project_is_installed_as_a_wheel_with_its_page_and_the_start_policy(slim_python: Path):
-    code = "from slipstream.broker.dashboard.web import _resources as files; "
+    code = "from slipstream.broker.dashboard.site import _resources as files; "
     code += "print(len(files()['page.html']))"
     assert int(printed_by(slim_python, code)) > 100
     code = (

@@ -1,0 +1,229 @@
+"""A small web server with a token, for pages that only read.
+
+It listens on the loopback interface by default, and answers only requests with its token and a
+host name that it knows.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+
+import msgspec
+from aiohttp import web
+
+from slipstream.broker.dashboard.door import (
+    Door,
+    is_loopback,
+    known_names,
+    machine_names,
+    name_of,
+    plain,
+    reachable,
+)
+from slipstream.broker.dashboard.recorder import ErrorLog
+from slipstream.wire.errors import ConfigError
+
+_PATIENCE_S = 10.0  # for a browser that does not read
+_SLOWEST_BYTES_PER_S = 32 * 1024  # of one that reads: large answers get more time
+_NAMES_S = 5.0  # for a name server
+_IDLE_S = 75.0  # of a connection without requests
+_MAX_DIGITS = 15
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_FOLDERS = (".", "vendor")
+_FILES = files("slipstream.broker.dashboard") / "page"
+_OTHER_FILES = frozenset({"page.html", "compare.html", "why.json"})
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Site:
+    """Serves one page, the files it needs, and answers; all to requests with its token."""
+
+    def __init__(
+        self,
+        page: str,
+        *,
+        host: str,
+        port: int,
+        folder: Path | None = None,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        """Prepare to serve; port 0 is the previous one, or one chosen by the system.
+
+        Args:
+            page: name of its HTML file.
+            host: address to listen at.
+            port: to listen at.
+            folder: keeps the token and the port; None keeps nothing.
+            patience_s: for a browser that does not read.
+        """
+        self._page_name = page
+        self._host = host
+        self._port = port
+        self.patience_s = patience_s
+        self._door = Door(folder)
+        self._names = known_names(host)
+        self.files: Mapping[str, bytes] = {}
+        self.errors = ErrorLog()
+        self._app = web.Application(middlewares=[self._guard])
+        self._app.on_response_prepare.append(_add_headers)
+        self._runner: web.AppRunner | None = None
+        self.get("/", self._page)
+        self.get("/static/{name}", self._static)
+        self.address = ""
+
+    def get(self, path: str, handler: Handler, *, allow_head: bool = True) -> None:
+        """Have a handler answer a path; before ``start``."""
+        self._app.router.add_get(path, handler, allow_head=allow_head)
+
+    async def start(self) -> str:
+        """Listen and return the address to open.
+
+        Raises:
+            ConfigError: this host and port cannot be listened at.
+        """
+        self.files = await asyncio.to_thread(_resources)
+        if not is_loopback(self._host):
+            try:
+                async with asyncio.timeout(_NAMES_S):
+                    names = await asyncio.to_thread(machine_names)
+            except TimeoutError:  # of a name server
+                names = {socket.gethostname()}
+            self._names = known_names(self._host, names)
+        self._runner = web.AppRunner(
+            self._app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S
+        )
+        await self._runner.setup()
+        self._door.keep(await self._listen(self._runner))
+        self.address = f"http://{reachable(self._host)}:{self._door.port}/?token={self._door.token}"
+        return self.address
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _listen(self, runner: web.AppRunner) -> int:
+        """Listen at the port of the settings, else of the last time, else at any; return it."""
+        if not self._port and self._door.port:
+            with suppress(OSError):
+                return await _open_site(runner, self._host, self._door.port)
+        try:
+            return await _open_site(runner, self._host, self._port)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise ConfigError(
+                f"cannot serve the page at {self._host}:{self._port} (broker.dashboard.host, "
+                f"broker.dashboard.port): {reason}"
+            ) from error
+
+    @property
+    def _cookie(self) -> str:
+        """Name of the cookie; other pages of this host, at other ports, have theirs."""
+        return f"slipstream_token_{self._door.port}"
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._let_in(request)
+        try:
+            response = await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception:
+            resource = request.match_info.route.resource
+            with self.errors.suppress(resource.canonical if resource else "an answer"):
+                raise
+            raise web.HTTPInternalServerError(text="see the broker's log\n") from None
+        if not response.prepared:
+            patience_s = self.patience_s + (response.content_length or 0) / _SLOWEST_BYTES_PER_S
+            try:
+                async with asyncio.timeout(patience_s):
+                    await response.prepare(request)
+                    await response.write_eof()
+            except TimeoutError:  # a viewer that does not read is cut off
+                abort(request)
+        return response
+
+    def _let_in(self, request: web.Request) -> None:
+        name = name_of(request.headers.get("Host", ""))
+        transport = request.transport
+        reached = transport.get_extra_info("sockname") if transport is not None else None
+        if name not in self._names and name != (plain(reached[0]) if reached else ""):
+            raise web.HTTPForbidden(text="unknown host name\n")
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        offered = (request.query.get("token"), request.cookies.get(self._cookie), bearer)
+        if not any(self._door.opens_to(text) for text in offered if text):
+            raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
+
+    async def _page(self, _request: web.Request) -> web.StreamResponse:
+        response = answer(self.files[self._page_name], "text/html")
+        response.set_cookie(self._cookie, self._door.token, httponly=True, samesite="Strict")
+        return response
+
+    async def _static(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        kind = _TYPES.get(PurePosixPath(name).suffix)
+        if kind is None or name not in self.files:
+            raise web.HTTPNotFound
+        return answer(self.files[name], kind)
+
+
+async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:
+    """Listen; return the port."""
+    if plain(host) == "::" and socket.has_dualstack_ipv6():
+        listening = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
+        site: web.BaseSite = web.SockSite(runner, listening)
+    else:
+        site = web.TCPSite(runner, host, port)
+    await site.start()
+    return int(runner.addresses[0][1])
+
+
+async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_HEADERS)
+
+
+def abort(request: web.Request) -> None:
+    """Cut a connection off; a graceful end would wait for unread data."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def number(request: web.Request, name: str) -> int:
+    """Return a whole number among the arguments of a request."""
+    text = request.query.get(name, "")
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise web.HTTPBadRequest(text=f"{name} must be a number\n")
+    return int(text)
+
+
+def answer(body: bytes, content_type: str) -> web.Response:
+    """Return an answer of text."""
+    return web.Response(body=body, content_type=content_type, charset="utf-8")
+
+
+def json_answer(value: object) -> web.Response:
+    """Return an answer of JSON."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _resources() -> dict[str, bytes]:
+    """Return the files of the page by name."""
+    return {
+        one.name: one.read_bytes()
+        for folder in _FOLDERS
+        for one in (_FILES / folder).iterdir()
+        if one.is_file() and (PurePosixPath(one.name).suffix in _TYPES or one.name in _OTHER_FILES)
+    }
