@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -45,6 +46,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _FOLDERS = (".", "vendor")
 _FILES = files("slipstream.broker.dashboard") / "page"
 _OTHER_FILES = frozenset({"page.html", "compare.html", "why.json"})
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -178,6 +180,35 @@ class Site:
         if kind is None or name not in self.files:
             raise web.HTTPNotFound
         return answer(self.files[name], kind)
+
+
+class FolderReader:
+    """Reads run folders in a thread, one reader at a time."""
+
+    def __init__(self, read_s: float) -> None:
+        """Give a reader this many seconds, with the time it waits for its turn."""
+        self._read_s = read_s
+        self._reading = asyncio.Lock()
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Return what a call returns; the next one waits until the thread is done."""
+
+        def done(reading: "asyncio.Future[T]") -> None:
+            self._reading.release()
+            if not reading.cancelled():
+                reading.exception()  # every waiter has it; there may be none
+
+        try:
+            async with asyncio.timeout(self._read_s):
+                await self._reading.acquire()
+                reading = asyncio.ensure_future(asyncio.to_thread(call))
+                reading.add_done_callback(done)
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            raise web.HTTPServiceUnavailable(
+                text=f"the run folder was not read within {self._read_s:g} s: its disk is slow, or "
+                "others ask as well; try again\n"
+            ) from None
 
 
 async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:

@@ -129,7 +129,7 @@ class Table:
                 continue
             if name.startswith(_COUNTED) or math.isnan(column[newest]):
                 column[newest] = value
-            elif _is_highest(name):
+            elif is_maximum(name):
                 column[newest] = max(column[newest], value)
             else:
                 column[newest] += (value - column[newest]) * share
@@ -160,7 +160,7 @@ class Table:
         self._keys[:half] = self._keys[1 : 2 * half : 2]
         for name, column in self._cells.items():
             first, second = column[0 : 2 * half : 2], column[1 : 2 * half : 2]
-            if _is_highest(name):
+            if is_maximum(name):
                 merged = np.fmax(first, second)
             else:
                 merged = second if name.startswith(_COUNTED) else (first + second) / 2
@@ -196,7 +196,8 @@ class Table:
         return {name: number(float(col[place])) for name, col in sorted(self.series.items())}
 
 
-def _is_highest(name: str) -> bool:
+def is_maximum(name: str) -> bool:
+    """Return whether a figure is a maximum, so that of several rows the largest counts."""
     return name.partition(_BY_LAG)[0].endswith(_HIGHEST)
 
 

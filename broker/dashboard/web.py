@@ -5,10 +5,8 @@ answers only requests with its token and a host name that it knows.
 """
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -17,7 +15,7 @@ from slipstream.broker.dashboard.encoding import EventEncoder, Source, StateEnco
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import Snapshot
-from slipstream.broker.dashboard.site import Site, abort, answer, json_answer, number
+from slipstream.broker.dashboard.site import FolderReader, Site, abort, answer, json_answer, number
 
 _PATIENCE_S = 10.0  # for a browser that does not read
 _CHUNK = 64 * 1024
@@ -25,7 +23,6 @@ _READ_S = 5.0  # for the run folder
 _QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
 _MAX_QUERY = 200
 MAX_VIEWERS = 32
-T = TypeVar("T")
 
 
 class Dashboard:
@@ -50,11 +47,10 @@ class Dashboard:
         self._source = source
         self._items = items
         self._patience_s = patience_s
-        self._read_s = read_s
+        self._reader = FolderReader(read_s)
         self._site = Site("page.html", host=host, port=port, folder=folder, patience_s=patience_s)
         self._events_of = EventEncoder()
         self._states = StateEncoder(source)
-        self._reading = asyncio.Lock()  # one reader of the run folder at a time
         self.num_viewers = 0  # of the stream
         for path, handler in {
             "/status.json": self._json,
@@ -124,39 +120,19 @@ class Dashboard:
     async def _find(self, request: web.Request) -> web.StreamResponse:
         text = request.query.get("q", "")[:_MAX_QUERY]
         lag = number(request, "lag") if "lag" in request.query else None
-        return json_answer(await self._read(lambda: self._items.find(text, lag=lag)))
+        return json_answer(await self._reader.read(lambda: self._items.find(text, lag=lag)))
 
     async def _letters(self, _request: web.Request) -> web.StreamResponse:
         return json_answer({"letters": self._source.letters()})
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         group, sibling = number(request, "group"), number(request, "sibling")
-        found = await self._read(lambda: self._items.trajectory(group, sibling))
+        found = await self._reader.read(lambda: self._items.trajectory(group, sibling))
         letter = next((one for one in self._source.letters() if one.group_id == group), None)
         if letter is not None and not found.found:
             prompt = found.prompt or letter.prompt
             found = msgspec.structs.replace(found, prompt=prompt, failures=letter.failures)
         return json_answer(found)
-
-    async def _read(self, call: Callable[[], T]) -> T:
-        """Read the run folder in a thread; the next reader waits until the thread is done."""
-
-        def done(reading: "asyncio.Future[T]") -> None:
-            self._reading.release()
-            if not reading.cancelled():
-                reading.exception()  # every waiter has it; there may be none
-
-        try:
-            async with asyncio.timeout(self._read_s):
-                await self._reading.acquire()
-                reading = asyncio.ensure_future(asyncio.to_thread(call))
-                reading.add_done_callback(done)
-                return await asyncio.shield(reading)
-        except TimeoutError:
-            raise web.HTTPServiceUnavailable(
-                text=f"the run folder was not read within {self._read_s:g} s: its disk is slow, or "
-                "others ask as well; try again\n"
-            ) from None
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         after = float(number(request, "after")) if "after" in request.query else None

@@ -1,15 +1,19 @@
-"""`slipstream dashboard RUN`: the page of a run, from its broker or from its folder."""
+"""`slipstream dashboard [RUN ...]`: the page of a run, or of several beside each other."""
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from slipstream.broker.config import BrokerSection
 from slipstream.broker.dashboard.columns import StoredState, read_state
+from slipstream.broker.dashboard.compare.runs import is_run, runs_in
+from slipstream.broker.dashboard.compare.web import Comparison
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
-from slipstream.deploy.commands.options import add_run, chosen_run
+from slipstream.deploy.commands.options import chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     broker_of_folder,
@@ -26,6 +30,8 @@ from slipstream.wire.settings.sections import RunSection
 EXAMPLES = """examples:
   slipstream dashboard                         of the newest run
   slipstream dashboard runs/demo --port 8080   at a given port
+  slipstream dashboard runs/a runs/b           both over each other
+  slipstream dashboard runs/                   every run in a folder, as a list and over each other
 
 The page is served on this host alone and needs the token in its address. From elsewhere:
   ssh -L 8080:127.0.0.1:8080 HOST
@@ -34,7 +40,13 @@ The page is served on this host alone and needs the token in its address. From e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    add_run(parser)
+    parser.add_argument(
+        "folders",
+        type=Path,
+        nargs="*",
+        metavar="RUN",
+        help="run folders, default the newest one; several, or a folder of runs, are compared",
+    )
     parser.add_argument(
         "--port", type=int, default=0, help="port to serve at; 0: the system chooses one"
     )
@@ -42,7 +54,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the address of the page; serve it until Ctrl-C if no broker does."""
-    folder, console = chosen_run(arguments.folder), make_console()
+    folders: list[Path] = arguments.folders
+    if len(folders) > 1 or (folders and is_folder_of_runs(folders[0])):
+        return compare(folders, port=arguments.port)
+    return show_one(chosen_run(folders[0] if folders else None), port=arguments.port)
+
+
+def is_folder_of_runs(folder: Path) -> bool:
+    """Return whether a folder holds runs and is none itself."""
+    return folder.is_dir() and not is_run(folder) and bool(runs_in(folder))
+
+
+def compare(folders: Sequence[Path], *, port: int) -> int:
+    """Serve the page of several runs until Ctrl-C.
+
+    Raises:
+        ConfigError: one of several is no run folder, or this port cannot be listened at.
+    """
+    parent = folders[0] if len(folders) == 1 else None
+    page = Comparison(folders, parent=parent, host="127.0.0.1", port=port)
+    what = f"{page.num_runs} runs" + (f" in {parent}" if parent is not None else "")
+    _serve(page, f"{what}, from their files")
+    return 0
+
+
+def show_one(folder: Path, *, port: int) -> int:
+    """Print the address of a run's page; serve it until Ctrl-C if no broker does."""
+    console = make_console()
     run = run_of_folder(folder)
     broker = broker_of_folder(folder)
     try:
@@ -66,19 +104,24 @@ def main(arguments: argparse.Namespace) -> int:
         fsync=broker.redis.known_fsync,
         outcome=shown_outcome(stored, outcome),
     )
-    dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=arguments.port)
+    dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port)
+    _serve(dashboard, described(stored, outcome))
+    return 0
+
+
+def _serve(page: Dashboard | Comparison, about: str) -> None:
+    console = make_console()
 
     async def serve() -> None:
         stop = stop_event()
         try:
-            console.print(await dashboard.start(), soft_wrap=True)
-            console.print(f"{described(stored, outcome)}\nCtrl-C stops it", soft_wrap=True)
+            console.print(await page.start(), soft_wrap=True)
+            console.print(f"{about}\nCtrl-C stops it", soft_wrap=True)
             await stop.wait()
         finally:
-            await dashboard.stop()
+            await page.stop()
 
     asyncio.run(serve())
-    return 0
 
 
 def require_page(run: RunSection, broker: BrokerSection) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from typing_extensions import override
 
 from slipstream.broker.dashboard.columns import HistoryColumns
+from slipstream.broker.dashboard.compare.web import Comparison
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Snapshot
 from slipstream.broker.dashboard.trajectories import Found, Letter, Trajectory
@@ -129,3 +130,19 @@ def served(run: samples.Run) -> Iterator[SampleServer]:
     finally:
         server.stop()
         thread.join(5)
+
+
+@contextmanager
+def served_comparison(folders: Sequence[Path], parent: Path | None = None) -> Iterator[str]:
+    """Serve the page of several runs, or of a folder of them; the value is its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    page = Comparison(folders, parent=parent, host="127.0.0.1", port=0)
+    try:
+        yield asyncio.run_coroutine_threadsafe(page.start(), loop).result(5)
+    finally:
+        asyncio.run_coroutine_threadsafe(page.stop(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()

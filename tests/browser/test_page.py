@@ -1,7 +1,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
+from tests.browser.driving import ask, complaints, press, tab_to, text, texts, until
 
 pytestmark = [
     pytest.mark.integration,
@@ -25,7 +26,6 @@ pytestmark = [
         reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
     ),
 ]
-PATIENCE_S = 15.0
 CPU_S = 1.0
 
 
@@ -48,47 +48,6 @@ def show(browser: WebDriver, server: SampleServer, *, width: int = 1280, at: str
     browser.get("about:blank")
     browser.get(server.address + at)
     until(lambda: bool(texts(browser, "#verdict .value")))
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, f"did not come to hold within {PATIENCE_S} s"
-        time.sleep(0.05)
-
-
-def ask(browser: WebDriver, script: str, *values: object) -> object:
-    return browser.execute_script(f"return {script}", *values)
-
-
-def texts(browser: WebDriver, selector: str) -> list[str]:
-    script = "[...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
-    found = ask(browser, script, selector)
-    assert isinstance(found, list)
-    return found
-
-
-def text(browser: WebDriver, selector: str) -> str:
-    return " ".join(texts(browser, selector))
-
-
-def complaints(browser: WebDriver) -> list[object]:
-    """Return what the browser wrote on its console since the last call."""
-    return list(browser.get_log("browser"))  # type: ignore[no-untyped-call]
-
-
-def press(browser: WebDriver, *keys: str) -> None:
-    ActionChains(browser).send_keys(*keys).perform()
-
-
-def tab_to(browser: WebDriver, selector: str) -> None:
-    """Press Tab until the focus is on an element."""
-    for _ in range(120):
-        if ask(browser, "document.activeElement.matches(arguments[0])", selector):
-            return
-        press(browser, Keys.TAB)
-    pytest.fail(f"Tab does not come to {selector}")
 
 
 def figure(browser: WebDriver, name: str) -> str:

@@ -14,6 +14,7 @@ const FONT = "11px system-ui, sans-serif";
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000,
   500000, 1000000];
+const FAINT = "55"; // of ff, appended to a color
 const all = new Set();
 
 const inSight = new IntersectionObserver((entries) => {
@@ -39,12 +40,12 @@ export class Chart {
    * {title, tick, hover}. stacked: series are parts of a whole. bars: a bar per x.
    * low, high: bounds that the y axis has at least. show: a value as text. tick: a value of the
    * axis as text, given the distance of its ticks. whole: values are counts.
-   * stepped: a value holds until the next.
+   * stepped: a value holds until the next. near: where a series has no value, hovering shows the one before.
    */
   constructor(host, { title, unit, axis, stacked = false, bars = false, low = null, high = null, show = figure,
     height = 170, tick = null, whole = false,
-    stepped = false }) {
-    Object.assign(this, { host, title, unit, stacked, bars, low, high, show, height, whole, stepped, visible: false, dirty: false });
+    stepped = false, near = false }) {
+    Object.assign(this, { host, title, unit, stacked, bars, low, high, show, height, whole, stepped, near, log: false, visible: false, dirty: false });
     this.tick = tick ?? byStep;
     this.kind = typeof axis === "string" ? axis : "other";
     this.axis = typeof axis === "string" ? AXES[axis] : axis;
@@ -59,8 +60,8 @@ export class Chart {
       element("div", { class: "scroll" }, this.table));
     this.details.addEventListener("toggle", () => this.fill());
     host.classList.add("chart");
-    host.replaceChildren(element("figcaption", {}, element("span", { class: "title", text: title }),
-      element("span", { class: "unit", text: unit })), this.keys, this.plot, this.empty,
+    this.caption = element("figcaption", {}, element("span", { class: "title", text: title }), element("span", { class: "unit", text: unit }));
+    host.replaceChildren(this.caption, this.keys, this.plot, this.empty,
     element("div", { class: "foot" }, this.details, this.at));
     this.plot.style.height = `${height}px`;
     all.add(this);
@@ -68,12 +69,20 @@ export class Chart {
     resized.observe(this.plot);
   }
 
+  /** Show something else from now on: its title, its axis, and whether values are drawn by their logarithm. */
+  name(title, axis, log) {
+    if (axis !== this.axis || log !== this.log) this.drop();
+    Object.assign(this, { title, axis, log, kind: axis.steps ?? "other", unit: log ? "logarithmic" : "" });
+    [title, this.unit].forEach((text, i) => setText(this.caption.children[i], text));
+  }
+
   /**
-   * Take new numbers: x ascending; series [{name, values, color, dots, gaps}]; drawn when in sight.
+   * Take new numbers: x ascending; series [{name, values, color, dots, gaps, dashed, quiet}]; drawn when in
+   * sight. A quiet series is drawn faintly and not named: another one of its name says the same.
    * note: row -> words about it; marked: row -> whether to point at it; rest: words without a pointer.
    */
   update(x, series, { note = null, marked = null, rest = "" } = {}) {
-    const same = this.series.length === series.length && this.series.every((old, i) => old.name === series[i].name);
+    const same = this.series.length === series.length && this.series.every((old, i) => lookOf(old) === lookOf(series[i]));
     this.x = x;
     this.series = series;
     Object.assign(this, { note, marked, rest });
@@ -90,7 +99,7 @@ export class Chart {
     this.values = this.series.map(() => element("b"));
     this.swatches = this.series.map(() => element("i", { "aria-hidden": "true" }));
     this.keys.replaceChildren(...this.series.map((one, i) =>
-      element("li", {}, this.swatches[i], element("span", { text: one.name }), this.values[i])));
+      element("li", { hidden: one.quiet }, this.swatches[i], element("span", { text: one.name }), this.values[i])));
     this.paintKeys();
   }
 
@@ -146,17 +155,17 @@ export class Chart {
     const order = this.stacked ? [...this.series].reverse() : this.series;
     const grid = { stroke: color("--grid"), width: 1 };
     const side = { stroke: color("--dim"), font: FONT, grid, ticks: { stroke: color("--grid"), width: 1, size: 4 } };
-    const incrs = { time: TIME_STEPS, step: WHOLE_STEPS, other: WHOLE_STEPS }[this.kind];
+    const incrs = { time: TIME_STEPS, step: WHOLE_STEPS, other: WHOLE_STEPS, any: undefined }[this.kind];
     return {
       width: this.width, height: this.height, legend: { show: false }, padding: [8, 18, 0, 0],
       scales: {
         x: { time: false, range: (_, low, high) => this.rangeX(low, high) },
-        y: { range: (_, low, high) => this.rangeY(low, high) },
+        y: this.log ? { distr: 3, range: (_, low, high) => this.rangeLog(low, high) } : { range: (_, low, high) => this.rangeY(low, high) },
       },
       axes: [
         { ...side, size: 20, incrs, space: 60, gap: 4, label: this.axis.title, labelFont: FONT, labelSize: 16, labelGap: 0,
           values: (_, ticks) => ticks.map((x) => this.axis.tick(x)) },
-        { ...side, size: 48, space: 28, gap: 4, incrs: this.whole ? WHOLE_STEPS : undefined, values: (_, ticks) => ticks.map((y) => this.tick(y, ticks.length > 1 ? ticks[1] - ticks[0] : Math.abs(y) || 1)) },
+        { ...side, size: 48, space: 28, gap: 4, incrs: this.whole ? WHOLE_STEPS : undefined, values: (_, ticks) => this.ticks(ticks) },
       ],
       cursor: { y: false, points: { size: 6, show: !this.stacked }, drag: { x: true, y: false },
         sync: this.kind === "time" ? { key: "time" } : undefined },
@@ -167,6 +176,11 @@ export class Chart {
         setScale: [(plot, name) => { if (name === "x") this.zoomed = this.isPart(plot.scales.x); }],
       },
     };
+  }
+
+  ticks(ticks) {
+    if (this.log) return ticks.map((y) => (y === null ? "" : figure(y)));
+    return ticks.map((y) => this.tick(y, ticks.length > 1 ? ticks[1] - ticks[0] : Math.abs(y) || 1));
   }
 
   // True if zoomed: fewer rows are shown than drawn.
@@ -192,8 +206,8 @@ export class Chart {
   }
 
   line(one) {
-    const stroke = color(one.color);
-    const shape = { label: one.name, stroke, width: 1.6, spanGaps: one.gaps !== true, points: { show: false } };
+    const stroke = color(one.color) + (one.quiet ? FAINT : "");
+    const shape = { label: one.name, stroke, width: one.quiet ? 1 : 1.6, dash: one.dashed ? [6, 4] : undefined, spanGaps: one.gaps !== true, points: { show: false } };
     if (one.dots) shape.points = { show: true, size: 5, fill: stroke, stroke };
     if (this.stacked) Object.assign(shape, { fill: stroke, width: 0 });
     if (this.stepped) shape.paths = uPlot.paths.stepped({ align: 1 });
@@ -214,11 +228,17 @@ export class Chart {
     return [from === this.low || from === 0 ? from : from - room, to === this.high ? to : to + room];
   }
 
+  // A little room; nothing to draw has a range as well.
+  rangeLog(low, high) {
+    if (!(low > 0)) return [0.1, 1];
+    return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
+  }
+
   // With no index: the newest values.
   hover(index) {
     const newest = index === null || index === undefined;
     this.series.forEach((one, i) => {
-      const value = newest ? now(one) : one.values[index];
+      const value = newest ? now(one) : this.near ? before(one.values, index) : one.values[index];
       setText(this.values[i], isKnown(value) ? this.show(value) : newest ? "-" : "");
     });
     const note = newest ? "" : this.note?.(index) ?? "";
@@ -226,7 +246,7 @@ export class Chart {
   }
 
   summary() {
-    const parts = this.series.map((one) => {
+    const parts = this.series.filter((one) => !one.quiet).map((one) => {
       const known = one.values.filter(isKnown);
       if (!known.length) return `${one.name}: no values`;
       const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
@@ -238,16 +258,25 @@ export class Chart {
   fill() {
     if (!this.details.open) return;
     const every = this.bars ? 1 : Math.max(1, Math.ceil(this.x.length / TABLE_ROWS));
-    const rows = [];
+    const rows = [], named = this.series.filter((one) => !one.quiet);
     for (let i = this.x.length - 1; i >= 0; i -= every) {
-      rows.push([this.axis.hover(this.x[i]), ...this.series.map((one) => this.show(one.values[i] ?? null)),
+      rows.push([this.axis.hover(this.x[i]), ...named.map((one) => this.show(one.values[i] ?? null)),
         ...(this.note ? [this.note(i)] : [])]);
     }
-    fillTable(this.table, [this.axis.title, ...this.series.map((one) => one.name), ...(this.note ? ["what"] : [])], rows);
+    fillTable(this.table, [this.axis.title, ...named.map((one) => one.name), ...(this.note ? ["what"] : [])], rows);
   }
 }
 
 const isKnown = (value) => value !== null && value !== undefined;
+
+/** Return what a series is drawn with, as text. */
+const lookOf = ({ name, color: own, dashed, quiet, dots }) => JSON.stringify([name, own, dashed, quiet, dots]);
+
+/** Return the value of a row, or of the nearest one before it that has any. */
+function before(values, index) {
+  for (let i = index; i >= 0; i -= 1) if (isKnown(values[i])) return values[i];
+  return null;
+}
 
 /** Return the newest value of a series; where gaps count, that of the newest row even if it is none. */
 const now = (one) => (one.gaps ? one.values.at(-1) : one.values.findLast(isKnown)) ?? null;

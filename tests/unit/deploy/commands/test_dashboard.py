@@ -8,10 +8,16 @@ from msgspec.structs import replace
 from slipstream.broker.config import BrokerSection, DashboardTable
 from slipstream.broker.dashboard.columns import StoredState
 from slipstream.broker.dashboard.history import History
-from slipstream.deploy.commands.dashboard import described, require_page, shown_outcome
+from slipstream.deploy.commands.dashboard import (
+    described,
+    is_folder_of_runs,
+    require_page,
+    shown_outcome,
+)
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 from slipstream.wire.settings.sections import RunSection
+from tests.support.run_folders import write_run
 from tests.support.wire_samples import STATUS
 
 STORED = StoredState(at_s=1_000.0, status=STATUS, history=History(began_s=0.0).columns())
@@ -49,3 +55,11 @@ def test_the_setting_that_turned_the_page_off_is_named(tmp_path: Path):
         require_page(run, BrokerSection())
     (run.folder / PAGE_ADDRESS).write_text("http://127.0.0.1:1/?token=t")
     require_page(run, BrokerSection())
+
+
+def test_a_folder_that_holds_runs_and_is_none_is_compared(tmp_path: Path):
+    assert not is_folder_of_runs(tmp_path)
+    run = write_run(tmp_path / "a")
+    assert is_folder_of_runs(tmp_path)
+    assert not is_folder_of_runs(run)
+    assert not is_folder_of_runs(tmp_path / "missing")

@@ -1,0 +1,4 @@
+"""The page of several runs: their list, their curves, the settings and results that differ.
+
+Everything is read from run folders, of finished runs and of running ones.
+"""
