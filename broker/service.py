@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -31,6 +32,7 @@ from slipstream.broker.store.redis import RedisStore
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import write_private
 from slipstream.wire.files.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
+from slipstream.wire.process.gpus import gpus_of_host
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
 from slipstream.wire.process.run_until import run_until
@@ -264,6 +266,7 @@ async def _open_dashboard(
         high_water_bytes=settings.broker.high_water_bytes,
         fsync=fsync,
         missed=missed,
+        shared_cores=await asyncio.to_thread(_shared_cores, settings),
     )
     page = settings.broker.dashboard
     dashboard = Dashboard(
@@ -282,6 +285,13 @@ async def _open_dashboard(
     cleanup.callback(remove_address)
     _log.info("dashboard at %s", address_file)
     return recorder
+
+
+def _shared_cores(settings: BrokerSettings) -> int:
+    """Return the CPU cores that all roles share; 0 with other hosts or with GPUs."""
+    if settings.broker.listen or gpus_of_host():
+        return 0
+    return len(os.sched_getaffinity(0))
 
 
 def trained_steps(events: Iterable[bytes]) -> dict[int, dict[str, float]]:

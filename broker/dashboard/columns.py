@@ -45,6 +45,9 @@ class HistoryColumns(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     began_s: float  # unix time
+    shared_cores: int = (
+        0  # CPU cores that all processes share; 0: there are GPUs, hosts, or unknown
+    )
     time: TimeColumns
     steps: StepColumns
 
@@ -97,6 +100,7 @@ def trends_of(columns: HistoryColumns, *, high_water_bytes: int, fsync: str) -> 
         every_steps=columns.steps.every_steps,
         high_water_bytes=high_water_bytes,
         fsync=fsync,
+        shared_cores=columns.shared_cores,
     )
 
 

@@ -43,6 +43,7 @@ class History:
         """
         self.began_s = began_s
         self.every_s = every_s
+        self.shared_cores = 0  # by all processes; 0 if it is not so
         self.every_steps = 1  # learner steps in a row
         self._time = Table()
         self._steps = Table()
@@ -152,6 +153,7 @@ class History:
         figures = dict(steps)
         return HistoryColumns(
             began_s=self.began_s,
+            shared_cores=self.shared_cores,
             time=TimeColumns(every_s=self.every_s, at_s=at_s, series=series),
             steps=StepColumns(
                 step=self._steps.keys.tolist(),
@@ -165,6 +167,7 @@ class History:
     def of(cls, columns: HistoryColumns) -> "History":
         """Continue the history that another broker wrote."""
         history = cls(began_s=columns.began_s, every_s=columns.time.every_s)
+        history.shared_cores = columns.shared_cores
         history.every_steps = columns.steps.every_steps
         history._time.fill(columns.time.at_s, columns.time.series)
         history._sampled_s = float(history._time.keys[-1]) if len(history._time) else -math.inf

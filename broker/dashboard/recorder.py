@@ -109,6 +109,7 @@ class Recorder:
         high_water_bytes: int,
         fsync: str,
         missed: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
+        shared_cores: int = 0,
         now: Callable[[], float] | None = None,
         advise: Advise = advise,
         write: Write = write_state,
@@ -116,7 +117,8 @@ class Recorder:
         """Continue with the contents of the file at ``path``, if it is there.
 
         ``missed`` are figures of learner steps that the file may lack; ``fsync`` is how often the
-        store writes to disk, empty if not known; ``now`` is a unix time that never goes back.
+        store writes to disk, empty if not known; ``shared_cores`` are CPU cores on which all
+        processes of the run are, 0 if it is not so; ``now`` is a unix time that never goes back.
         """
         self._status = status
         self._path = path
@@ -129,6 +131,7 @@ class Recorder:
         self._errors = ErrorLog()
         stored = claim_state(path)
         self.history = History.of(stored.history) if stored else History(began_s=self._now())
+        self.history.shared_cores = shared_cores
         with self._errors.suppress("steps of before the broker's start"):
             self.history.fill(missed, self._now())
         self._advisories: list[Advisory] = []

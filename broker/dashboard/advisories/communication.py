@@ -87,7 +87,9 @@ def _publishes_dominating(view: View) -> Finding | None:
         "load versions received before (weightbus.transport = tcp), or train more per step "
         "(run.groups_per_step)."
     )
-    return Finding(text, "weightbus.engine_check_every")
+    crowded = view.crowded
+    level: Level = "info" if crowded else "warning"
+    return Finding(text + crowded, "weightbus.engine_check_every", level)
 
 
 def _paused_s(record: PublishRecord) -> float:

@@ -34,7 +34,7 @@ def _learner_starved(view: View) -> Finding | None:
             f"while the generators were {1 - generators:.0%} busy: add generators "
             "(generators.count) or let each answer more at a time (generators.max_sequences)"
         )
-    return Finding(f"{problem}, {todo}.", setting)
+    return _of_waiting(view, f"{problem}, {todo}.", setting)
 
 
 @RULES.add
@@ -60,7 +60,13 @@ def _generators_starved(view: View) -> Finding | None:
             f"while the learner was {1 - learner:.0%} busy: make it faster (learner.ranks, "
             "learner.max_tokens_per_microbatch) or run fewer generators (generators.count)"
         )
-    return Finding(f"{problem}, {todo}.", setting)
+    return _of_waiting(view, f"{problem}, {todo}.", setting)
+
+
+def _of_waiting(view: View, text: str, setting: str) -> Finding:
+    """Return a finding about a pool; no warning where its waiting is expected."""
+    crowded = view.crowded
+    return Finding(text + crowded, setting, "info" if crowded else "warning")
 
 
 def _reward_backlog(view: View) -> float:

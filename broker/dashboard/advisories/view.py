@@ -47,6 +47,7 @@ class Trends(msgspec.Struct, frozen=True, kw_only=True):
     steps: Mapping[str, Column]  # figures by learner step
     every_steps: int = 1  # how many learner steps a row of them is the mean of
     high_water_bytes: int = 0  # broker.high_water_bytes; 0 is not known
+    shared_cores: int = 0  # CPU cores that all processes share; 0: they have others, or unknown
     fsync: str = ""  # how the store is synced: always, everysec, no; empty is not known
 
 
@@ -56,6 +57,9 @@ class Finding(NamedTuple):
     text: str
     setting: str  # that changes it first
     level: Level = "warning"
+
+
+_BESIDE_WORKERS = 1  # the broker, the relay and reward workers take about one core
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,18 @@ class View:
     end: int  # rows from it on are from after the last learner step of all
     window_s: float
     full: bool  # enough rows and steps to fill a window
+
+    @property
+    def crowded(self) -> str:
+        """Return why waiting is expected where few cores do everything; empty elsewhere."""
+        workers = sum(role.role in {"learner", "generator"} for role in self.status.roles)
+        cores = self.history.shared_cores
+        if not cores or workers + _BESIDE_WORKERS <= cores:
+            return ""
+        return (
+            f" Expected here: the learner, {workers - 1} generators and everything else share "
+            f"{cores} CPU cores, so each waits for the others whatever the settings are."
+        )
 
     @classmethod
     def of(cls, status: RunStatus, history: Trends) -> "View":

@@ -336,6 +336,30 @@ def test_the_sentence_has_the_number_the_time_and_the_setting():
     )
 
 
+@pytest.mark.parametrize(
+    ("rule", "state", "columns"),
+    [
+        ("learner-starved", {}, busy(0.5)),
+        ("generators-starved", {}, busy(1.0, 0.5)),
+        ("publishes-dominating", {"publish_history": publishes(0.6)}, {}),
+    ],
+)
+def test_waiting_of_processes_that_share_few_cores_is_expected_and_no_warning(
+    rule: str, state: dict[str, Any], columns: dict[str, Column]
+):
+    found = {
+        cores: advice(status(**state), history(columns, shared_cores=cores))[rule]
+        for cores in (0, 2, 4)
+    }
+    assert [found[cores].level for cores in (0, 2, 4)] == ["warning", "info", "warning"]
+    expected = (
+        "Expected here: the learner, 2 generators and everything else share 2 CPU cores, so each "
+        "waits for the others whatever the settings are."
+    )
+    assert found[2].text == f"{found[0].text} {expected}"
+    assert found[4].text == found[0].text
+
+
 def test_thrashing_names_the_current_limit_of_answers_per_engine():
     thrown = history({"answers": rising(10.0), "retracted": rising(1.0)})
     generators = [
