@@ -35,6 +35,7 @@ class RecordedItems:
     """Reads a run folder. Methods block; call them in one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder  # of the run
         self._path = folder / TRAINED
         self._trail = folder / TRAIL
         self._index: deque[_Indexed] = deque()

@@ -11,8 +11,11 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from slipstream.broker.dashboard.compare.runs import sampling_of
+from slipstream.broker.dashboard.compare.settings_diff import read_settings
 from slipstream.broker.dashboard.encoding import EventEncoder, Source, StateEncoder
 from slipstream.broker.dashboard.items import RecordedItems
+from slipstream.broker.dashboard.logs import newest_lines
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import Snapshot
 from slipstream.broker.dashboard.site import FolderReader, Site, abort, answer, json_answer, number
@@ -58,6 +61,8 @@ class Dashboard:
             "/items": self._find,
             "/trajectory": self._trajectory,
             "/dead_letters": self._letters,
+            "/logs.json": self._logs,
+            "/about.json": self._about,
             "/metrics": self._metrics,
         }.items():
             self._site.get(path, handler)
@@ -124,6 +129,14 @@ class Dashboard:
 
     async def _letters(self, _request: web.Request) -> web.StreamResponse:
         return json_answer({"letters": self._source.letters()})
+
+    async def _logs(self, _request: web.Request) -> web.StreamResponse:
+        logs = await self._reader.read(lambda: newest_lines(self._items.folder))
+        return json_answer({"logs": logs})
+
+    async def _about(self, _request: web.Request) -> web.StreamResponse:
+        settings = await self._reader.read(lambda: read_settings(self._items.folder))
+        return json_answer({"eval_sampling": sampling_of(settings.get("eval.temperature", ""))})
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         group, sibling = number(request, "group"), number(request, "sibling")

@@ -75,10 +75,10 @@ class SampleSource:
 
 
 class SampleItems(RecordedItems):
-    """Recorded trajectories without a run folder."""
+    """Recorded trajectories that are in no run folder."""
 
-    def __init__(self, run: samples.Run) -> None:
-        super().__init__(Path("/nonexistent"))
+    def __init__(self, run: samples.Run, folder: Path) -> None:
+        super().__init__(folder)
         self._run = run
 
     @override
@@ -95,15 +95,16 @@ class SampleItems(RecordedItems):
 class SampleServer(SampleSource):
     """Serves a sample run on the loopback interface, in a thread of its own."""
 
-    def __init__(self, run: samples.Run) -> None:
+    def __init__(self, run: samples.Run, folder: Path) -> None:
         super().__init__(run)
+        self._folder = folder
         self.address = ""
         self._loop = asyncio.new_event_loop()
 
     def serve(self, ready: threading.Event) -> None:
         """Serve until the loop is stopped."""
         asyncio.set_event_loop(self._loop)
-        page = Dashboard(self, SampleItems(self.run), host="127.0.0.1", port=0)
+        page = Dashboard(self, SampleItems(self.run, self._folder), host="127.0.0.1", port=0)
         self.address = self._loop.run_until_complete(page.start())
         ready.set()
         self._loop.run_forever()
@@ -118,9 +119,9 @@ class SampleServer(SampleSource):
 
 
 @contextmanager
-def served(run: samples.Run) -> Iterator[SampleServer]:
-    """Serve a sample run."""
-    server = SampleServer(run)
+def served(run: samples.Run, folder: Path = Path("/nonexistent")) -> Iterator[SampleServer]:
+    """Serve a sample run; its folder holds settings and logs."""
+    server = SampleServer(run, folder)
     ready = threading.Event()
     thread = threading.Thread(target=server.serve, args=(ready,), daemon=True)
     thread.start()

@@ -25,9 +25,10 @@ function learns(view) {
   const rounds = view.status.eval, newest = rounds.at(-1);
   if (!newest) return sampled(view.steps);
   const value = meanReward(newest.overall), name = "Evaluation", id = "evaluation";
-  if (rounds.length === 1) return { name, id, value: fixed(value, 3), more: `mean reward at step ${newest.step}` };
+  const how = view.sampling ? `, ${view.sampling}` : "";
+  if (rounds.length === 1) return { name, id, value: fixed(value, 3), more: `mean reward at step ${newest.step}${how}` };
   const since = `${change(value - meanReward(rounds[0].overall))} since step ${rounds[0].step}`;
-  return { name, id, value: fixed(value, 3), more: `at step ${newest.step}; ${since}` };
+  return { name, id, value: fixed(value, 3), more: `at step ${newest.step}${how}; ${since}` };
 }
 
 function sampled(steps) {

@@ -43,7 +43,7 @@ export function create() {
       const [x, of, evaluations] = together(view);
       const rewards = [["trained answers", "reward/mean", "--c2"], ["all sampled answers", "reward/sampled", "--c3"]]
         .filter(([, name]) => of(name)).map(([name, key, color]) => ({ name, values: of(key), color }));
-      const rounds = view.status.eval.length ? [{ name: "evaluation", values: evaluations, color: "--c1", dots: true }] : [];
+      const rounds = view.status.eval.length ? [{ name: view.sampling ? `evaluation (${view.sampling})` : "evaluation", values: evaluations, color: "--c1", dots: true }] : [];
       reward.update(x, [...rewards, ...rounds]);
       const { steps } = view;
       const one = (name, key, color) => (steps.get(key) ? [{ name, values: steps.get(key), color }] : []);

@@ -10,6 +10,7 @@ import * as accounting from "/static/accounting.js";
 import * as correction from "/static/correction.js";
 import * as headline from "/static/headline.js";
 import * as learning from "/static/learning.js";
+import * as logs from "/static/logs.js";
 import * as pools from "/static/pools.js";
 import * as staleness from "/static/staleness.js";
 import * as trajectory from "/static/trajectory.js";
@@ -20,7 +21,7 @@ const DRAW_EVERY_MS = 1000;
 const RETRY_MS = 2000;
 const MOST_PUBLISHES = 60;
 const MOST_ROUNDS = 500;
-const view = { status: null, toldAt: 0, advisories: [], ready: true, time: null, steps: null, live: true };
+const view = { status: null, toldAt: 0, advisories: [], ready: true, time: null, steps: null, live: true, sampling: "" };
 const fresh = new Set(); // what came since the last drawing: status, time, steps
 const differs = changes();
 let drawnAt = -Infinity, timer = null, panels = [], received = 0, stream = null, late = null;
@@ -148,6 +149,17 @@ async function load() {
   return state;
 }
 
+// How an evaluation chose its answers is a setting of the run.
+async function readSettings() {
+  try {
+    view.sampling = (await ask("/about.json")).eval_sampling;
+  } catch {
+    return; // the label stays without it
+  }
+  if (view.status) fresh.add("status").add("steps");
+  if (view.status) soon();
+}
+
 async function start() {
   let state;
   try {
@@ -175,5 +187,7 @@ async function start() {
 startTheme(byId("theme"));
 panels = [headline, learning, pools, staleness, weights, trust, correction, accounting].map((panel) => panel.create());
 trajectory.create();
+logs.create(() => view.live);
 document.addEventListener("visibilitychange", soon);
+readSettings();
 start();
