@@ -2,7 +2,7 @@
 /* global uPlot */
 
 import { element, fillTable, setText } from "/static/dom.js";
-import { byStep, clock, figure } from "/static/format.js";
+import { byStep, clock, figure, fixed } from "/static/format.js";
 import { color, onTheme } from "/static/theme.js";
 
 const TABLE_ROWS = 24;
@@ -179,7 +179,7 @@ export class Chart {
   }
 
   ticks(ticks) {
-    if (this.log) return ticks.map((y) => (y === null ? "" : figure(y)));
+    if (this.log) return ticks.map((y) => (y === null ? "" : y >= 0.001 && y < 100000 ? fixed(y, Math.max(0, -Math.floor(Math.log10(y) + 1e-9))) : y.toExponential(0)));
     return ticks.map((y) => this.tick(y, ticks.length > 1 ? ticks[1] - ticks[0] : Math.abs(y) || 1));
   }
 

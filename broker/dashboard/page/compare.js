@@ -26,9 +26,10 @@ const params = (names, more = {}) => {
 
 const chosen = () => page.view.runs;
 
-/** Return how a run is drawn; of its place in the list, so that it stays when others come or go. */
+/** Return how a run is drawn: by its place in the list, from the oldest on, so that it stays when others begin. */
 function lookOf(name) {
-  const place = Math.max(0, page.runs.findIndex((run) => run.name === name));
+  const at = Math.max(0, page.runs.findIndex((run) => run.name === name));
+  const place = page.newestFirst ? page.runs.length - 1 - at : at;
   return { color: COLORS[place % COLORS.length], dashed: place % (2 * COLORS.length) >= COLORS.length };
 }
 
@@ -42,6 +43,7 @@ function showState(state, text) {
 async function readRuns() {
   const { parent, all_chosen: all, runs, differences } = await ask("/runs.json");
   page.runs = runs;
+  page.newestFirst = !all;
   page.between = differences;
   const known = new Set(runs.map((run) => run.name));
   let names = page.view.runs?.filter((name) => known.has(name)) ?? [];
@@ -197,7 +199,8 @@ function showSettings() {
 
 function fillSelects() {
   const names = page.runs.map((run) => run.name);
-  const [first, second] = [...chosen(), ...names.filter((name) => !chosen().includes(name))];
+  const [one, other] = [...chosen(), ...names.filter((name) => !chosen().includes(name))];
+  const [first, second] = page.newestFirst && other ? [other, one] : [one, other]; // B is the newer one
   for (const [id, key, begin] of [["run-a", "a", first], ["run-b", "b", second ?? first]]) {
     const select = byId(id);
     if (!names.includes(page.view[key])) page.view[key] = begin ?? "";
