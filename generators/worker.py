@@ -48,6 +48,7 @@ from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.trajectory import NO_SCORING_LEASE, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import ACT, WAIT, PhaseClock
+from slipstream.wire.process.usage import ProcessUsage
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
@@ -105,6 +106,7 @@ class GeneratorWorker:
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
         self._counters = dict.fromkeys(_COUNTED, 0.0)
+        self._usage = ProcessUsage(gpus=True)
         if turn_sampler is not None:
             lanes.on_change = self._enter_phase
         self.more_counters: Callable[[], Mapping[str, float]] = dict  # to report, too
@@ -366,6 +368,7 @@ class GeneratorWorker:
         if self._audit is not None:
             counters |= self._audit.counters
             gauges |= self._audit.gauges
+        gauges |= self._usage.gauges()
         report = RoleReport(
             phase_seconds=self._clock.seconds(),
             counters=counters,

@@ -52,4 +52,8 @@ class RoleRecord:
             environment_failed=self.report.counters.get("environment_failed", 0.0),
             engine_s=self.report.counters.get("engine_s", 0.0),
             environment_s=self.report.counters.get("environment_s", 0.0),
+            cpu_cores=self.report.gauges.get("cpu_cores"),
+            memory_bytes=self.report.gauges.get("memory_bytes"),
+            gpu_bytes=self.report.gauges.get("gpu_bytes"),
+            gpu_busy=self.report.gauges.get("gpu_busy"),
         )

@@ -21,6 +21,7 @@ from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.process.phases import WAIT, busy_share
+from slipstream.wire.process.usage import ProcessUsage
 from slipstream.wire.settings.sections import RunSection
 
 _KEPT_STEPS = 2_000
@@ -44,6 +45,7 @@ class Telemetry:
         self._now = now
         self._cpu_seconds = cpu_seconds
         self._cpu_at_start_s = cpu_seconds()
+        self._usage = ProcessUsage()
         self._started_s = now()
         self._training_since_s: float | None = None
         self._roles: dict[str, RoleRecord] = {}
@@ -235,6 +237,7 @@ class Telemetry:
         age = max(now - self._started_s, 1e-9)
         cpu = min(self._cpu_seconds() - self._cpu_at_start_s, age)
         phases = {"serve": cpu, WAIT: age - cpu}
+        used = self._usage.gauges()
         return RoleStatus(
             name="broker",
             role="broker",
@@ -243,6 +246,8 @@ class Telemetry:
             busy=busy_share(phases),
             phase_seconds=phases,
             tokens_per_second=0.0,
+            cpu_cores=used.get("cpu_cores"),
+            memory_bytes=used.get("memory_bytes"),
         )
 
 

@@ -27,6 +27,7 @@ from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.process.usage import ProcessUsage
 from slipstream.wire.settings.load import section
 from slipstream.wire.settings.sections import RunSection, run_section
 
@@ -91,10 +92,14 @@ async def serve(settings: WorkerSettings, name: str, health: Health | None = Non
 async def _work(
     client: BrokerClient, pool: RewardPool, scorer: Scorer, stop: asyncio.Event
 ) -> None:
+    usage = ProcessUsage()
+
     async def report() -> None:
         counters = dict(scorer.counters)
         counters |= {f"replaced_{why}": float(n) for why, n in pool.replaced.items()}
-        await client.ask(RoleReport(phase_seconds=scorer.clock.seconds(), counters=counters), Done)
+        phases = scorer.clock.seconds()
+        report = RoleReport(phase_seconds=phases, counters=counters, gauges=usage.gauges())
+        await client.ask(report, Done)
 
     async def report_forever() -> None:
         while True:

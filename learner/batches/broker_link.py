@@ -41,6 +41,7 @@ from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.phases import PhaseClock
+from slipstream.wire.process.usage import ProcessUsage
 
 _log = logging.getLogger(__name__)
 _POLL_S, _LOG_WAITING_AFTER_S = 1.0, 10.0
@@ -77,6 +78,7 @@ class LeaderLink(PayloadLink):
         self._clock = clock
         self._should_stop = should_stop
         self._tokens = 0
+        self._usage = ProcessUsage(gpus=True)
         self._version: PolicyVersion | None = None
         self._waits_for: PolicyVersion | None = None  # to train a batch from
         self._waits_since = 0.0
@@ -275,6 +277,7 @@ class LeaderLink(PayloadLink):
                 phase_seconds=self._clock.seconds(),
                 counters={"tokens": float(self._tokens)},
                 adopted=self._version,
+                gauges=self._usage.gauges(),
             )
             await self._client.ask(report, Done)
             await asyncio.sleep(REPORT_EVERY_S)

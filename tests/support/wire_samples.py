@@ -160,6 +160,10 @@ STATUS = RunStatus(
             environment_failed=2.0,
             engine_s=6.0,
             environment_s=1.5,
+            cpu_cores=1.25,
+            memory_bytes=2.5e9,
+            gpu_bytes=6e10,
+            gpu_busy=0.75,
         )
     ],
     data={"rows": 40},

@@ -16,6 +16,7 @@ from slipstream.wire.messages.broker import Done, PublishReport, RelayHeard, Rel
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord, merged
 from slipstream.wire.process.phases import WAIT
+from slipstream.wire.process.usage import ProcessUsage
 from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class BrokerReports:
         self._is_news = asyncio.Event()
         self._num_lost_records = 0
         self._started_s = time.monotonic()
+        self._usage = ProcessUsage()
 
     async def keep(self, record: PublishRecord) -> None:
         """Keep the record of a publish until the broker has it, or there are too many.
@@ -102,8 +104,11 @@ class BrokerReports:
                 age_s = time.monotonic() - self._started_s
                 busy_s = min(time.process_time(), age_s)  # CPU time counts as serving
                 phases = {"serve": busy_s, WAIT: age_s - busy_s}
-                await client.ask(
-                    RoleReport(phase_seconds=phases, counters=self._traffic.as_counters()), Done
+                role_report = RoleReport(
+                    phase_seconds=phases,
+                    counters=self._traffic.as_counters(),
+                    gauges=self._usage.gauges(),
                 )
+                await client.ask(role_report, Done)
         finally:
             client.close()

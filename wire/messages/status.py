@@ -87,6 +87,10 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     environment_failed: float = 0.0  # trajectories whose environment could not go on
     engine_s: float = 0.0  # of all trajectories of several turns, in calls of the engine
     environment_s: float = 0.0  # and outside of it
+    cpu_cores: float | None = None  # CPU seconds per second, lately, with its children
+    memory_bytes: float | None = None  # resident, with its children
+    gpu_bytes: float | None = None  # of GPU memory, with its children
+    gpu_busy: float | None = None  # share of the time that these GPUs were busy, for whomever
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

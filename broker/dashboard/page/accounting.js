@@ -1,7 +1,7 @@
 // Is anything lost: the conservation equation, groups by state, holders of work and lost processes.
 
 import { byId, changes, element, fillTable } from "/static/dom.js";
-import { duration, fixed, label, percent, sum, words } from "/static/format.js";
+import { bytes, duration, fixed, label, percent, sum, words } from "/static/format.js";
 
 export const SILENT_S = 1.5; // workers report twice a second
 const GONE_S = 10;
@@ -57,14 +57,17 @@ function environments(one) {
 const failures = ({ roles }) => (roles.some((one) => one.acting != null)
   ? [["environment failures", fixed(roles.reduce((all, one) => all + (one.environment_failed ?? 0), 0))]] : []);
 
+/** Return the GPU memory of a process, and how busy its GPUs were, for whomever. */
+const gpuOf = (one) => (one.gpu_bytes == null ? "-" : `${bytes(one.gpu_bytes)}${one.gpu_busy == null ? "" : ` (${percent(one.gpu_busy)})`}`);
+
 function workers(s, states, live, busy) {
   if (!s.roles.length) {
     fillTable(byId("workers"), ["process"], [["No process has reported yet."]]);
     return;
   }
-  const acts = s.roles.some((one) => one.acting != null);
+  const acts = s.roles.some((one) => one.acting != null), gpus = s.roles.some((one) => one.gpu_bytes != null);
   fillTable(byId("workers"), ["process", "role", "state", ...(live ? ["busy now"] : []), "busy since its start", "tokens/s since its start", "weights", "leases", "answers in the engine", ...(acts ? ["in environments (of their time)"] : []), "KV cache",
-    "last heard", "spends its time on, since its start"],
+    "CPU cores", "memory", ...(gpus ? ["GPU memory (busy)"] : []), "last heard", "spends its time on, since its start"],
     s.roles.map((one, i) => {
       const state = states[i];
       return [one.name, words(one.role), element("span", { class: "tag", "data-state": state, text: state }),
@@ -72,6 +75,8 @@ function workers(s, states, live, busy) {
         one.tokens_per_second ? fixed(one.tokens_per_second) : "-", label(one.adopted), fixed(one.leases ?? 0),
         one.sequence_limit ? `${fixed(one.sequences)} of ${fixed(one.sequence_limit)}` : "-",
         ...(acts ? [environments(one)] : []), one.kv_use == null ? "-" : percent(one.kv_use),
+        one.cpu_cores == null ? "-" : fixed(one.cpu_cores, 2), one.memory_bytes == null ? "-" : bytes(one.memory_bytes),
+        ...(gpus ? [gpuOf(one)] : []),
         one.silent_s < 1 ? "now" : `${duration(one.silent_s)} ago`,
         element("span", { class: "text", text: spends(one.phase_seconds) })];
     }));

@@ -1,0 +1,171 @@
+"""CPU, memory and GPUs that a process and its descendants use, for its reports."""
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from slipstream.wire.process.gpus import gpus_of_host
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 5.0  # a look at /proc costs a millisecond or so
+_ASK_S = 10.0  # for nvidia-smi, and between two questions
+_MAX_PROCESSES = 1_000  # of one tree
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MIB = 1 << 20
+_APPS = "--query-compute-apps=pid,gpu_uuid,used_memory"
+_GPUS = "--query-gpu=uuid,utilization.gpu"
+
+
+class ProcessUsage:
+    """Readings of this process and all below it, renewed every few seconds."""
+
+    def __init__(
+        self,
+        *,
+        gpus: bool = False,
+        root: int | None = None,
+        proc: Path = Path("/proc"),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the first reading.
+
+        Args:
+            gpus: ask the driver too, from a short-lived thread: not where processes are forked.
+            root: id of the uppermost process; None is this one.
+            proc: where the system shows processes.
+            now: clock in seconds.
+        """
+        self._gpus = gpus
+        self._root = root if root is not None else os.getpid()
+        self._proc = proc
+        self._now = now
+        self._pids: tuple[int, ...] = ()
+        self._at_s = now()
+        self._cpu_s, memory = self._look()
+        self._gauges = {"memory_bytes": float(memory)}
+        self._gpu_gauges: dict[str, float] = {}
+        self._asking = threading.Lock()
+        self._asked_s = -_ASK_S
+
+    def gauges(self) -> dict[str, float]:
+        """Return the newest readings by name.
+
+        ``cpu_cores`` is CPU seconds per second since the reading before, ``memory_bytes`` resident
+        memory, in which what several processes share counts for each. With GPUs that show their
+        processes: ``gpu_bytes`` of them, and ``gpu_busy``, the mean share of the time that these
+        GPUs were busy, for whomever.
+        """
+        now_s = self._now()
+        if now_s - self._at_s >= _EVERY_S:
+            cpu_s, memory = self._look()
+            cores = max(0.0, cpu_s - self._cpu_s) / (now_s - self._at_s)
+            self._gauges = {"cpu_cores": cores, "memory_bytes": float(memory)}
+            self._at_s, self._cpu_s = now_s, cpu_s
+        if self._gpus and now_s - self._asked_s >= _ASK_S and self._asking.acquire(blocking=False):
+            self._asked_s = now_s
+            threading.Thread(target=self._ask, name="gpu usage", daemon=True).start()
+        return self._gauges | self._gpu_gauges
+
+    def _look(self) -> tuple[float, int]:
+        """Return CPU seconds and resident bytes of the tree."""
+        self._pids = tree_of(self._root, self._proc)
+        found = [_usage_of(self._proc / str(pid) / "stat") for pid in self._pids]
+        return sum(cpu_s for cpu_s, _ in found), sum(memory for _, memory in found)
+
+    def _ask(self) -> None:
+        """Ask the driver, in a thread; a host without GPUs is asked once and never again."""
+        if not gpus_of_host():
+            return  # and keep the lock
+        try:
+            self._gpu_gauges = gpu_gauges(self._pids, _nvidia(_APPS), _nvidia(_GPUS))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            _log.debug("the use of GPUs is not known: %s", error)
+            self._gpu_gauges = {}
+        finally:
+            self._asking.release()
+
+
+def tree_of(root: int, proc: Path) -> tuple[int, ...]:
+    """Return a process and its descendants, as far as the system tells them."""
+    found, waiting = [root], [root]
+    while waiting and len(found) < _MAX_PROCESSES:
+        for task in _names(proc / str(waiting.pop()) / "task"):
+            try:
+                children = [int(pid) for pid in (task / "children").read_text().split()]
+            except (OSError, ValueError):
+                continue
+            found += children
+            waiting += children
+    return tuple(found)
+
+
+def gpu_gauges(pids: Iterable[int], apps: str, gpus: str) -> dict[str, float]:
+    """Return what processes use of GPUs; nothing if the driver does not know these processes.
+
+    Args:
+        pids: of the processes.
+        apps: lines of process, UUID of a GPU, MiB.
+        gpus: lines of UUID, percent of the last second or less that the GPU was busy.
+
+    Raises:
+        ValueError: a line is not of this form.
+    """
+    own = frozenset(pids)
+    used = [(row[1], row[2]) for row in _rows(apps, 3) if int(row[0]) in own]
+    if not used:
+        return {}
+    busy = {row[0]: row[1] for row in _rows(gpus, 2)}
+    memory = [_known(mib) for _, mib in used]
+    shares = [_known(busy.get(uuid, "")) for uuid in {uuid for uuid, _ in used}]
+    gauges: dict[str, float] = {}
+    if None not in memory:
+        gauges["gpu_bytes"] = _MIB * sum(one for one in memory if one is not None)
+    if shares and None not in shares:
+        gauges["gpu_busy"] = sum(one for one in shares if one is not None) / len(shares) / 100.0
+    return gauges
+
+
+def _rows(text: str, count: int) -> list[list[str]]:
+    rows = [
+        [part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()
+    ]
+    if any(len(row) != count for row in rows):
+        raise ValueError(f"{count} columns expected: {text[:100]!r}")
+    return rows
+
+
+def _known(text: str) -> float | None:
+    """Return a number; None for what the driver does not tell, as [N/A]."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _names(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _usage_of(file: Path) -> tuple[float, int]:
+    """Return CPU seconds, with those of children that ended, and resident bytes; 0 of one gone."""
+    try:
+        fields = file.read_text(errors="replace").rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0
+
+
+def _nvidia(query: str) -> str:
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(  # noqa: S603 a fixed command
+        command, capture_output=True, text=True, check=True, timeout=_ASK_S
+    )
+    return done.stdout
