@@ -3,6 +3,7 @@
 summary.json            figures, replaced at every step
 metrics.jsonl           figures, one line per learner step and per evaluation
 ledger/account.json     where every prompt is, replaced at every step
+ledger/dead_letters.json  groups given up, replaced at each change
 versions.json           code, packages, seed
 eval/results.jsonl      one line per evaluation round
 eval/step-000040.jsonl  answers of that round, up to eval.keep_answers
@@ -31,6 +32,7 @@ from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import (
     ACCOUNT,
     BATCHES,
+    DEAD_LETTERS,
     EVAL,
     TRAINED,
     answers_file,
@@ -43,6 +45,7 @@ from slipstream.wire.files.trajectory_file import (
     cut_from_step,
     read_steps,
 )
+from slipstream.wire.messages.broker import DeadLetters
 from slipstream.wire.messages.codec import decode_transcript
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
@@ -214,12 +217,25 @@ class FolderRecords(RunRecords):
         if self._metrics is not None:
             self._metrics.close()
 
+    @override
+    def dead_letters(self, letters: DeadLetters) -> None:
+        """Replace their file, which is read once the broker is gone."""
+        with _full_disk_tolerated("ledger/dead_letters.json"):
+            write_letters(self._run.folder, letters)
+
     def _write_figures(self, status: RunStatus, account: LedgerView) -> None:
         file = self._run.folder / ACCOUNT
         with _full_disk_tolerated("summary.json and ledger/account.json"):
             write_summary(self._run.summary_file, status)
             file.parent.mkdir(exist_ok=True)
             replace_file(file, msgspec.json.encode(account) + b"\n", durable=False)
+
+
+def write_letters(folder: Path, letters: DeadLetters) -> None:
+    """Write the dead letters of a run into its folder."""
+    file = folder / DEAD_LETTERS
+    file.parent.mkdir(exist_ok=True)
+    replace_file(file, msgspec.json.encode(letters) + b"\n", durable=False)
 
 
 @contextmanager

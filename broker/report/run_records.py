@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.broker.ledger.groups import Group
 from slipstream.broker.store.base import StoredTrajectory
+from slipstream.wire.messages.broker import DeadLetters
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
 
@@ -35,6 +36,9 @@ class RunRecords:
 
     def went_back(self, step: int) -> None:
         """A learner went back to this step: later steps are discarded."""
+
+    def dead_letters(self, letters: DeadLetters) -> None:
+        """These are all dead letters by now."""
 
     def close(self, status: RunStatus, account: LedgerView) -> None:
         """The broker ends."""

@@ -17,7 +17,7 @@ from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.view import account_of
 from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.report.telemetry import Telemetry
-from slipstream.wire.messages.broker import Hello
+from slipstream.wire.messages.broker import DeadLetters, Hello
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import RunStatus
@@ -25,6 +25,7 @@ from slipstream.wire.messages.status import RunStatus
 _log = logging.getLogger(__name__)
 
 _ITEMS_ON_FILE = 20
+_LETTERS_EVERY_S = 5.0  # at most, between learner steps
 
 
 class RunReport:
@@ -50,6 +51,8 @@ class RunReport:
         self._generation = generation
         self._issued_at: dict[int, float] = {}  # unix time, of groups that this process issued
         self._alarm = ""
+        self._write_letters_s = 0.0  # not sooner
+        self._letters: tuple[tuple[int, ...], int] = ((), 0)  # groups, and how many were forgotten
 
     def status(self) -> RunStatus:
         """Return the state of the run."""
@@ -96,6 +99,21 @@ class RunReport:
                     self.records.evaluations(self._book.state.eval_points)
                 case _:
                     pass
+        if time.monotonic() >= self._write_letters_s:
+            self._record_letters()
+
+    def _record_letters(self) -> None:
+        """Record the dead letters where they have changed; there may be megabytes of them."""
+        state = self._book.state
+        letters = tuple(state.dead_letters), state.letters_forgotten
+        if letters == self._letters:
+            return
+        self._letters = letters
+        self._write_letters_s = time.monotonic() + _LETTERS_EVERY_S
+        found = tuple(sorted(self.dead_letters(), key=lambda one: one.group_id))
+        self.records.dead_letters(
+            DeadLetters(letters=found, total=len(found), forgotten=state.letters_forgotten)
+        )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a trained step."""
@@ -105,6 +123,7 @@ class RunReport:
         if alarm and not self._alarm:  # once for as long as the meter is past its threshold
             _log.warning("%s", alarm)
         self._alarm = alarm
+        self._record_letters()
         self.records.step(point, status, self.account(_ITEMS_ON_FILE))
 
     def went_back(self, step: int) -> None:
@@ -114,5 +133,6 @@ class RunReport:
 
     def close(self) -> None:
         """Record the run's outcome."""
+        self._record_letters()
         self.telemetry.outcome = "finished" if self._book.finished else "stopped"
         self.records.close(self.status(), self.account(_ITEMS_ON_FILE))

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table as RichTable
@@ -12,7 +13,8 @@ from rich.text import Text
 from slipstream.deploy.commands.options import add_json, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import ask_broker, run_of_folder
-from slipstream.wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import DEAD_LETTERS
 from slipstream.wire.messages.broker import (
     DeadLetters,
     DeadLettersHandled,
@@ -23,6 +25,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.sections import RunSection
+from slipstream.wire.unreadable import UNREADABLE
 
 _SHOWN = 60  # characters of a text in a table
 EXAMPLES = """examples:
@@ -48,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:
-    """List, show, retry or drop dead letters of a run that is running.
+    """List, show, retry or drop dead letters of a run; the latter two while it is running.
 
     ``action`` is list, show, retry or drop; ``words`` are groups as g17 or 17, or ``all``.
     """
@@ -99,14 +102,37 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
 
 
 def _all(run: RunSection) -> tuple[list[DeadLetter], int]:
-    """Return every dead letter, and how many older ones were forgotten."""
+    """Return every dead letter, and how many older ones were forgotten.
+
+    Of a run without a broker they are those that its broker wrote last.
+    """
     letters: list[DeadLetter] = []
     while True:
         after = letters[-1].group_id if letters else -1
-        page = ask_broker(run, GetDeadLetters(after=after), DeadLetters)
+        try:
+            page = ask_broker(run, GetDeadLetters(after=after), DeadLetters)
+        except PeerLostError:
+            if letters:
+                raise
+            page = written_letters(run)
         letters += page.letters
         if not page.letters or len(letters) >= page.total:
             return letters, page.forgotten
+
+
+def written_letters(run: RunSection) -> DeadLetters:
+    """Return the dead letters in a run folder; without a file there were none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = run.folder / DEAD_LETTERS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DeadLetters)
+    except FileNotFoundError:
+        return DeadLetters(letters=(), total=0, forgotten=0)
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"the dead letters in {path} cannot be read: {error}") from error
 
 
 def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLetter]:

@@ -151,3 +151,23 @@ def train_step(ledger: Ledger) -> list[Group]:
 def state_of(ledger: Ledger) -> BookState:
     """Everything that is stored, as it was at this moment."""
     return stored(ledger.book.state)
+
+
+def with_a_dead_letter() -> tuple[Ledger, int]:
+    """A ledger whose first group got no reward, and the group."""
+    ledger = make_ledger(make_rules(groups_per_step=1, max_attempts=2))
+    ledger.training.take_over(ledger.book.step)
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    for worker in ("a@1", "b@1"):
+        failed = Score(
+            group_id=group.group_id,
+            sibling=1,
+            lease_id=0,
+            unavailable="raised ValueError",
+            function="my:score",
+            version="7",
+            excerpt="x" * 9_000,
+        )
+        ledger.score(failed, worker)
+    return ledger, group.group_id

@@ -18,6 +18,7 @@ PAGE_STATE = Path("dashboard") / "state.msgpack"  # content of the page
 PAGE_TOKEN = Path("dashboard") / "token"  # admits to the page; survives restarts of the broker
 PAGE_PORT = Path("dashboard") / "port"  # of the page, chosen by the system
 PAGE_ADDRESS = Path("dashboard.url")  # of the page, while a broker serves it
+DEAD_LETTERS = TRAIL / "dead_letters.json"  # those there are, replaced at each change
 ACCOUNT = TRAIL / "account.json"  # of all items, as of the newest learner step
 
 

@@ -28,6 +28,7 @@ from tests.support.ledger_driver import (
     stored,
     submit,
     train_step,
+    with_a_dead_letter,
 )
 
 V0 = PolicyVersion(1, 0)
@@ -1024,25 +1025,6 @@ def test_a_take_over_does_not_open_an_open_round_again():
 
 
 # ---- dead letters ------------------------------------------------------------
-
-
-def with_a_dead_letter() -> tuple[Ledger, int]:
-    """A ledger whose first group got no reward, and the group."""
-    ledger = started(make_ledger(make_rules(groups_per_step=1, max_attempts=2)))
-    (group,) = lease(ledger, max_sequences=2)
-    generate(ledger, group)
-    for worker in ("a@1", "b@1"):
-        failed = Score(
-            group_id=group.group_id,
-            sibling=1,
-            lease_id=0,
-            unavailable="raised ValueError",
-            function="my:score",
-            version="7",
-            excerpt="x" * 9_000,
-        )
-        ledger.score(failed, worker)
-    return ledger, group.group_id
 
 
 def test_group_without_a_reward_becomes_a_dead_letter_with_all_failures():

@@ -1,0 +1,59 @@
+"""`slipstream dead-letters` of a run that has ended; of a running one: tests/e2e."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.report.run_files import write_letters
+from slipstream.deploy.commands.dead_letters import dead_letters
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import DEAD_LETTERS
+from slipstream.wire.messages.broker import DeadLetters
+from tests.support.ledger_driver import with_a_dead_letter
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "resolved.toml").write_text("")
+    return tmp_path
+
+
+def write(folder: Path) -> int:
+    ledger, group_id = with_a_dead_letter()
+    letters = tuple(ledger.book.state.dead_letters.values())
+    found = DeadLetters(letters=letters, total=1, forgotten=2)
+    write_letters(folder, found)
+    return group_id
+
+
+def test_they_are_listed_and_shown_from_the_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    group_id = write(folder)
+    assert dead_letters("list", [], folder=folder, as_json=False) == 0
+    printed = capsys.readouterr().out
+    assert f"g{group_id}" in printed
+    assert "reward_unavailable" in printed
+    assert "2 older ones were removed" in printed
+    assert dead_letters("show", ["all"], folder=folder, as_json=True) == 0
+    (letter,) = json.loads(capsys.readouterr().out)
+    assert [one["by"] for one in letter["failures"]] == ["a@1", "b@1"]
+
+
+def test_a_run_without_a_broker_can_try_none_again(folder: Path):
+    write(folder)
+    with pytest.raises(PeerLostError, match="no broker runs"):
+        dead_letters("retry", ["all"], folder=folder, as_json=False)
+
+
+def test_a_run_that_had_none_says_so(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert dead_letters("list", [], folder=folder, as_json=False) == 0
+    assert "no dead letters" in capsys.readouterr().out
+
+
+def test_a_damaged_file_is_named(folder: Path):
+    write(folder)
+    (folder / DEAD_LETTERS).write_text("{")
+    with pytest.raises(ConfigError, match=r"dead_letters\.json cannot be read"):
+        dead_letters("list", [], folder=folder, as_json=False)
