@@ -12,9 +12,9 @@ function make() {
 }
 
 function fill(node, { name, lines, written_s: written }) {
-  const at = new Date(1000 * written).toLocaleTimeString("en-GB");
+  node.firstElementChild.title = `written at ${new Date(1000 * written).toLocaleString("en-GB")}`;
   setText(node.querySelector(".name"), name);
-  setText(node.querySelector(".last"), `${at} ${lines.at(-1) ?? "(empty)"}`);
+  setText(node.querySelector(".last"), lines.at(-1) ?? "(empty)");
   const text = node.querySelector("pre");
   text.setAttribute("aria-label", `Log of ${name}`);
   const atEnd = text.scrollTop + text.clientHeight >= text.scrollHeight - 4;
