@@ -28,6 +28,7 @@ COMMANDS = {
     "status": ("status", "the screen of a running run, printed once"),
     "top": ("top", "watch a run in this terminal"),
     "dashboard": ("dashboard", "the page of a run, running or ended"),
+    "metrics": ("metrics", "figures of runs: newest values, or every step as CSV"),
     "show": ("show", "read the policy's answers"),
     "ledger": ("ledger", "where every prompt went, or the life of one"),
     "versions": ("versions", "which weights each engine holds, and how the publishes went"),
