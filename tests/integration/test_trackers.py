@@ -16,6 +16,7 @@ OPTIONS = {
     "wandb": {"mode": "offline"},
     "mlflow": {"tracking_uri": "file:{folder}"},
     "swanlab": {"mode": "offline"},
+    "trackio": {},
 }
 
 
@@ -33,8 +34,9 @@ def log_life(run: RunSection, name: str, steps: range, *, resumed_at: int | None
 def test_run_is_logged_and_resumes_under_its_id(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip(name)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip(name)
     run = RunSection(name="first", dir=str(tmp_path))
     run.folder.mkdir()
     log_life(run, name, range(3), resumed_at=None)
@@ -49,6 +51,12 @@ def test_run_is_logged_and_resumes_under_its_id(
         history = client.get_metric_history(run_id, "reward/mean")
         assert [(m.step, m.value) for m in history] == [(i, i / 10) for i in range(5)]
         assert client.get_run(run_id).info.status == "FINISHED"
+    if name == "trackio":
+        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        rows = storage.get_logs("slipstream", "first")
+        assert [(row["step"], row["reward/mean"]) for row in rows] == [
+            (i, i / 10) for i in range(5)
+        ]
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))

@@ -19,7 +19,7 @@ AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 RoutingReplay = Literal["off", "R2", "R3"]
-TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
+TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix socket
@@ -374,7 +374,7 @@ class LoggingSection(Section, frozen=True, kw_only=True):
     """
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Any of tensorboard, wandb, mlflow, swanlab; all but the first are installed apart."""
+    """Any of tensorboard, wandb, mlflow, swanlab, trackio; all but the first are extra packages."""
     verl_names: bool = False
     """Log a learner step's times and throughput by verl's names as well, to compare with its runs:
     [coming_from_verl.md](coming_from_verl.md#timings-and-throughput) has them, and what differs."""
@@ -386,6 +386,9 @@ class LoggingSection(Section, frozen=True, kw_only=True):
     """tracking_uri for MLflow, and tags for the run."""
     swanlab: dict[str, Json] = msgspec.field(default_factory=dict)
     """Passed on to swanlab.init, such as mode = "offline" or workspace."""
+    trackio: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Passed on to trackio.init, such as space_id or server_url; without them curves stay on the
+    broker's host, in TRACKIO_DIR."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least that a role writes into its log."""
     format: Literal["text", "json"] = "text"
