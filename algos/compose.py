@@ -6,7 +6,7 @@ nothing here depends on how sequences were packed.
 Shapes: T tokens of B sequences of one microbatch, N trajectories of a learner step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from slipstream.algos.corrections import Correction, CorrectionInputs, combined
 from slipstream.algos.diagnostics import Diagnosed, Sums, diagnostic_sums
 from slipstream.algos.kl import kl_estimate
 from slipstream.algos.packing import Packing
-from slipstream.algos.ratios import log_ratio
+from slipstream.algos.ratios import log_ratio, upcast
 from slipstream.algos.reduce import Denominators, masked_sum, reduced
 from slipstream.algos.returns import TokenAdvantages, TokenOutcomes, at_end, at_turn_ends
 from slipstream.algos.shaping import (
@@ -353,6 +353,7 @@ class Algorithm:
             given.lags,
             num_lags=num_lags,
         )
+        sums |= _own_sums(terms.figures, trained)
         if choice.entropy_bonus > 0:
             entropy = where(packing.mask, current.entropy, torch.zeros_like(current.entropy))
             loss = loss - choice.entropy_bonus * reduced(
@@ -405,3 +406,18 @@ class Algorithm:
             mask=given.packing.mask,
             sampled_from=given.behavior if kl.importance_weighted else None,
         )
+
+
+def _own_sums(figures: Mapping[str, Tensor], trained: Tensor) -> Sums:
+    """Return sums over trained tokens of what a surrogate wants logged. Shapes [T] -> [].
+
+    Raises:
+        ValueError: one of them has another shape.
+    """
+    for name, values in figures.items():
+        if values.shape != trained.shape:
+            raise ValueError(
+                f"Terms.figures[{name!r}] has shape {tuple(values.shape)}, expected "
+                f"{tuple(trained.shape)}: a value for each token"
+            )
+    return {f"own/{name}": masked_sum(upcast(v.detach()), trained) for name, v in figures.items()}

@@ -9,7 +9,8 @@ token's loss flows through that token only. Summed over a sequence, with equal w
 the gradient of the sequence's loss; with weights per token, each weighs its own token.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -87,6 +88,8 @@ class Terms:
     clipped_up: Tensor  # bool, the clip above took or reduced the gradient
     clipped_down: Tensor  # bool, the clip below did
     clipped_dual: Tensor  # bool, the second clip of negative advantages did
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of one's own, by name: the mean over trained tokens is each step's figure ``own/NAME``."""
 
 
 @surrogate("policy-gradient")

@@ -30,7 +30,12 @@ def square(inputs: SurrogateInputs, options: SquareOptions) -> Terms:
     loss = -ratio * inputs.masked(inputs.advantages) + 0.5 * options.strength * log_ratio.square()
     none = torch.zeros_like(inputs.packing.mask)
     return Terms(
-        per_token=loss, ratio=ratio.detach(), clipped_up=none, clipped_down=none, clipped_dual=none
+        per_token=loss,
+        ratio=ratio.detach(),
+        clipped_up=none,
+        clipped_down=none,
+        clipped_dual=none,
+        figures={"shift": inputs.masked(inputs.current - inputs.behavior)},
     )
 
 

@@ -631,6 +631,19 @@ def test_a_surrogate_is_shown_what_it_needs():
     SHOWN.clear()
 
 
+def test_a_surrogate_logs_a_figure_of_its_own():
+    policy = Bigrams()
+    part = minibatches(1)[0]
+    own, num_tokens = 0.0, 0
+    for batch in part.batches:
+        mask = batch.loss_mask
+        shift = policy.outputs(batch).logprobs.detach() - batch.behavior_logprobs
+        own, num_tokens = own + float(shift[mask].sum()), num_tokens + int(mask.sum())
+    chosen = algorithm(surrogate="tests.support.own_parts:square", correction="none")
+    figures = train(policy, chosen, parts=[part])
+    assert figures["own/shift"] == pytest.approx(own / num_tokens, rel=1e-4)
+
+
 SEEN: list[CorrectionInputs] = []
 
 
