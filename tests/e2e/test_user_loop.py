@@ -104,6 +104,10 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     assert points[8]["overall"]["num_answers"] == 64
     steps = [group.step for group in read_groups(second.folder / "rollouts/batches.trajectories")]
     assert steps == [step for step in range(8) for _ in range(4)]
+    lines = rows(second.folder / "metrics.jsonl")
+    trained = [row["step"] for row in lines if "eval/mean@1" not in row]
+    assert trained == list(range(1, 9)), "a step is missing, or there twice"
+    assert [row["step"] for row in lines if "eval/mean@1" in row] == [0, 2, 4, 6, 8]
     second.assert_nothing_left()
 
     best = json.loads((second.folder / "checkpoints/best.json").read_text())
