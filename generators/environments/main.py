@@ -2,6 +2,7 @@
 
 import asyncio
 
+from slipstream.broker.config import private_paths
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     load_arguments,
@@ -37,7 +38,9 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        settings = section(load_arguments(arguments), "environment", EnvironmentSection)
+        table = load_arguments(arguments)
+        settings = section(table, "environment", EnvironmentSection)
+        hidden = [path for path in private_paths(table) if path.exists()]
         logs = log_settings(arguments)
         address = parse_rendezvous(arguments.listen, setting="--listen")
         _check(settings, arguments.most)
@@ -50,7 +53,7 @@ def main() -> int:
     from slipstream.generators.environments.remote.service import serve
 
     def body() -> int:
-        asyncio.run(serve(settings, address, most=arguments.most))
+        asyncio.run(serve(settings, address, most=arguments.most, hide=hidden))
         return 0
 
     return run_role(body)

@@ -14,6 +14,7 @@ from slipstream.generators.engine import Completion, InferenceEngine, SamplingPa
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.local import local_environments
 from slipstream.generators.environments.remote.link import EnvironmentServers
+from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.rollout import (
     Environments,
     Outcome,
@@ -96,6 +97,7 @@ async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> E
         return await EnvironmentServers.start(
             [parse_rendezvous(text, setting="environment.servers") for text in settings.servers],
             read_client_key(Path(settings.key_file), setting="environment.key_file"),
+            identity=identity_of(settings.function, settings.options),
             silence_s=settings.server_silence_s,
             patience_s=_SERVER_PATIENCE_S,
         )

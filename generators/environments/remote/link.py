@@ -28,6 +28,7 @@ from slipstream.generators.environments.messages import (
     Unable,
 )
 from slipstream.generators.environments.remote.messages import (
+    MAX_BYTES,
     REVISION,
     SIGN_S,
     Answered,
@@ -39,6 +40,7 @@ from slipstream.generators.environments.remote.messages import (
     Hello,
     Left,
     Open,
+    Opened,
     Tell,
     ToServer,
     Welcome,
@@ -55,6 +57,8 @@ from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
+_waits = Rarely(_log)
+_MOST_CALLS = 256  # of one trajectory at a time
 _LINGER_MS = 1_000
 _MAX_WAITING = 1_024  # messages to a server that does not read
 _PART_BYTES = 1 << 16  # of an answer to an agent
@@ -67,6 +71,8 @@ class RemoteActing:
 
     number: int
     server: "_Server"
+    opened: "asyncio.Future[bool]"
+    """Whether it has begun; if not there was no room."""
     heard: "asyncio.Queue[Turned | Unable | EnvironmentFailedError]" = field(
         default_factory=lambda: asyncio.Queue(2)
     )
@@ -93,6 +99,8 @@ class RemoteActing:
 
     def take(self, found: "Turned | Unable | EnvironmentFailedError") -> None:
         """Keep what came for it; it says one thing at a time."""
+        if not self.opened.done() and isinstance(found, EnvironmentFailedError):
+            self.opened.set_result(False)
         with suppress(asyncio.QueueFull):
             self.heard.put_nowait(found)
 
@@ -107,6 +115,8 @@ class _Server:
         self.heard_s = 0.0
         self.welcome: Welcome | None = None
         self.refused = ""  # why it is not used
+        self.told_open: tuple[int, ...] = ()  # by the newest Hello
+        self.room = 0  # for trajectories more, as far as it is known
         self.acting: dict[int, RemoteActing] = {}
         self._key = key
         self._socket: zmq.asyncio.Socket | None = None
@@ -116,14 +126,16 @@ class _Server:
         link = context.socket(zmq.DEALER)
         link.setsockopt(zmq.LINGER, _LINGER_MS)
         link.setsockopt(zmq.SNDHWM, _MAX_WAITING)
+        link.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         connect(link, endpoint, server_key=self._key.public, key=self._key)
         self._socket = link
         return link
 
     async def send(self, message: ToServer) -> None:
+        """Send at once, or not at all: what a server does not take its next Welcome shows."""
         if self._socket is not None:
             with suppress(zmq.ZMQError):
-                await self._socket.send(encoded(message))
+                await self._socket.send(encoded(message), flags=zmq.NOBLOCK)
 
     def fail_all(self, why: str) -> None:
         for one in self.acting.values():
@@ -138,10 +150,13 @@ class EnvironmentServers:
         addresses: Sequence[Address],
         key: ClientKey,
         *,
+        identity: str,
         silence_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; ``start`` connects."""
+        self._identity = identity
+        self._changed = asyncio.Event()
         self.version = ""
         self.drives_itself = False
         self.may_reward = True
@@ -157,13 +172,20 @@ class EnvironmentServers:
 
     @classmethod
     async def start(
-        cls, addresses: Sequence[Address], key: ClientKey, *, silence_s: float, patience_s: float
+        cls,
+        addresses: Sequence[Address],
+        key: ClientKey,
+        *,
+        identity: str,
+        silence_s: float,
+        patience_s: float,
     ) -> "EnvironmentServers":
         """Connect, and wait for one server at least.
 
         Args:
             addresses: of the servers.
             key: that both sides prove.
+            identity: of the environment and its options, which servers must have.
             silence_s: without a sign of life, after which a server is gone.
             patience_s: for the first one to answer.
 
@@ -171,7 +193,7 @@ class EnvironmentServers:
             ConfigError: an address is none, or servers serve different environments.
             PeerLostError: none answers.
         """
-        servers = cls(addresses, key, silence_s=silence_s)
+        servers = cls(addresses, key, identity=identity, silence_s=silence_s)
         try:
             servers._http = aiohttp.ClientSession(
                 # The endpoint counts connections by trajectory: none is of two.
@@ -190,25 +212,46 @@ class EnvironmentServers:
 
     @asynccontextmanager
     async def trajectory(self) -> AsyncIterator[RemoteActing]:
-        """Yield the process of a trajectory; afterwards it is ended there.
+        """Yield the process of a trajectory, once a server has room; afterwards it is ended there.
 
         Raises:
-            EnvironmentFailedError: no server is there.
+            EnvironmentFailedError: its server was lost.
         """
-        there = [one for one in self._servers if one.incarnation]
-        if not there:
-            raise EnvironmentFailedError(f"no environment server is there ({_SETTING})")
-        server = min(there, key=lambda one: len(one.acting))
-        acting = RemoteActing(next(self._numbers), server)
-        server.acting[acting.number] = acting
+        acting = await self._begun()
         try:
-            await server.send(Open(client=self._client, number=acting.number))
             yield acting
         finally:
-            del server.acting[acting.number]
-            for call in list(acting.calls.values()):
-                call.cancel()
-            await server.send(Close(client=self._client, number=acting.number))
+            await self._leave(acting)
+
+    async def _begun(self) -> RemoteActing:
+        """Return a trajectory that has begun on the server with the most room."""
+        while True:
+            server = max(self._servers, key=lambda one: one.room if one.incarnation else 0)
+            if not server.incarnation or server.room <= 0:
+                _waits.say("trajectories wait for room on an environment server (%s)", _SETTING)
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            acting = RemoteActing(
+                next(self._numbers), server, asyncio.get_running_loop().create_future()
+            )
+            server.acting[acting.number] = acting
+            server.room -= 1
+            try:
+                await server.send(Open(client=self._client, number=acting.number))
+                if await acting.opened:
+                    return acting
+            except BaseException:
+                await self._leave(acting)
+                raise
+            server.room = 0  # until it says so again
+            await self._leave(acting)
+
+    async def _leave(self, acting: RemoteActing) -> None:
+        acting.server.acting.pop(acting.number, None)
+        for call in list(acting.calls.values()):
+            call.cancel()
+        await acting.server.send(Close(client=self._client, number=acting.number))
 
     async def close(self) -> None:
         """Hang up; the servers end what is under way."""
@@ -238,7 +281,8 @@ class EnvironmentServers:
 
     async def _give_signs(self, server: _Server) -> None:
         while True:
-            await server.send(Hello(client=self._client, revision=REVISION))
+            server.told_open = tuple(server.acting)
+            await server.send(Hello(client=self._client, revision=REVISION, open=server.told_open))
             await asyncio.sleep(SIGN_S)
 
     async def _look(self) -> None:
@@ -252,29 +296,42 @@ class EnvironmentServers:
         _log.error("environment server %s: %s", server.address, why)
         self.replaced["server"] += 1
         server.incarnation = ""
+        server.room = 0
         server.fail_all(why)
 
     def _welcomed(self, server: _Server, welcome: Welcome) -> None:
-        why = self._unlike(welcome)
+        why = self._unlike(server, welcome)
         if why and not server.refused:
             _log.error("environment server %s is not used: %s", server.address, why)
         server.refused = f"environment server {server.address}: {why} ({_SETTING})" if why else ""
+        if server.incarnation and (why or server.incarnation != welcome.server):
+            self._lost(server, why or "it was restarted")
         if why:
             return
-        if server.incarnation and server.incarnation != welcome.server:
-            self._lost(server, "it was restarted")
         self.version, self.drives_itself = welcome.version, welcome.drives_itself
         self.may_reward = welcome.may_reward
         server.welcome, server.incarnation = welcome, welcome.server
+        server.room = welcome.room
+        for number in server.told_open:
+            if number not in welcome.open and (acting := server.acting.get(number)) is not None:
+                lost = f"environment server {server.address} no longer has this trajectory"
+                acting.take(EnvironmentFailedError(lost))
+        self._changed.set()
 
-    def _unlike(self, welcome: Welcome) -> str:
-        """Return why a server cannot be used beside the others; empty if it can."""
+    def _unlike(self, server: _Server, welcome: Welcome) -> str:
+        """Return why a server cannot be used; empty if it can."""
         if welcome.revision != REVISION:
             return (
                 f"it speaks revision {welcome.revision} of the protocol, expected {REVISION}: "
                 "install the same version there"
             )
-        used = next((one.welcome for one in self._servers if one.welcome is not None), welcome)
+        if welcome.identity != self._identity:
+            return (
+                "it serves another environment, or the same with other options: start it with the "
+                "settings of this run (environment.function, environment.options)"
+            )
+        others = (one.welcome for one in self._servers if one.incarnation and one is not server)
+        used = next((one for one in others if one is not None), welcome)
         if (used.version, used.drives_itself) != (welcome.version, welcome.drives_itself):
             return (
                 f"it serves version {welcome.version} of the environment, and others serve "
@@ -288,7 +345,7 @@ class EnvironmentServers:
         while True:
             frames = await link.recv_multipart()
             try:
-                message = from_server(b"".join(frames))
+                message = from_server(frames[0] if len(frames) == 1 else b"")
             except ProtocolError as error:
                 _malformed.say("an environment server sent a malformed message: %s", error)
                 continue
@@ -303,12 +360,15 @@ class EnvironmentServers:
         if acting is None:
             return
         match message:
+            case Opened(is_full=is_full):
+                if not acting.opened.done():
+                    acting.opened.set_result(not is_full)
             case Heard(said=said):
                 acting.take(said)
             case Failed(reason=reason):
                 acting.take(EnvironmentFailedError(reason))
             case Asked():
-                if message.call not in acting.calls:
+                if message.call not in acting.calls and len(acting.calls) < _MOST_CALLS:
                     asking = self._in_background(self._ask(acting, message))
                     acting.calls[message.call] = asking
                     asking.add_done_callback(lambda _: acting.calls.pop(message.call, None))
@@ -340,7 +400,7 @@ class EnvironmentServers:
                 async for body in answer.content.iter_chunked(_PART_BYTES):
                     await part(body)
             await part(b"", is_last=True)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             _log.warning("an agent's request was not answered: %s", error)
             await part(b"", status=503, content_type="application/json", is_last=True)
 

@@ -4,6 +4,8 @@ What a trajectory's process and its generator say to each other goes through as 
 an agent that drives itself come to the server's own endpoint and are carried to the generator's.
 """
 
+import hashlib
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -16,10 +18,12 @@ from slipstream.generators.environments.messages import (
     Unable,
 )
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
-REVISION = 1
+REVISION = 2
 MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # of a message; larger requests of agents are refused
+MAX_PATH = 200  # characters, with the method
 SIGN_S = 1.0  # between two signs of life of a generator
 Number = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -37,10 +41,11 @@ class Hello(_Message, frozen=True):
 
     client: Name  # differs after each restart
     revision: int
+    open: tuple[Number, ...] = ()  # trajectories that it has there; others of its end
 
 
 class Open(_Message, frozen=True):
-    """Begin a trajectory."""
+    """Begin a trajectory; answered by Opened."""
 
     client: Name
     number: Number
@@ -81,9 +86,19 @@ class Welcome(_Message, frozen=True):
 
     server: Name  # differs after each restart
     version: str  # of the environment
+    identity: str  # of its name and options (``identity_of``)
     drives_itself: bool
     revision: int
     may_reward: bool = True
+    room: int = 0  # for so many trajectories more
+    open: tuple[Number, ...] = ()  # of those that the Hello named, the ones that are under way
+
+
+class Opened(_Message, frozen=True):
+    """A trajectory begins, or there is no room for it."""
+
+    number: Number
+    is_full: bool = False
 
 
 class Heard(_Message, frozen=True):
@@ -105,7 +120,7 @@ class Asked(_Message, frozen=True):
 
     number: Number
     call: Number
-    path: Annotated[str, msgspec.Meta(max_length=200)]
+    path: Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
     body: bytes
 
 
@@ -117,10 +132,18 @@ class Left(_Message, frozen=True):
 
 
 ToServer: TypeAlias = Hello | Open | Tell | Close | Answered
-FromServer: TypeAlias = Welcome | Heard | Failed | Asked | Left
+FromServer: TypeAlias = Welcome | Opened | Heard | Failed | Asked | Left
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def identity_of(function: str, options: Mapping[str, Json]) -> str:
+    """Return a short name of an environment and its options, wherever its file lies."""
+    file, _, name = function.rpartition(":")
+    named = [file.rpartition("/")[2], name, options]
+    encoder = msgspec.json.Encoder(order="deterministic")
+    return hashlib.sha256(encoder.encode(named)).hexdigest()[:16]
 
 
 def encoded(message: ToServer | FromServer) -> bytes:

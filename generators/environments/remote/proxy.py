@@ -10,14 +10,16 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from aiohttp import web
 
 from slipstream.generators.capture.connections import IDLE_S, Connections, most_connections
-from slipstream.generators.environments.remote.messages import MAX_BYTES, Answered
+from slipstream.generators.environments.remote.messages import MAX_BYTES, MAX_PATH, Answered
 from slipstream.wire.errors import ConfigError
 
 _BEARER = "Bearer "
-_MOST_PARTS = 64  # of an answer that its agent has not read yet
+_MOST_PARTS = 512  # of an answer that its agent has not read yet, of 64 KiB
+_CUT_OFF = -1  # in place of a status
 _MOST_CALLS = 256  # of one trajectory at a time
 Ask = Callable[[int, str, bytes], Awaitable[None]]
 Leave = Callable[[int], Awaitable[None]]
@@ -86,11 +88,13 @@ class PolicyProxy:
             _put(answers, Answered(client="-", number=0, call=call, body=b"", is_last=True))
 
     def answered(self, key: str, part: Answered) -> None:
-        """Pass on a part of an answer; one whose agent does not read ends."""
+        """Pass on a part of an answer; one whose agent does not read is cut off."""
         agent = self._agents.get(key)
         answers = agent.calls.get(part.call) if agent is not None else None
         if agent is not None and answers is not None and not _put(answers, part):
             del agent.calls[part.call]
+            answers.get_nowait()
+            answers.put_nowait(msgspec.structs.replace(part, body=b"", status=_CUT_OFF))
 
     async def _carry(self, request: web.Request) -> web.StreamResponse:
         key, agent = self._agent(request)
@@ -102,11 +106,13 @@ class PolicyProxy:
             return refusal
         if len(agent.calls) >= _MOST_CALLS:
             return web.json_response({"error": {"message": "too many calls"}}, status=429)
+        path = f"{request.method} {request.match_info['path']}"
+        if len(path) > MAX_PATH:
+            return web.json_response({"error": {"message": "no such path"}}, status=404)
         call = next(self._numbers)
         answers: asyncio.Queue[Answered] = asyncio.Queue(_MOST_PARTS)
         agent.calls[call] = answers
         try:
-            path = f"{request.method} {request.match_info['path']}"
             await agent.ask(call, path, await request.read())
             return await _passed_on(request, answers)
         except (ConnectionError, asyncio.CancelledError):
@@ -134,6 +140,8 @@ async def _passed_on(
     await response.prepare(request)
     part = first
     while True:
+        if part.status == _CUT_OFF:
+            raise ConnectionResetError("its agent does not read")
         if part.body:
             await response.write(part.body)
         if part.is_last:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ from slipstream.generators.environments.remote.messages import (
     Hello,
     Left,
     Open,
+    Opened,
     Tell,
     Welcome,
     encoded,
@@ -41,6 +42,7 @@ from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
+_unread = Rarely(_log)
 _LOOK_S = 0.25
 
 
@@ -72,6 +74,7 @@ class EnvironmentServer:
         host: EnvironmentHost,
         proxy: PolicyProxy,
         *,
+        identity: str,
         most: int,
         silence_s: float,
         now: Callable[[], float] = time.monotonic,
@@ -80,6 +83,7 @@ class EnvironmentServer:
 
         Args:
             host: of the environment, started.
+            identity: of its name and options.
             proxy: listens for agents.
             most: trajectories at a time.
             silence_s: without a sign of life, after which a generator is gone.
@@ -87,6 +91,7 @@ class EnvironmentServer:
         """
         self._host = host
         self._proxy = proxy
+        self._identity = identity
         self._most = most
         self._silence_s = silence_s
         self._now = now
@@ -115,7 +120,7 @@ class EnvironmentServer:
 
     async def _handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
         try:
-            message = to_server(b"".join(frames))
+            message = to_server(frames[0] if len(frames) == 1 else b"")
         except ProtocolError as error:
             _malformed.say("a generator sent a malformed message: %s", error)
             return
@@ -124,8 +129,8 @@ class EnvironmentServer:
             return
         client = self._clients.get(message.client)
         if client is None:
-            return  # it says Hello again, and fails what it had
-        client.peer, client.heard_s = peer, self._now()
+            return  # its next Hello names what it has here, and the answer does not
+        await self._hear(client, peer)
         match message:
             case Open(number=number):
                 await self._open(client, number)
@@ -140,21 +145,33 @@ class EnvironmentServer:
                 if (one := client.trajectories.get(number)) is not None and one.task is not None:
                     one.task.cancel()
 
+    async def _hear(self, client: _Client, peer: bytes) -> None:
+        """Note a sign of life. Over another connection: what was sent over the last may be lost."""
+        client.heard_s = self._now()
+        if client.peer != peer:
+            client.peer = peer
+            await self._end(client.trajectories.values())
+
     async def _hello(self, peer: bytes, message: Hello) -> None:
         client = self._clients.get(message.client)
         if client is None:
             client = _Client(message.client, peer, self._now())
             self._clients[message.client] = client
             _log.info("generator %s is there", message.client)
-        client.peer, client.heard_s = peer, self._now()
+        await self._hear(client, peer)
+        kept = frozenset(message.open)
+        await self._end(one for number, one in client.trajectories.items() if number not in kept)
         await self._send(
             client,
             Welcome(
                 server=self._name,
                 version=self._host.version,
+                identity=self._identity,
                 drives_itself=self._host.drives_itself,
                 may_reward=self._host.may_reward,
                 revision=REVISION,
+                room=max(0, self._most - self.num_trajectories),
+                open=tuple(number for number in message.open if number in client.trajectories),
             ),
         )
 
@@ -162,12 +179,17 @@ class EnvironmentServer:
         if number in client.trajectories:
             return
         if self.num_trajectories >= self._most:
-            why = f"the environment server has {self._most} trajectories already (--most)"
-            await self._send(client, Failed(number=number, reason=why))
+            await self._send(client, Opened(number=number, is_full=True))
             return
         one = _Trajectory(number)
         client.trajectories[number] = one
         one.task = asyncio.create_task(self._play(client, one))
+        one.task.add_done_callback(lambda _: self._ended(client, one))  # one that never ran, too
+        await self._send(client, Opened(number=number))
+
+    def _ended(self, client: _Client, one: _Trajectory) -> None:
+        self._proxy.end(one.key)
+        client.trajectories.pop(one.number, None)
 
     async def _play(self, client: _Client, one: _Trajectory) -> None:
         try:
@@ -183,9 +205,10 @@ class EnvironmentServer:
                     await self._send(client, Heard(number=one.number, said=said))
         except EnvironmentFailedError as error:
             await self._send(client, Failed(number=one.number, reason=str(error)))
-        finally:
-            self._proxy.end(one.key)
-            client.trajectories.pop(one.number, None)
+        except Exception as error:  # noqa: BLE001 the other side waits for an answer
+            _log.exception("a trajectory of generator %s", client.name)
+            why = f"the environment server failed: {type(error).__name__}: {error}"
+            await self._send(client, Failed(number=one.number, reason=why))
 
     def _through_proxy(self, client: _Client, one: _Trajectory, begin: Begin) -> Begin:
         async def ask(call: int, path: str, body: bytes) -> None:
@@ -194,6 +217,7 @@ class EnvironmentServer:
         async def leave(call: int) -> None:
             await self._send(client, Left(number=one.number, call=call))
 
+        self._proxy.end(one.key)  # it was begun before
         one.key = self._proxy.open(ask, leave)
         return msgspec.structs.replace(begin, url=self._proxy.url, api_key=one.key)
 
@@ -212,12 +236,22 @@ class EnvironmentServer:
 
     async def _forget(self, client: _Client) -> None:
         self._clients.pop(client.name, None)
-        tasks = [one.task for one in client.trajectories.values() if one.task is not None]
+        await self._end(client.trajectories.values())
+
+    async def _end(self, several: Iterable[_Trajectory]) -> None:
+        tasks = [one.task for one in several if one.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, client: _Client, message: FromServer) -> None:
-        if self._socket is not None:
-            with suppress(zmq.ZMQError):  # that connection is gone; it comes over another
-                await self._socket.send_multipart([client.peer, encoded(message)])
+        """Send at once; what a generator does not take, or no longer, ends all it has here."""
+        if self._socket is None:
+            return
+        try:
+            await self._socket.send_multipart([client.peer, encoded(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _unread.say("generator %s does not take its messages: %s", client.name, error)
+            for one in client.trajectories.values():
+                if one.task is not None:
+                    one.task.cancel()

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import zmq.asyncio
 
 from slipstream.generators.environments.local import local_environments
+from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.generators.environments.remote.server import EnvironmentServer
 from slipstream.weightbus.net.curve import LeaderListener
@@ -21,13 +23,16 @@ from slipstream.wire.settings.sections import EnvironmentSection
 _log = logging.getLogger(__name__)
 
 
-async def serve(settings: EnvironmentSection, address: Address, *, most: int) -> None:
+async def serve(
+    settings: EnvironmentSection, address: Address, *, most: int, hide: Sequence[Path] = ()
+) -> None:
     """Serve an environment until this process is asked to end.
 
     Args:
         settings: of the environment.
         address: to listen at.
         most: trajectories at a time.
+        hide: what environments do not see, besides the key file.
 
     Raises:
         ConfigError: it cannot be imported, the key cannot be read or the address not be bound.
@@ -38,7 +43,7 @@ async def serve(settings: EnvironmentSection, address: Address, *, most: int) ->
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
-        host = await local_environments(settings, hide=[key_file])
+        host = await local_environments(settings, hide=[key_file, *hide])
         cleanup.push_async_callback(host.close)
         proxy = PolicyProxy()
         await proxy.start()
@@ -47,7 +52,13 @@ async def serve(settings: EnvironmentSection, address: Address, *, most: int) ->
         cleanup.callback(context.destroy, 0)
         listener = LeaderListener(endpoint_of(address, named="--listen"), key, setting="--listen")
         cleanup.callback(listener.close)
-        server = EnvironmentServer(host, proxy, most=most, silence_s=settings.server_silence_s)
+        server = EnvironmentServer(
+            host,
+            proxy,
+            identity=identity_of(settings.function, settings.options),
+            most=most,
+            silence_s=settings.server_silence_s,
+        )
         socket = listener.open(context)
         _log.info("serving %s at %s", settings.function, address)
         async with running(server.run(socket)) as (serving,):
