@@ -25,7 +25,7 @@ from slipstream.generators.capture.requests import (
 )
 from slipstream.generators.capture.session import CaptureSession, Reply
 from slipstream.generators.turns.conversation import TrajectoryLimitError
-from slipstream.wire.errors import ConfigError, EngineError
+from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
 
 _log = logging.getLogger(__name__)
 _BEARER = "Bearer "
@@ -165,6 +165,8 @@ class CaptureServer:
         except TrajectoryLimitError as error:
             session.reached_limit = True
             return _refusal(400, str(error), LIMIT_REACHED)
+        except EngineRefusedError as error:  # of this request: the engine is well
+            return _refusal(400, f"the engine refuses it: {error}", "invalid_request_error")
         except EngineError as error:
             session.engine_error = error
             return _refusal(503, str(error), "engine_failed")

@@ -67,6 +67,7 @@ class CaptureSession:
         decode: Callable[[list[int]], str],
         parse_tools: ParseTools,
         longest_token: int = 0,
+        vocab_size: int = 0,
         on_reply: "Callable[[Reply], None] | None" = None,
     ) -> None:
         """Begin without a call.
@@ -80,6 +81,7 @@ class CaptureSession:
             decode: tokens to text, without special ones.
             parse_tools: text and calls of a reply that may hold calls of the given tools.
             longest_token: characters of the longest one; 0 is unknown.
+            vocab_size: ids that a prompt may hold; 0 is unknown.
             on_reply: is told each reply that becomes part of the trajectory.
         """
         self._sample = sample
@@ -89,6 +91,7 @@ class CaptureSession:
         self._decode = decode
         self._parse_tools = parse_tools
         self._longest_token = longest_token
+        self._vocab_size = vocab_size
         self._on_reply = on_reply
         self.conversation = conversation
         self._replies: dict[bytes, Reply] = {}
@@ -97,7 +100,12 @@ class CaptureSession:
         self.num_abandoned = 0  # replies that no client got
         self.reached_limit = False  # a client was told so
         self.engine_error: EngineError | None = None  # the same
-        self.newest_messages: list[Mapping[str, Json]] = []  # of a chat, the reply included
+        self._said: list[tuple[Completion, list[Mapping[str, Json]]]] = []  # of kept replies
+
+    @property
+    def newest_messages(self) -> list[Mapping[str, Json]]:
+        """What was said up to the newest reply that a client got, that one included."""
+        return self._said[-1][1] if self._said else []
 
     async def chat(self, request: ChatRequest) -> Reply:
         """Have the policy reply to messages; ``keep`` makes it part of the trajectory.
@@ -141,11 +149,17 @@ class CaptureSession:
             ids = await self._off_loop(len(prompt), self._ids_of, prompt)
         else:
             ids = list(prompt)
+            if self._vocab_size and not all(0 <= one < self._vocab_size for one in ids):
+                raise BadRequestError(
+                    f"prompt: token ids are 0 to {self._vocab_size - 1}", "prompt"
+                )
         with self._params_of(ids, request.max_tokens, request.stops) as params:
             completion = await self._sample(ids, params)
         text = self._decode(completion.token_ids)
         until = prompt + text if isinstance(prompt, str) else ""
-        return Reply(ids, completion, text, [], text_until=until)
+        said = prompt if isinstance(prompt, str) else self._decode(ids)
+        asked = ({"role": "user", "content": said},)
+        return Reply(ids, completion, text, [], asked=asked, text_until=until)
 
     def keep(self, reply: Reply) -> None:
         """Make a reply part of the trajectory."""
@@ -153,9 +167,9 @@ class CaptureSession:
         if reply.history:
             self._replies[reply.history] = replace(reply, asked=())
         if reply.text_until:
-            self._texts[reply.text_until] = reply
-        if reply.asked:
-            self.newest_messages = [*reply.asked, reply.message]
+            self._texts[reply.text_until] = replace(reply, asked=())
+        self._said.append((reply.completion, [*reply.asked, reply.message]))
+        self.engine_error = None  # it was tried again
         if self._on_reply is not None:
             self._on_reply(reply)
 
@@ -163,6 +177,7 @@ class CaptureSession:
         """Take back a reply that its client did not get."""
         if not self.conversation.withdraw(reply.completion):
             return  # the client went on from it
+        self._said = [one for one in self._said if one[0] is not reply.completion]
         _forget(self._replies, reply.history, reply)
         _forget(self._texts, reply.text_until, reply)
         self.num_abandoned += 1

@@ -206,6 +206,7 @@ class TurnSampler:
             decode=self._sampler.codec.decode,
             parse_tools=self._parse_tools,
             longest_token=self._sampler.codec.longest_token,
+            vocab_size=self._sampler.codec.vocab_size,
             on_reply=on_reply,
         )
         try:

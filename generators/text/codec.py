@@ -51,7 +51,8 @@ class TextCodec:
             raise ConfigError(f"{path} is not a tokenizer (run.model): {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        _check_vocabulary(self._tokenizer, model_folder, sampling.stop_token_ids)
+        self.vocab_size = _vocab_size(self._tokenizer, model_folder, sampling.stop_token_ids)
+        """Token ids that the model has; 0 where config.json does not say."""
         self._sampling = sampling
         self._template = load_chat_template(
             model_folder, sampling.chat_template, sampling.chat_template_kwargs
@@ -159,13 +160,13 @@ def sibling_seed(run_seed: int, item: ItemKind, position: int, sibling: int) -> 
     return int.from_bytes(digest, "little") >> 1
 
 
-def _check_vocabulary(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) -> None:
-    """Refuse a tokenizer with tokens that the model does not have; fewer are padding."""
+def _vocab_size(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) -> int:
+    """Return how many tokens a model has; refuse a tokenizer with others, fewer are padding."""
     config = read_json(folder / "config.json")
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not isinstance(size, int):
-        return
+        return 0
     if max(stops, default=-1) >= size:
         raise ConfigError(
             f"sampling.stop_token_ids has {max(stops)}, the model has tokens 0 to {size - 1}"
@@ -175,6 +176,7 @@ def _check_vocabulary(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) 
             f"tokenizer and vocabulary of {folder} disagree (run.model): tokenizer.json has a "
             f"token {largest}, config.json has vocab_size = {size}"
         )
+    return size
 
 
 def _name(prompt: Prompt) -> str:

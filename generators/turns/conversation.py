@@ -178,7 +178,7 @@ class Conversation:
     def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Record a response to a prompt of these tokens."""
         branch = self._continued(prompt_ids)
-        if branch is None:
+        if branch is None or branch in self._claimed:  # it is for a reply that is under way
             branch = _Branch()
             self._branches.append(branch)
         branch.add(self._num_calls, prompt_ids, completion)

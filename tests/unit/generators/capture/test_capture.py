@@ -14,19 +14,21 @@ import openai
 import pytest
 import yarl
 
+from slipstream.generators.capture.requests import TextRequest
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.text.chat_template import ChatTemplate
 from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.rendering import Rendering
-from slipstream.wire.errors import EngineError
+from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 CALL = '{"name": "look", "arguments": {"at": "it"}}'
+VOCABULARY = 2_000
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -51,6 +53,8 @@ class Engine:
         text = self.says.pop(0)
         if text == "fail":
             raise EngineError("SGLang /generate: 500")
+        if text == "refuse":
+            raise EngineRefusedError("SGLang /generate: 400: the prompt is too long")
         ids = [*encode(text), END][: params.max_new_tokens]
         self.sampled.append((prompt_ids, ids))
         return Completion(
@@ -104,6 +108,7 @@ async def served(
         encode=encode,
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
         parse_tools=parse,
+        vocab_size=VOCABULARY,
     )
     server = CaptureServer(
         host="127.0.0.1",
@@ -360,6 +365,49 @@ def test_an_engine_that_fails_is_no_fault_of_the_client():
             with pytest.raises(openai.InternalServerError, match="SGLang /generate: 500"):
                 await ask(it, [user("?")])
             assert it.session.conversation.num_turns == 0
+
+    run(test())
+
+
+def test_what_the_engine_refuses_is_the_fault_of_the_request():
+    async def test() -> None:
+        async with served("refuse", "fail", "b") as it:
+            with pytest.raises(openai.BadRequestError, match="the engine refuses it"):
+                await ask(it, [user("?")])
+            assert it.session.engine_error is None
+            with pytest.raises(openai.InternalServerError):
+                await ask(it, [user("?")])
+            assert it.session.engine_error is not None
+            await ask(it, [user("?")])
+            assert it.session.engine_error is None, "it was tried again"
+
+    run(test())
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY])
+def test_a_prompt_of_tokens_that_there_are_not_reaches_no_engine(wrong: int):
+    async def test() -> None:
+        async with served("b") as it:
+            with pytest.raises(openai.BadRequestError, match=f"0 to {VOCABULARY - 1}"):
+                await it.client.completions.create(model="policy", prompt=[97, wrong])
+            assert not it.engine.asked
+
+    run(test())
+
+
+def test_what_was_said_is_known_of_texts_and_without_what_nobody_got():
+    async def test() -> None:
+        async with served("b", "d", "f") as it:
+            await it.client.completions.create(model="policy", prompt="a")
+            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            assert it.session.newest_messages == said
+            reply = await it.session.complete(TextRequest(prompt="abc"))
+            it.session.keep(reply)
+            assert it.session.newest_messages[-1]["content"] == "d"
+            it.session.abandon(reply)
+            assert it.session.newest_messages == said
+            await it.client.completions.create(model="policy", prompt=encode("e"))
+            assert it.session.newest_messages[0]["content"] == "e"
 
     run(test())
 

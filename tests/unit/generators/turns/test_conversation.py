@@ -230,3 +230,18 @@ def test_every_chosen_token_is_in_the_loss_once_as_it_was_chosen(data: st.DataOb
             text[: len(prompt)] == prompt and text[len(prompt) :][: len(answer)] == answer
             for prompt, answer in said
         )
+
+
+def test_replies_side_by_side_take_no_more_than_their_room():
+    """The first to end does not take the branch that another one goes on with."""
+    it = Conversation(max_turns=9, max_tokens=1_000)
+    it.add(list(range(300)), reply(*range(300, 400)))
+    prompt = [*it.token_ids, *range(2_000, 2_010)]
+    with it.room(prompt, most=100) as first:
+        with it.room(prompt, most=80) as second:
+            assert (first, second) == (100, 80)
+        it.add(prompt, reply(*range(7_000, 7_000 + second)))
+        with pytest.raises(TrajectoryLimitError, match="after 890 tokens"):
+            room(it, list(range(5_000, 5_300)))
+    it.add(prompt, reply(*range(8_000, 8_000 + first)))
+    assert it.num_tokens == it.max_tokens
