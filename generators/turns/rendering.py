@@ -8,7 +8,8 @@ the template closes one: those tokens are context.
 """
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from slipstream.generators.text.chat_template import ChatTemplate
@@ -18,6 +19,7 @@ from slipstream.wire.messages.trajectory import Json
 Message: TypeAlias = Mapping[str, Json]  # as of OpenAI's chat API
 _ELSE = "something else 9z8y"
 _USER: Message = {"role": "user", "content": "a question 7g8h"}
+_SYSTEM: Message = {"role": "system", "content": "rules"}
 _RESULT: Message = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "4 7 1"}
 _TOOL = {
     "type": "function",
@@ -76,6 +78,7 @@ class Rendering:
             )
             try:
                 found = {self._after(new, history) for history in histories}
+                found.update(self._after_what_may_be_refused(new, uses_tools=uses_tools))
             except ValueError as error:
                 what = " with tools" if new[0] is _RESULT else ""
                 raise TemplateNotAppendOnlyError(
@@ -83,12 +86,25 @@ class Rendering:
                     "(sampling.chat_template)"
                 ) from error
             if len(found) > 1:
-                one, other = sorted(found)
+                one, other, *_ = sorted(found)
                 raise TemplateNotAppendOnlyError(
                     f"after a reply the chat template writes {one[:200]!r} or {other[:200]!r}, "
-                    "depending on what was said before: the tokens of a conversation cannot be "
-                    "kept as they were sampled (sampling.chat_template)"
+                    "depending on what was said before, tools and system messages included: the "
+                    "tokens of a conversation cannot be kept as they were sampled "
+                    "(sampling.chat_template)"
                 )
+
+    def _after_what_may_be_refused(
+        self, new: Sequence[Message], *, uses_tools: bool
+    ) -> Iterator[str]:
+        """Yield what follows a reply with tools, and with a system message, where there may be one.
+
+        Templates that write either before the newest question are none that can be appended to.
+        """
+        if uses_tools:
+            yield self._after(new, tools=[_TOOL])
+        with suppress(ValueError):
+            yield self._after(new, [_SYSTEM])
 
     def why_no_tools(self) -> str:
         """Return why the policy is not told of tools; empty if it is.
@@ -131,10 +147,15 @@ class Rendering:
                 text = after
         return self._encode(text)
 
-    def _after(self, new: Sequence[Message], history: Sequence[Message] = ()) -> str:
+    def _after(
+        self,
+        new: Sequence[Message],
+        history: Sequence[Message] = (),
+        tools: Sequence[Json] | None = None,
+    ) -> str:
         """Return what the template writes after a reply that ``new`` messages follow."""
         reply: Message = {"role": "assistant", "content": self._marker}
-        text = self._text([*history, _USER, reply, *new])
+        text = self._text([*history, _USER, reply, *new], tools)
         _, marker, after = text.rpartition(self._marker)
         if not marker:
             raise ValueError("it does not repeat a reply")

@@ -116,12 +116,25 @@ def test_results_of_several_tools_are_rendered_together():
     assert decode(it.first([message("user", "?")], tools)).startswith("<|system|>\n[{")
 
 
+LATE_TOOLS = (
+    "{% for m in messages %}{% if loop.last and tools %}{{ tools }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+LATE_SYSTEM = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{% if loop.last %}{{ system }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "uses_tools", "why"),
     [
         (NUMBERED, False, "depending on what was said before"),
         (ONE_TURN, False, "takes no conversation of several turns: one message only"),
         (SILENT, False, "it does not repeat a reply"),
+        (LATE_TOOLS, True, "tools and system messages included"),
+        (LATE_SYSTEM, False, "tools and system messages included"),
         (NO_TOOLS, True, "no conversation of several turns with tools: no tools"),
     ],
 )
