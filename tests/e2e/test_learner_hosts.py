@@ -19,6 +19,7 @@ from tests.e2e.hosts import Host, end, several_hosts, toml_of
 from tests.integration.recorded import GROUPS, Replays
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import Listener, listeners_of
+from tests.support.log_lines import level_of
 from tests.support.processes import tree_of
 from tests.support.tiny_run import tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
@@ -154,5 +155,5 @@ def test_a_host_that_is_cut_off_ends_the_learner_on_both_sides(hosts: list[Host]
             roles.end()
     silence = "ended: it gave no sign of life for 10 s (learner.node_silence_s)"
     for node, other in (("node-0", "node 1"), ("node-1", "node 0")):
-        (line,) = [line for line in roles.log(node).splitlines() if line[13:15] == "E "]
+        (line,) = [line for line in roles.log(node).splitlines() if level_of(line) == "E"]
         assert f" {other} (host {socket.gethostname()}, rank {other[-1]}) {silence}" in line

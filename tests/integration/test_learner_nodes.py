@@ -21,6 +21,7 @@ from slipstream.wire.settings.rendezvous import Address
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weights
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import listeners_of
+from tests.support.log_lines import level_of
 from tests.support.waiting import NEVER_S, until
 
 pytestmark = pytest.mark.integration
@@ -130,7 +131,7 @@ def node_of(number: int, ranks: str | None = None) -> str:
 
 def line_of(output: str) -> str:
     """Return the one line that says why a learner ended."""
-    lines = [line for line in output.splitlines() if line and line[13:15] != "I "]
+    lines = [line for line in output.splitlines() if line and level_of(line) != "I"]
     assert len(lines) == 1, output
     return lines[0]
 
@@ -310,7 +311,7 @@ def sockets() -> Iterator[str]:
 
 def errors_in(output: str) -> list[str]:
     """Return what a node has logged as an error, or printed."""
-    return [line for line in output.splitlines() if line and line[13:15] not in {"I ", "W "}]
+    return [line for line in output.splitlines() if line and level_of(line) not in {"I", "W"}]
 
 
 def test_sigterm_to_node_0_saves_and_ends_both_in_order(nodes: Nodes, sockets: str):

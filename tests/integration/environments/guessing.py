@@ -138,8 +138,8 @@ class FillsSharedMemory(Environment):
         written = 0
         try:
             while written < 10_000:
-                Path(f"/dev/shm/fills-{written}").write_bytes(bytes(16 << 20))  # noqa: ASYNC240, S108
-                written += 16
+                Path(f"/dev/shm/fills-{written}").write_bytes(bytes(1 << 20))  # noqa: ASYNC240, S108
+                written += 1
         except OSError as error:
             parts = {"errno": float(error.errno or 0), "written": float(written)}
             return Step(done=True, reward=1.0, parts=parts)
