@@ -100,4 +100,15 @@ def batch_figures(
         "staleness/mean": lag_sum / tokens,
         "staleness/oldest": float(max(step - h.oldest_version.step for h in headers)),
         **{name: sum(values) / len(values) for name, values in variances.items()},
+        **_part_means(trajectories),
     }
+
+
+def _part_means(trajectories: Sequence[DeliveredTrajectory]) -> dict[str, float]:
+    """Return the mean of each number that a reward comes with, over the answers that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.parts.items():
+            if name != "score":  # the reward itself
+                values[f"reward/part/{name}"].append(value)
+    return {name: math.fsum(each) / len(each) for name, each in sorted(values.items())}

@@ -49,6 +49,19 @@ def test_batch_figures_weigh_staleness_by_tokens():
     assert figures["staleness/mean"] == pytest.approx((12 + 6 + 0 + 0 + 6) / 24)
 
 
+def test_batch_figures_have_the_mean_of_each_number_that_rewards_come_with():
+    group, other = groups()
+    first, second = group.trajectories
+    parts = [{"score": 1.0, "off_by": 2.0, "a.b": 0.0}, {"score": 0.0, "off_by": 5.0}]
+    both = [
+        msgspec.structs.replace(one, parts=own)
+        for one, own in zip((first, second), parts, strict=True)
+    ]
+    figures = batch_figures([msgspec.structs.replace(group, trajectories=both), other], step=5)
+    of_parts = {name: value for name, value in figures.items() if "/part/" in name}
+    assert of_parts == {"reward/part/a.b": 0.0, "reward/part/off_by": 3.5}
+
+
 def test_batch_figures_count_turns_and_branches():
     def of_turns(one: DeliveredTrajectory, *branches: int) -> DeliveredTrajectory:
         first, end = one.header.num_prompt_tokens, one.header.num_tokens
