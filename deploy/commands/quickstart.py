@@ -9,6 +9,7 @@ from slipstream.deploy.commands.options import add_overrides, add_resume
 from slipstream.deploy.commands.run import run
 from slipstream.deploy.config import run_config
 from slipstream.deploy.examples import addition, sums
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
@@ -17,6 +18,7 @@ EXAMPLES = """examples:
   slipstream quickstart                    two-digit addition on this machine
   slipstream quickstart learner.lr=0       the same without learning
   slipstream quickstart --agent            three numbers, with a tool that adds two
+  slipstream quickstart --policy model     copy its policy to model, for a run of your own
 """
 _CONFIG = Path("configs/quickstart.toml")
 
@@ -40,16 +42,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="sums of three numbers in several turns, by configs/quickstart-agent.toml",
     )
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        metavar="DIR",
+        help="copy the tiny policy to DIR, for a run of your own, and run nothing",
+    )
     add_resume(parser)
     add_overrides(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
     example = _SUMS if arguments.agent else _ADDITION
+    if arguments.policy is not None:
+        if arguments.config or arguments.overrides or arguments.resume:
+            raise ConfigError("--policy runs nothing: leave settings and --resume out")
+        copy_policy(example.policy, arguments.policy)
+        return 0
     default = _CONFIG.with_name("quickstart-agent.toml") if arguments.agent else _CONFIG
     path = arguments.config or default
     return quickstart(path, arguments.overrides, arguments.resume, example)
+
+
+def copy_policy(policy: Path, out: Path) -> None:
+    """Make ``out`` a folder with the files of a policy.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists already (--policy)")
+    addition.copy_folder(policy, out)
 
 
 def quickstart(
