@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,15 +17,10 @@ from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S
 
 SCP = """#!/bin/sh
-# scp head:PATH . between two "hosts" that share a file system
-cp "$SLIPSTREAM_TEST_HEAD/${1#head:}" "$2"
+# scp [-r] head:PATH . between two "hosts" that share a file system
+[ "$1" != -r ] || shift
+cp -r "$SLIPSTREAM_TEST_HEAD/${1#head:}" "$2"
 """
-
-
-def fences(document: Path, heading: str) -> list[tuple[str, str]]:
-    """Return (language, text) of the code in one section of a document."""
-    section = document.read_text().split(f"## {heading}")[1].split("\n## ")[0]
-    return re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
 
 
 @dataclass

@@ -13,7 +13,8 @@ import pytest
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
-from tests.e2e.hosts import Host, end, fences, several_hosts, toml_of
+from tests.e2e.hosts import Host, end, several_hosts, toml_of
+from tests.support.guide import fences
 from tests.support.listening import Listener, listeners_of
 from tests.support.processes import tree_of
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings

@@ -9,7 +9,8 @@ import pytest
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
-from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
+from tests.e2e.hosts import Host, end, toml_of, two_hosts
+from tests.support.guide import fences
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
 

@@ -16,7 +16,8 @@ import pytest
 
 from slipstream.broker.server.keyring import make_client_key
 from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
+from tests.e2e.hosts import Host, end, toml_of, two_hosts
+from tests.support.guide import fences
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 

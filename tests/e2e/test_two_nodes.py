@@ -4,18 +4,22 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slipstream.deploy.commands.run import run
 from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
+from tests.e2e.hosts import Host, end, toml_of, two_hosts
+from tests.support import guide
+from tests.support.guide import fences
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 DOCUMENT = ROOT / "docs" / "clusters.md"
+STARTED = ROOT / "docs" / "getting_started.md"
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path
         for one in started:
             if one.poll() is None:
                 end(one)
-    (folder,) = (head.folder / "runs").glob("tiny*")
+    (folder,) = [one for one in (head.folder / "runs").iterdir() if one.name != "keys"]
     account = json.loads((folder / ACCOUNT).read_text())
     assert (account["finished"], account["unaccounted"]) == (True, 0)
     return folder
@@ -71,18 +75,21 @@ def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path
 
 def test_two_nodes_run_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
+    own = guide.steps(guide.blocks(STARTED, "A task of your own"))
+    guide.follow(guide.before_command("--dry-run", own), head.folder)
+    in_sums = replace(head, folder=head.folder / "sums")
     kinds, texts = zip(*fences(DOCUMENT, "Two nodes in ten minutes"), strict=True)
     assert kinds == ("toml", *["bash"] * 6)
     section, make_key, broker, learner, worker, fetch, generator = texts
-    settings = settings_of(head)
-    of_broker = [key for key in settings if key.startswith("broker.")]
-    own = toml_of({key.removeprefix("broker."): settings.pop(key) for key in of_broker})
-    section = section.replace("10.0.0.1", "10.77.0.1").replace("[broker]\n", f"[broker]\n{own}")
-    text = toml_of(settings) + section
-    (head.folder / "run.toml").write_text(text)
-    head.run(make_key)
+    config = in_sums.folder / "run.toml"
+    text = config.read_text() + section.replace("10.0.0.1", "10.77.0.1")
+    short = f'[run]\nsocket_dir = "{head.folder.parent / "s"}"\n'
+    config.write_text(text.replace("[run]\n", short))  # folders of tests have long names
+    in_sums.run(make_key)
     far.run(fetch)
-    follow(head, far, [broker.strip(), learner.strip(), worker.strip()], [generator.strip()])
+    on_head = [broker.strip(), learner.strip(), worker.strip()]
+    folder = follow(in_sums, far, on_head, [generator.strip()])
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 20
 
 
 def test_two_hosts_run_by_the_printed_commands(

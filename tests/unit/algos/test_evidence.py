@@ -151,8 +151,7 @@ def my_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
 
 
 def test_the_example_of_a_part_is_short():
-    assert OWN_PART is not None
-    assert len(OWN_PART[0].rstrip().splitlines()) < 40
+    assert len(block("python").splitlines()) < 35
 
 
 @pytest.mark.usefixtures("my_losses")

@@ -1,0 +1,157 @@
+"""What tests/support/guide.py takes from a page, and how it does what the page says."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.guide import (
+    Block,
+    GuideFailedError,
+    Step,
+    before_command,
+    blocks,
+    follow,
+    outputs,
+    script,
+    steps,
+)
+
+PAGE = """# Guide
+
+```bash
+outside
+```
+
+## Sums
+
+Write `sums.py`:
+
+```python
+# no heading
+print(1)
+```
+
+### Settings
+
+1. In a list, `a.toml` is not meant; `run.toml`:
+
+   ```toml
+   [run]
+     steps = 1
+   ```
+
+Add to `run.toml` on `head`:
+
+```toml
+[eval]
+```
+
+```bash
+python sums.py
+slipstream run
+```
+
+It looks like `that.txt`:
+
+```
+shown only
+```
+
+```toml
+[unnamed]
+```
+
+## Next
+
+```bash
+too far
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "guide.md"
+    path.write_text(PAGE)
+    return path
+
+
+def test_blocks_of_a_section_are_those_below_its_heading(page: Path):
+    found = blocks(page, "Sums")
+    languages = [block.language for block in found]
+    assert languages == ["python", "toml", "toml", "bash", "", "toml"]
+    assert [block.heading for block in found] == ["Sums", *["Settings"] * 5]
+    assert found[1] == Block(
+        "toml",
+        "[run]\n  steps = 1\n",
+        "1. In a list, `a.toml` is not meant; `run.toml`:",
+        "Settings",
+    )
+    assert [block.heading for block in blocks(page, "Settings")] == ["Settings"] * 5
+    assert len(blocks(page)) == 8
+
+
+def test_a_section_that_is_not_there_is_an_error(page: Path):
+    with pytest.raises(ValueError, match=r"guide\.md has no section 'Sum'"):
+        blocks(page, "Sum")
+
+
+def test_a_named_block_is_a_file_a_bash_block_commands_and_the_others_nothing(page: Path):
+    assert steps(blocks(page, "Sums")) == [
+        Step("# no heading\nprint(1)\n", "Sums", "sums.py"),
+        Step("[run]\n  steps = 1\n", "Settings", "run.toml"),
+        Step("[eval]\n", "Settings", "run.toml", is_added=True),
+        Step("python sums.py\nslipstream run\n", "Settings"),
+    ]
+
+
+def test_steps_before_a_command_end_above_its_block(page: Path):
+    found = steps(blocks(page, "Sums"))
+    assert before_command("slipstream run", found) == found[:3]
+    with pytest.raises(ValueError, match="no command of the guide has 'export'"):
+        before_command("export", found)
+
+
+def test_the_script_stops_at_the_first_command_that_fails():
+    assert script([Step("a\nb\n"), Step("x\n", file="f", is_added=True)]) == (
+        "set -eo pipefail\n"
+        "echo '=== step 0'\na\nb\n"
+        "echo '=== step 1'\ncat >> f <<'END OF f'\nx\nEND OF f\n"
+    )
+
+
+def test_what_steps_print_is_told_apart():
+    assert outputs("=== step 0\n=== step 1\na\nb\n=== step 2\n") == ["", "a\nb\n", ""]
+
+
+def test_steps_are_done_in_one_shell_in_a_home_of_its_own(tmp_path: Path):
+    home = tmp_path / "a b" / "ü"
+    text = 'x = "$HOME" # `not` \\ run\n'
+    printed = follow(
+        [
+            Step("mkdir ~/sums\ncd ~/sums\n"),
+            Step(text, file="my x.py"),
+            Step("y\n", file="my x.py", is_added=True),
+            Step("pwd\ncat 'my x.py'\necho wrong >&2\n"),
+        ],
+        home,
+    )
+    assert printed == ["", "", "", f"{home}/sums\n{text}y\nwrong\n"]
+    assert (home / "sums" / "my x.py").read_text() == f"{text}y\n"
+
+
+def test_a_step_that_fails_is_named_with_what_was_printed(tmp_path: Path):
+    ways = [
+        Step("echo one\n"),
+        Step("echo two\nfalse | cat\necho three\n", "Second"),
+        Step("echo\n"),
+    ]
+    with pytest.raises(GuideFailedError, match=r"Second: exit code 1 of\necho two") as failed:
+        follow(ways, tmp_path)
+    assert "one" in str(failed.value)
+    assert "three" not in str(failed.value).partition("=== step 1")[2]
+
+
+def test_the_environment_of_the_readme_is_in_the_checkout(tmp_path: Path):
+    shown = follow([Step("source .venv/bin/activate\ncommand -v python\n")], tmp_path)
+    assert shown[0].endswith("/bin/python\n")
