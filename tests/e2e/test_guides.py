@@ -43,6 +43,7 @@ def assert_complete(run: Path, num_steps: int) -> None:
     assert json.loads((run / ACCOUNT).read_text())["unaccounted"] == 0
 
 
+@pytest.mark.slow  # the next one goes most of that way
 def test_getting_started_leads_from_prompts_to_an_exported_policy(inputs: Path):
     assert files(STARTED) == ["sums.py", "my_reward.py", "run.toml"]
     printed = follow(STARTED, inputs)
@@ -72,7 +73,6 @@ def test_getting_started_leads_from_prompts_to_an_exported_policy(inputs: Path):
     assert json.loads((sums / "my-model" / "config.json").read_text())["model_type"] == "llama"
 
 
-@pytest.mark.slow  # tests/e2e/test_rewards_in_a_run.py trains with functions of other kinds
 def test_a_reward_of_ones_own_is_tried_and_trained_with(inputs: Path):
     own = steps(blocks(DOCS / "rewards.md", "A reward of your own"))
     assert files(own) == ["near.py", "answers.jsonl"]
