@@ -3,7 +3,6 @@
 import argparse
 import csv
 import fnmatch
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.text import Text
 from slipstream.broker.dashboard.compare.curves import AXES
 from slipstream.broker.dashboard.compare.run_table import Columns
 from slipstream.broker.dashboard.compare.runs import ComparedRun, named
+from slipstream.broker.dashboard.compare.web import cell
 from slipstream.deploy.commands.options import add_json, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
@@ -104,10 +104,4 @@ def csv_rows(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[list[str
 
 def _rows(run: str, columns: Columns, names: Sequence[str]) -> list[list[str]]:
     values = [columns[name].tolist() for name in (*AXES, *names)]
-    return [[run, *map(_cell, row)] for row in zip(*values, strict=True)]
-
-
-def _cell(value: float) -> str:
-    if math.isnan(value):
-        return ""
-    return str(int(value)) if value.is_integer() else repr(value)
+    return [[run, *map(cell, row)] for row in zip(*values, strict=True)]

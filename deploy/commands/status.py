@@ -6,10 +6,9 @@ from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import page_line, run_of_folder, saved_status, status_now
-from slipstream.deploy.terminal.recent import recent_of
+from slipstream.deploy.terminal.observe import page_line, run_of_folder
+from slipstream.deploy.terminal.recent import newest_status, recent_of
 from slipstream.deploy.terminal.screen import ALL, draw
-from slipstream.wire.errors import PeerLostError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.process.command_line import print_json
 
@@ -30,15 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     run = run_of_folder(chosen_run(arguments.folder))
     stored = read_state(run.folder / PAGE_STATE)
     recent, console = recent_of(run.folder, stored), make_console()
-    try:
-        status = status_now(run)
-        recent.add(status)
-    except PeerLostError:
-        saved = saved_status(run, stored)
-        if saved is None:
-            raise
-        status = saved
-        recent.evaluate(status)
+    status = newest_status(run, stored, recent)
     if arguments.json:
         return print_json(summary_of(status))
     page = page_line(run, is_terminal=console.is_terminal)

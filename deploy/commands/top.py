@@ -25,11 +25,10 @@ from slipstream.deploy.terminal.observe import (
     dashboard_address,
     run_of_folder,
     saved_status,
-    status_now,
 )
-from slipstream.deploy.terminal.recent import Recent, recent_of
+from slipstream.deploy.terminal.recent import Recent, newest_status, recent_of
 from slipstream.deploy.terminal.screen import draw
-from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import print_json
@@ -69,15 +68,7 @@ def top(folder: Path, *, as_json: bool) -> int:
     stored = read_state(folder / PAGE_STATE)
     recent = recent_of(folder, stored)
     if as_json:
-        try:
-            status = status_now(run)
-            recent.add(status)
-        except PeerLostError:
-            saved = saved_status(run, stored)
-            if saved is None:
-                raise
-            status = saved
-            recent.evaluate(status)
+        status = newest_status(run, stored, recent)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = make_console()
     if not console.is_terminal:

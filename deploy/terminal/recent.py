@@ -9,8 +9,10 @@ from slipstream.broker.dashboard.advisories.view import Advisory, Column
 from slipstream.broker.dashboard.columns import HistoryColumns, StoredState, trends_of
 from slipstream.broker.dashboard.history import History, steady_time
 from slipstream.broker.dashboard.rates import Seen
-from slipstream.deploy.terminal.observe import broker_of_folder
+from slipstream.deploy.terminal.observe import broker_of_folder, saved_status, status_now
+from slipstream.wire.errors import PeerLostError
 from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.settings.sections import RunSection
 
 _NOW_S = 10.0  # over which a share of now is taken
 _MAX_STATES = 64  # of that time, however often the run is polled
@@ -97,3 +99,21 @@ def recent_of(folder: Path, stored: StoredState | None) -> Recent:
         high_water_bytes=broker.high_water_bytes,
         fsync=broker.redis.known_fsync,
     )
+
+
+def newest_status(run: RunSection, stored: StoredState | None, recent: Recent) -> RunStatus:
+    """Return the state of a run, which ``recent`` takes in: of now, or the last that was written.
+
+    Raises:
+        PeerLostError: no broker answers, and none has saved its state.
+    """
+    try:
+        status = status_now(run)
+    except PeerLostError:
+        saved = saved_status(run, stored)
+        if saved is None:
+            raise
+        recent.evaluate(saved)
+        return saved
+    recent.add(status)
+    return status

@@ -157,13 +157,7 @@ def batch_decode_attention() -> None:
         if getattr(self, "_decode_gather", None) is None:
             self._decode_gather = _gather_plan(req_to_token, req_pool_indices, seq_lens)
         slots, visible = self._decode_gather
-        key, value = (
-            cache.index_select(0, slots)
-            .view(batch, -1, *cache.shape[1:])
-            .transpose(1, 2)
-            .to(query.dtype)
-            for cache in (k_cache, v_cache)
-        )
+        key, value = (_gathered(one, slots, batch, query.dtype) for one in (k_cache, v_cache))
         heads = key.shape[1] if enable_gqa else query.shape[1]
         folded = query.reshape(batch, heads, -1, query.shape[-1])  # query heads of one key head
         attended = scaled_dot_product_attention(
@@ -232,11 +226,7 @@ def extend_without_prefix_queries() -> None:
             plan = req_pool_indices[first:last], seq_lens[first:last]
             slots, _ = _gather_plan(req_to_token, *plan)
             key, value = (
-                cache.index_select(0, slots)
-                .view(last - first, -1, *cache.shape[1:])
-                .transpose(1, 2)
-                .to(query.dtype)
-                for cache in (k_cache, v_cache)
+                _gathered(one, slots, last - first, query.dtype) for one in (k_cache, v_cache)
             )
             asks = torch.arange(max(new[first:last]))
             is_new = asks[None] < extend_seq_lens[first:last, None]  # [B, longest new]
@@ -298,3 +288,9 @@ def _gather_plan(
     slots = req_to_token[req_pool_indices, :longest].long()
     visible = torch.arange(longest)[None] < seq_lens[:, None]
     return torch.where(visible, slots, 0).reshape(-1), visible[:, None, None, :]
+
+
+def _gathered(cache: Tensor, slots: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """Return a batch's part of a cache, [B, key heads, longest, head size]."""
+    rows = cache.index_select(0, slots).view(batch, -1, *cache.shape[1:])
+    return rows.transpose(1, 2).to(dtype)

@@ -179,11 +179,12 @@ def csv_of(name: str, curves: dict[str, Curve], weight: float) -> str:
         if weight > 0.0:
             columns.append(smoothed(curve.value, weight))
         for row in zip(*(column.tolist() for column in columns), strict=True):
-            writer.writerow([run, *(_cell(value) for value in row)])
+            writer.writerow([run, *(cell(value) for value in row)])
     return text.getvalue()
 
 
-def _cell(value: float) -> str:
+def cell(value: float) -> str:
+    """Return a figure as a cell of CSV; empty where there is none."""
     if not math.isfinite(value):
         return ""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)

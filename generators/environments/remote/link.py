@@ -1,6 +1,6 @@
 """A generator's link to environment servers on other hosts.
 
-Trajectories go to the server that has the fewest of this generator's. A server that gives no sign
+Trajectories go to the server with the most room, and wait for some. A server that gives no sign
 of life has lost them: they fail, with the reason, and are begun anew like any.
 """
 
@@ -29,6 +29,7 @@ from slipstream.generators.environments.messages import (
 )
 from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
+    MOST_CALLS,
     REVISION,
     SIGN_S,
     Answered,
@@ -58,7 +59,6 @@ from slipstream.wire.settings.rendezvous import Address
 _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 _waits = Rarely(_log)
-_MOST_CALLS = 256  # of one trajectory at a time
 _LINGER_MS = 1_000
 _MAX_WAITING = 1_024  # messages to a server that does not read
 _PART_BYTES = 1 << 16  # of an answer to an agent
@@ -368,7 +368,7 @@ class EnvironmentServers:
             case Failed(reason=reason):
                 acting.take(EnvironmentFailedError(reason))
             case Asked():
-                if message.call not in acting.calls and len(acting.calls) < _MOST_CALLS:
+                if message.call not in acting.calls and len(acting.calls) < MOST_CALLS:
                     asking = self._in_background(self._ask(acting, message))
                     acting.calls[message.call] = asking
                     asking.add_done_callback(lambda _: acting.calls.pop(message.call, None))

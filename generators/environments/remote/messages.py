@@ -23,6 +23,7 @@ from slipstream.wire.unreadable import UNREADABLE
 
 REVISION = 2
 MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # of a message; larger requests of agents are refused
+MOST_CALLS = 256  # of one trajectory's agent at a time
 MAX_PATH = 200  # characters, with the method
 SIGN_S = 1.0  # between two signs of life of a generator
 Number = Annotated[int, msgspec.Meta(ge=0)]

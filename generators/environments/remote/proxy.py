@@ -14,13 +14,17 @@ import msgspec
 from aiohttp import web
 
 from slipstream.generators.capture.connections import IDLE_S, Connections, most_connections
-from slipstream.generators.environments.remote.messages import MAX_BYTES, MAX_PATH, Answered
+from slipstream.generators.environments.remote.messages import (
+    MAX_BYTES,
+    MAX_PATH,
+    MOST_CALLS,
+    Answered,
+)
 from slipstream.wire.errors import ConfigError
 
 _BEARER = "Bearer "
 _MOST_PARTS = 512  # of an answer that its agent has not read yet, of 64 KiB
 _CUT_OFF = -1  # in place of a status
-_MOST_CALLS = 256  # of one trajectory at a time
 Ask = Callable[[int, str, bytes], Awaitable[None]]
 Leave = Callable[[int], Awaitable[None]]
 
@@ -100,11 +104,11 @@ class PolicyProxy:
         key, agent = self._agent(request)
         if agent is None:
             return web.json_response({"error": {"message": "no such key"}}, status=401)
-        if not self._connections.admits(key, request.transport, calls_at_a_time=_MOST_CALLS):
+        if not self._connections.admits(key, request.transport, calls_at_a_time=MOST_CALLS):
             refusal = web.json_response({"error": {"message": "too many connections"}}, status=429)
             refusal.force_close()
             return refusal
-        if len(agent.calls) >= _MOST_CALLS:
+        if len(agent.calls) >= MOST_CALLS:
             return web.json_response({"error": {"message": "too many calls"}}, status=429)
         path = f"{request.method} {request.match_info['path']}"
         if len(path) > MAX_PATH:
