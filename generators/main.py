@@ -77,8 +77,8 @@ def main() -> int:
     from slipstream.generators.sglang.start_order import server_flags
 
     try:
-        settings = generator_settings(load_arguments(arguments))
-        logs = log_settings(arguments)
+        table = load_arguments(arguments)
+        settings, logs = generator_settings(table), log_settings(table)
         place = place_of(settings, arguments.follow, arguments.rendezvous)
         if arguments.dry_run:
             flags = server_flags(settings, port=0, api_key="(random)", seed_of=name)
@@ -110,8 +110,9 @@ def _offline(arguments: argparse.Namespace) -> int:
     from slipstream.generators.offline_config import offline_settings
 
     try:
-        logs = log_settings(arguments)
-        settings = offline_settings(load_arguments(arguments), arguments.out, arguments.num_prompts)
+        table = load_arguments(arguments)
+        logs = log_settings(table)
+        settings = offline_settings(table, arguments.out, arguments.num_prompts)
     except ConfigError as error:
         return refuse_settings(error, arguments)
     if arguments.dry_run:

@@ -41,10 +41,9 @@ def main() -> int:
     from slipstream.learner.layout import place_of
 
     try:
-        settings = learner_settings(
-            load_arguments(arguments), may_resume=arguments.resume is not None
-        )
-        logs = log_settings(arguments)
+        table = load_arguments(arguments)
+        settings = learner_settings(table, may_resume=arguments.resume is not None)
+        logs = log_settings(table)
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
             from slipstream.learner.model.division import refuse_layout

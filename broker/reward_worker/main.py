@@ -162,7 +162,7 @@ def main() -> int:
     name = own_name(arguments.name)
     try:
         settings = _settings(arguments)
-        logs = log_settings(arguments)
+        logs = log_settings(load_arguments(arguments))
         endpoint = settings.run.broker_endpoint
     except ConfigError as error:
         return refuse_settings(error, arguments)

@@ -41,7 +41,7 @@ def main() -> int:
         table = load_arguments(arguments)
         settings = section(table, "environment", EnvironmentSection)
         hidden = [path for path in private_paths(table) if path.exists()]
-        logs = log_settings(arguments)
+        logs = log_settings(table)
         address = parse_rendezvous(arguments.listen, setting="--listen")
         _check(settings, arguments.most)
     except ConfigError as error:

@@ -181,8 +181,8 @@ def main() -> int:
     parser.add_argument("--settings-digest", help="of [weightbus], for a later learner to see")
     arguments = parser.parse_args()
     try:
-        settings = relay_settings(load_arguments(arguments))
-        logs = log_settings(arguments)
+        table = load_arguments(arguments)
+        settings, logs = relay_settings(table), log_settings(table)
     except ConfigError as error:
         return refuse_settings(error, arguments)
     if arguments.dry_run:

@@ -82,13 +82,13 @@ def load_arguments(arguments: argparse.Namespace) -> Table:
     return load_table(arguments.config, arguments.overrides)
 
 
-def log_settings(arguments: argparse.Namespace) -> LoggingSection:
+def log_settings(table: Table) -> LoggingSection:
     """Return [logging], of which every role reads how to write its log.
 
     Raises:
         ConfigError: a setting is wrong.
     """
-    return section(load_arguments(arguments), "logging", LoggingSection)
+    return section(table, "logging", LoggingSection)
 
 
 @contextmanager
