@@ -91,16 +91,36 @@ class Ledger:
     # ---- generation ----------------------------------------------------------
 
     def lease(
-        self, holder: str, adopted: PolicyVersion, *, max_sequences: int, now_s: float
+        self,
+        holder: str,
+        adopted: PolicyVersion,
+        *,
+        max_sequences: int,
+        now_s: float,
+        num_sharing: int = 1,
     ) -> list[LeasedGroup]:
-        """Grant generation work: lapsed groups first, then evaluation, then new prompts."""
+        """Grant generation work: lapsed groups first, then evaluation, then new prompts.
+
+        Args:
+            holder: the generator.
+            adopted: the version that it runs.
+            max_sequences: its free lanes.
+            now_s: the time.
+            num_sharing: generators that want work too. One is granted its share of what there is,
+                and may request more: else the first one's lanes would take a whole step's work,
+                and the others had none.
+        """
         if adopted.epoch != self.book.version.epoch or self.book.state.awaits_learner:
             return []
         if adopted.step > self.book.step:
             return []  # no learner has made these weights: a deadline that far would never come
         granted: list[LeasedGroup] = []
         room = max_sequences
-        while room > 0 and (group := self.issuing.next_group(adopted, room)) is not None:
+        most = -(-self.issuing.num_available(adopted) // num_sharing) if num_sharing > 1 else room
+        while room > 0 and len(granted) < max(1, most):
+            group = self.issuing.next_group(adopted, room)
+            if group is None:
+                break
             room -= len(group.missing)
             lease_id = self.book.state.next_lease_id
             self._decisions.record(

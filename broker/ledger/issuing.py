@@ -43,6 +43,12 @@ class Issuing:
             room = min(room, groups_per_step - live)
         return max(0, min(allowed, remaining, room))
 
+    def num_available(self, adopted: PolicyVersion) -> int:
+        """Return how many groups there are for a generator that runs ``adopted``, about."""
+        book = self._book
+        held_out = sum(one.unissued for one in book.state.eval_rounds.values())
+        return self.permits(adopted) + len(book.index.again) + held_out
+
     def next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
         """Return a group of at most ``room`` sequences; None if there is nothing to grant."""
         book, rules, state = self._book, self._book.rules, self._book.state

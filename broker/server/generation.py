@@ -78,6 +78,7 @@ class Generation:
                     request.adopted,
                     max_sequences=request.max_sequences,
                     now_s=self._now(),
+                    num_sharing=self._sessions.num_of("generator"),
                 )
             if not groups and not self._ledger.book.over:
                 return None

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,6 +69,7 @@ class Sessions:
         self._by_peer: dict[Peer, Session] = {}
         self._by_name: dict[str, dict[str, Session]] = {}  # by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
+        self._num_of: Counter[Role] = Counter()
         self._tokenizer: tuple[str, str] | None = None  # hash, and the first client that sent it
 
     def find(self, token: bytes, peer: Peer) -> Session | None:
@@ -144,7 +145,12 @@ class Sessions:
             if len(self._readers) > MAX_READERS:
                 self._forget(self._by_token[next(iter(self._readers))])
         self._by_token[token] = self._by_peer[peer] = session
+        self._num_of[session.role] += 1
         return session
+
+    def num_of(self, role: Role) -> int:
+        """Return how many clients of a role there are, connected or about to come back."""
+        return self._num_of[role]
 
     def end(self, key: str) -> list[Session]:
         """Forget all connections with a key; return their sessions."""
@@ -201,7 +207,8 @@ class Sessions:
             self._waiting.popitem(last=False)
 
     def _forget(self, session: Session) -> None:
-        self._by_token.pop(session.token, None)
+        if self._by_token.pop(session.token, None) is not None:
+            self._num_of[session.role] -= 1
         self._readers.pop(session.token, None)
         if self._by_peer.get(session.peer) is session:
             del self._by_peer[session.peer]

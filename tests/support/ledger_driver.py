@@ -85,9 +85,12 @@ def lease(
     adopted: PolicyVersion | None = None,
     max_sequences: int = 1_000,
     now_s: float = 0.0,
+    num_sharing: int = 1,
 ) -> list[LeasedGroup]:
     version = adopted if adopted is not None else ledger.book.version
-    return ledger.lease(holder, version, max_sequences=max_sequences, now_s=now_s)
+    return ledger.lease(
+        holder, version, max_sequences=max_sequences, now_s=now_s, num_sharing=num_sharing
+    )
 
 
 def header(

@@ -95,6 +95,14 @@ def test_a_lease_takes_whole_groups_that_fit_into_the_free_lanes():
     assert lease(ledger, max_sequences=2) == []
 
 
+def test_generators_share_what_there_is_and_whoever_asks_again_gets_more():
+    ledger = started(make_ledger(make_rules(groups_per_step=6, max_staleness_steps=0)))
+    assert len(lease(ledger, "generator-0", num_sharing=4)) == 2  # of 6
+    assert len(lease(ledger, "generator-1", num_sharing=4)) == 1  # of 4
+    assert len(lease(ledger, "generator-2", num_sharing=4)) == 1  # of 3
+    assert [len(lease(ledger, "generator-3", num_sharing=4)) for _ in range(3)] == [1, 1, 0]
+
+
 def test_no_more_groups_than_max_in_flight():
     ledger = started(make_ledger(make_rules(max_staleness_steps=4, max_in_flight=3)))
     assert len(lease(ledger)) == 3
