@@ -6,7 +6,8 @@ the same length together with an environment's answer between them, which takes 
 are fixed before, from half to one and a half of the mean, so that trajectories do not go in step.
 The environment has a process for each trajectory, as in a run. Trajectories are begun without end,
 as in a run: those that end first are not counted, then the same number of them in every setting, in
-alternating turns; medians.
+alternating turns; medians. The server forgets its cache before each, or the later of two would pay
+for what the earlier left there; a first measurement, which is not counted, warms it up.
 """
 
 import argparse
@@ -17,8 +18,11 @@ import statistics
 import sys
 import time
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
+
+import aiohttp
 
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
@@ -58,6 +62,7 @@ def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) ->
         "max_turns": arguments.turns,
         "max_tokens": longest + 40 * arguments.turns,  # what is said between replies
         "max_outside": 4 * arguments.sequences,
+        "sandbox": arguments.sandbox,
     }
     return generator_settings(
         {
@@ -65,9 +70,10 @@ def settings_of(folder: Path, arguments: argparse.Namespace, latency_ms: int) ->
             "sampling": {"max_prompt_tokens": 16, "max_response_tokens": longest},
             "environment": environment,
             "generators": {
-                "device": "cpu",
+                "device": arguments.device,
                 "max_sequences": arguments.sequences,
-                "max_cached_tokens": 131_072,
+                "max_cached_tokens": 4096 * arguments.sequences,
+                "sglang": arguments.sglang,
             },
         }
     )
@@ -179,6 +185,7 @@ async def _measure(
             process.url, process.api_key, request_timeout_s=_TIMEOUT_S, control_timeout_s=_TIMEOUT_S
         )
         cleanup.push_async_callback(engine.close)
+        await _forget(process)
         await engine.label(PolicyVersion(0, 0))
         replies = lengths(arguments.reply_tokens, 1 if is_agent else arguments.turns)
         params = {
@@ -195,7 +202,19 @@ async def _measure(
         return await setting.measure(2 * arguments.sequences, arguments.trajectories)
 
 
-def main() -> int:
+async def _forget(process: SglangProcess) -> None:
+    """Empty the server's cache, which it refuses as long as it has a sequence."""
+    headers = {"Authorization": f"Bearer {process.api_key}"}
+    async with asyncio.timeout(_TIMEOUT_S), aiohttp.ClientSession(headers=headers) as http:
+        while True:
+            async with http.post(f"{process.url}/flush_cache") as answer:
+                if answer.status == HTTPStatus.OK:
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the arguments; ``sglang`` are flags of the server, from programs alone."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_agents",
         description=__doc__,
@@ -209,37 +228,61 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each setting")
     parser.add_argument("--hidden", type=int, default=256, help="size of the policy")
     parser.add_argument("--layers", type=int, default=4)
-    arguments = parser.parse_args()
+    parser.add_argument("--heads", type=int, default=4, help="of the policy, half of them for keys")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--sandbox", choices=("namespaces", "none"), default="namespaces")
+    parser.set_defaults(sglang={})
+    return parser
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Measured]:
+    """Print every measurement and return the medians of each setting."""
     names = {"one turn": 0, **{f"{ms} ms": ms for ms in NEEDS}}
     found: dict[str, list[Measured]] = {name: [] for name in names}
     with work_folder() as folder:
         write_inputs(folder, hidden=arguments.hidden, layers=arguments.layers)
         config = folder / "model" / "config.json"
-        longer = {"max_position_embeddings": _POSITIONS}
-        config.write_text(json.dumps(json.loads(config.read_text()) | longer))
-        with sglang_server(settings_of(folder, arguments, 0)) as process:
-            for number in range(arguments.rounds):
-                for name in list(names)[:: 1 if number % 2 == 0 else -1]:
-                    settings = settings_of(folder, arguments, names[name])
-                    is_agent = name != "one turn"
-                    one = asyncio.run(_measure(process, settings, arguments, is_agent=is_agent))
-                    words = f"{one.rate:.0f} tokens/s, {one.used:.1%} of the lanes in use"
-                    print(f"  round {number} {name}: {words}", flush=True)
-                    found[name].append(one)
-    return _judge(
-        {
-            name: Measured(*map(statistics.median, zip(*ones, strict=True)))
-            for name, ones in found.items()
+        own = {
+            "max_position_embeddings": _POSITIONS,
+            "num_attention_heads": arguments.heads,
+            "num_key_value_heads": arguments.heads // 2,
+            "head_dim": arguments.hidden // arguments.heads,
         }
-    )
-
-
-def _judge(medians: dict[str, Measured]) -> int:
+        config.write_text(json.dumps(json.loads(config.read_text()) | own))
+        with sglang_server(settings_of(folder, arguments, 0)) as process:
+            order = [
+                (number, name)
+                for number in range(arguments.rounds)
+                for name in list(names)[:: 1 if number % 2 == 0 else -1]
+            ]
+            for number, name in [(-1, "one turn"), *order]:
+                settings = settings_of(folder, arguments, names[name])
+                is_agent = name != "one turn"
+                one = asyncio.run(_measure(process, settings, arguments, is_agent=is_agent))
+                when = f"round {number}" if number >= 0 else "warm-up"
+                words = f"{one.rate:.0f} tokens/s, {one.used:.1%} of the lanes in use"
+                print(f"  {when} {name}: {words}", flush=True)
+                if number >= 0:
+                    found[name].append(one)
+    medians = {
+        name: Measured(*map(statistics.median, zip(*ones, strict=True)))
+        for name, ones in found.items()
+    }
     for name, one in medians.items():
         print(f"  median {name}: {one.rate:.0f} tokens/s, {one.used:.1%} of the lanes", flush=True)
+    return medians
+
+
+def share_of_one_turn(medians: dict[str, Measured], latency_ms: int) -> float:
+    """Return the tokens per second of agents over those of one turn."""
+    return medians[f"{latency_ms} ms"].rate / medians["one turn"].rate
+
+
+def main() -> int:
+    medians = measured(parser().parse_args())
     bars = Bars()
     for ms, needs in NEEDS.items():
-        share = medians[f"{ms} ms"].rate / medians["one turn"].rate
+        share = share_of_one_turn(medians, ms)
         bars.at_least(f"agents_{ms}_ms_vs_one_turn", share, "x", needs=needs)
     return bars.exit_code
 

@@ -34,6 +34,7 @@ DEADLINES_S = {
     "families": 90.0,
     "algorithms": 90.0,
     "kept": 120.0,
+    "agents": 420.0,
     "mfu": 150.0,  # the last: it takes what is left
 }
 _EXAMPLE = """examples:
