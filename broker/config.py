@@ -280,6 +280,7 @@ def broker_settings(table: Table) -> BrokerSettings:
             f"broker.max_in_flight is {settings.max_in_flight}, but a learner step needs "
             f"run.groups_per_step = {settings.run.groups_per_step} groups at once"
         )
+    _check_target(settings.run)
     run, sampling = settings.run, settings.sampling
     longest = settings.environment.longest(sampling)
     step_bytes = run.groups_per_step * run.group_size * longest * _BYTES_PER_TOKEN
@@ -295,3 +296,28 @@ def broker_settings(table: Table) -> BrokerSettings:
             f"got {settings.run.group_size}"
         )
     return settings
+
+
+def _check_target(run: RunSection) -> None:
+    """Refuse a target of staleness that means nothing.
+
+    Raises:
+        ConfigError: it does.
+    """
+    target, bound = run.staleness_target, run.staleness_bound
+    if not target.is_set:
+        return
+    if target.mismatch_kl is not None and target.p95_lag is not None:
+        raise ConfigError(
+            "run.staleness_target has mismatch_kl and p95_lag: one of them can be held"
+        )
+    if not bound:
+        raise ConfigError(
+            "run.staleness_target is below the bound, which is 0 with run.max_staleness_steps = 0 "
+            'or run.mode = "sync": raise the bound or leave the target out'
+        )
+    if target.p95_lag is not None and target.p95_lag >= bound:
+        raise ConfigError(
+            f"run.staleness_target.p95_lag is {target.p95_lag}, expected less than "
+            f"run.max_staleness_steps = {bound}, which no token passes"
+        )

@@ -12,6 +12,7 @@ from slipstream.broker.ledger.admission import StalenessBound
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.evaluation import EvalPlan, EvalRound
 from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
+from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.broker.report.run_files import forget_after
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
@@ -73,6 +74,9 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         },
         prompts_fingerprint=prompts.training.fingerprint(),
         problems_fingerprint=fingerprint_of(prompts.held_out),
+        staleness_target=StalenessTarget(target.mismatch_kl, target.p95_lag)
+        if (target := run.staleness_target).is_set
+        else None,
     )
 
 

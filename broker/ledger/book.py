@@ -7,6 +7,7 @@ from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.leases import Holdings
 from slipstream.broker.ledger.state import MAX_DEAD_LETTERS, BookState, LedgerRules
 from slipstream.broker.ledger.survivorship import bucket_of
+from slipstream.broker.ledger.throttle import StalenessController
 from slipstream.wire.messages.dead_letters import DeadLetter, DeadReason
 from slipstream.wire.messages.trajectory import TrajectoryKey
 from slipstream.wire.messages.versions import PolicyVersion
@@ -29,6 +30,11 @@ class Book:
         for lease in self.state.leases.values():
             self.by_holder.add(lease.holder, lease.lease_id)
         self.released: list[TrajectoryKey] = []  # payloads that are no longer needed
+        self.controller: StalenessController | None = None  # not stored: it begins anew
+        if rules.staleness_target is not None:
+            self.controller = StalenessController(
+                rules.staleness_target, rules.bound, max_in_flight=rules.max_in_flight
+            )
         self.find_free_step()
         self.trace_lineage()
 
@@ -53,6 +59,15 @@ class Book:
     def leases(self) -> dict[int, Lease]:
         """Leases of generation."""
         return self.state.leases
+
+    @property
+    def lowered_bound(self) -> int:
+        """The staleness bound in force, in learner steps; -1 where it is the run's own."""
+        if self.controller is None or self.controller.throttle.bound >= (
+            self.rules.bound.max_staleness_steps
+        ):
+            return -1
+        return self.controller.throttle.bound
 
     @property
     def finished(self) -> bool:

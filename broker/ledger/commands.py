@@ -129,6 +129,7 @@ class Ledger:
                     group_id=group.group_id,
                     holder=holder,
                     adopted_step=adopted.step,
+                    bound=self.book.lowered_bound,
                 )
             )
             self._terms.begin(lease_id, now_s)

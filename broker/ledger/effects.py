@@ -118,7 +118,7 @@ def _apply_generation(book: Book, event: Issued | Leased | LeaseEnded | Generate
             group = book.groups[group_id]
             book.index.leave(group)
             if group.adopted_step < 0:
-                group.adopted_step = event.adopted_step
+                group.adopted_step, group.bound = event.adopted_step, event.bound
             group.lease_to(lease_id, holder)
             book.index.enter(group)
             state.leases[lease_id] = Lease(lease_id, group_id, holder)

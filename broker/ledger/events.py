@@ -48,6 +48,7 @@ class Leased(Event, frozen=True):
     group_id: int
     holder: str
     adopted_step: int
+    bound: int = -1  # in force, in learner steps, where a controller has lowered it
 
 
 LeaseEnd = Literal[

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from slipstream.broker.ledger.admission import StalenessBound
 from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
 from slipstream.wire.messages.dead_letters import Failure
 from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
@@ -25,6 +26,7 @@ class Group(msgspec.Struct, kw_only=True):
     position: int = 0  # of the prompt in its source
     eval_step: int = -1
     adopted_step: int = -1  # of the generator that leased it first
+    bound: int = -1  # that was in force at its first lease, in learner steps; -1 is the run's own
     attempts: int = 0  # leases that ended without all siblings, by a fault
     deaths: int = 0  # of these, by death of the holder
     lease_id: int = NOBODY
@@ -62,6 +64,11 @@ class Group(msgspec.Struct, kw_only=True):
     def is_live(self) -> bool:
         """True if it holds a permit: leased before, to be trained, not bound to a batch."""
         return self.item == "train" and self.adopted_step >= 0 and self.bound_to == NOBODY
+
+    def deadline(self, bound: StalenessBound) -> int:
+        """Return the last learner step at which it may be trained, under the run's bound."""
+        latest = bound.deadline(self.adopted_step)
+        return latest if self.bound < 0 else min(latest, self.adopted_step + self.bound)
 
     @property
     def rewards(self) -> list[float]:

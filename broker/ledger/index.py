@@ -39,7 +39,7 @@ class GroupIndex:
         if state == "issued":
             self._queue_of(group)[group.group_id] = group
         if group.is_live:
-            deadline = self._bound.deadline(group.adopted_step)
+            deadline = group.deadline(self._bound)
             self.num_live += 1
             self.due[deadline] += 1
             if state == "ready":
@@ -57,7 +57,7 @@ class GroupIndex:
         if state == "issued":
             self._queue_of(group).pop(group.group_id, None)
         if group.is_live:
-            deadline = self._bound.deadline(group.adopted_step)
+            deadline = group.deadline(self._bound)
             self.num_live -= 1
             self._count_down(self.due, deadline)
             if state == "ready":

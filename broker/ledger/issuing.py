@@ -39,6 +39,16 @@ class Issuing:
         booked = sum(step < state.last_step for step in state.batches)
         remaining = (state.last_step - self._book.step - booked) * groups_per_step - live
         room = rules.max_in_flight - live
+        if (controller := self._book.controller) is not None:
+            throttled = controller.throttle.permits(
+                rules.bound,
+                learner_step=self._book.free_step,
+                adopted_step=adopted.step,
+                live=live,
+                booked=state.batches,
+            )
+            controller.binds |= throttled <= 0 < min(allowed, rules.max_in_flight - live)
+            allowed = min(allowed, throttled)
         if state.untrained_bytes > rules.high_water_bytes:
             room = min(room, groups_per_step - live)
         return max(0, min(allowed, remaining, room))

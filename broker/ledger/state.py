@@ -10,6 +10,7 @@ import msgspec
 from slipstream.broker.ledger.admission import StalenessBound
 from slipstream.broker.ledger.evaluation import EvalPlan, EvalRound
 from slipstream.broker.ledger.groups import Group, Lease
+from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import EvalPoint
 from slipstream.wire.messages.trajectory import MAX_TOKENS, ItemKind
@@ -45,6 +46,7 @@ class LedgerRules:
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
     prompts_fingerprint: str = ""  # of the training prompts, in order
     problems_fingerprint: str = ""  # of the held-out problems
+    staleness_target: StalenessTarget | None = None  # held below the bound
 
 
 class TrainedStep(msgspec.Struct, frozen=True):

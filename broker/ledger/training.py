@@ -72,6 +72,8 @@ class Training:
             )
         version = PolicyVersion(max(book.version.epoch, state.granted_epoch) + 1, step)
         self._decisions.record(TakenOver(version=version, checkpoint=checkpoint, learner=learner))
+        if book.controller is not None:
+            book.controller.went_back(step)
         self._answer_again()
         self._decisions.open_eval_if_due()
         return version
@@ -149,7 +151,7 @@ class Training:
         batch = [book.groups[group_id] for group_id in group_ids]
         if not bound.reserves and book.index.any_due_before(book.free_step):  # "drop" mode
             for group in list(book.groups.values()):
-                if group.is_live and bound.deadline(group.adopted_step) < book.free_step:
+                if group.is_live and group.deadline(bound) < book.free_step:
                     self._decisions.drop(group, "stale")
         return batch
 
@@ -190,12 +192,12 @@ class Training:
         """Have a group of a batch that was taken apart wait again, if it may still be trained."""
         if not self._book.descends(group):
             self._decisions.drop(group, "orphaned")
-        elif self._book.rules.bound.deadline(group.adopted_step) < step:
+        elif group.deadline(self._book.rules.bound) < step:
             self._decisions.drop(group, "stale")  # delivered again under a smaller bound
 
     def waiting_for(self, not_yet: NotYet) -> tuple[int, ...]:
         """Name the groups that have to get ready (or end) before a batch can be delivered."""
-        book, deadline = self._book, self._book.rules.bound.deadline
+        book, bound = self._book, self._book.rules.bound
         return tuple(
             group.group_id
             for group in book.groups.values()
@@ -203,7 +205,7 @@ class Training:
             or (
                 group.is_live
                 and group.state != "ready"
-                and (not_yet.overdue is None or deadline(group.adopted_step) <= not_yet.overdue)
+                and (not_yet.overdue is None or group.deadline(bound) <= not_yet.overdue)
             )
         )
 
@@ -218,6 +220,9 @@ class Training:
         if book.step not in state.batches:
             raise RefusedError(f"commit of step {book.step}, which was never delivered")
         self._decisions.record(Trained(version=version, metrics=metrics))
+        if book.controller is not None:
+            staleness = state.history[book.step - 1].staleness
+            book.controller.observe(book.step, staleness, metrics)
         while state.replay_bytes > rules.replay_budget_bytes:  # the oldest go first
             self._decisions.record(Evicted(step=min(state.replay)))
         if not state.sealed_step and len(state.history) > rules.max_history:

@@ -104,7 +104,7 @@ def _item(book: Book, group: Group, issued_at: Mapping[int, float], now: float) 
     issued = issued_at.get(group.group_id)
     deadline = None
     if group.is_live:
-        deadline = book.rules.bound.deadline(group.adopted_step)
+        deadline = group.deadline(book.rules.bound)
     return ItemView(
         group_id=group.group_id,
         item=group.item,

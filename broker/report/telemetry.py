@@ -16,6 +16,7 @@ from slipstream.broker.report.bounds import MAX_CHARS, MAX_NAMES, by_phase
 from slipstream.broker.report.publishes import PublishHistory, bounded_members
 from slipstream.broker.report.role_record import RoleRecord
 from slipstream.broker.report.summary import means_of
+from slipstream.broker.report.throttled import throttle_of
 from slipstream.wire.messages.broker import MANY, Hello, RoleReport
 from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
 from slipstream.wire.messages.versions import PolicyVersion
@@ -205,6 +206,7 @@ class Telemetry:
             waiting_for=self.waiting_for,
             eval=state.eval_points,
             steps_history=list(self._steps),
+            throttle=throttle_of(book.controller),
             publishes=self._publishes.adopted,
             publishes_while_generating=self._publishes.while_generating,
             publish_history=self._publishes.records,

@@ -13,6 +13,7 @@ from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.ledger.view import describe_wait
 from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_report import RunReport
+from slipstream.broker.report.throttled import throttle_figures
 from slipstream.broker.server.clients import Clients
 from slipstream.broker.server.reply import HelloFirstError, Later, Outcome, Reply, log_text
 from slipstream.broker.server.sessions import Session, Sessions
@@ -193,7 +194,11 @@ class Learner:
         if sampled is not None:
             metrics["reward/sampled"] = sampled
         batch = [self._book.groups[i] for i in self._book.state.batches.get(before, ())]
+        metrics |= throttle_figures(self._book.controller)  # that this step's groups were under
+        held = self._book.controller.throttle if self._book.controller else None
         self._training.commit(request.version, metrics)
+        if self._book.controller is not None and self._book.controller.throttle is not held:
+            _log.info("step %d: %s", self._book.step, self._book.controller.throttle.reason)
         if self._book.step > before:
             for group in batch:
                 self._frames.discard(group.trajectory_keys())  # the store has them until sealed

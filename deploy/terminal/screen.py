@@ -279,6 +279,13 @@ def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text
             bar = screen.bar(share, width, "yellow" if is_last else "green")
             steps = f"{lag} step{'' if lag == 1 else 's'}"
             lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
+    if (held := status.throttle) is not None:
+        why = f"; {held.changes[-1].reason}" if held.changes else ""
+        text = visible(
+            f"target {held.target}: bound in force {held.bound} of {status.max_staleness_steps}, "
+            f"at most {held.in_flight} of {held.most_in_flight} groups under way{why}"
+        )
+        lines += map(Text, textwrap.wrap(text, screen.width - TITLE))
     meter = status.survivorship
     if meter.quartiles:  # whether long answers are trained as often as short ones
         means = f"{meter.generated_mean:.0f} generated, {meter.trained_mean:.0f} trained"

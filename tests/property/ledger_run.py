@@ -761,9 +761,7 @@ class Run(RuleBasedStateMachine):
         bound = self.rules_of_run.bound
         if not bound.reserves:
             return
-        due = [
-            bound.deadline(g.adopted_step) for g in self.ledger.book.groups.values() if g.is_live
-        ]
+        due = [g.deadline(bound) for g in self.ledger.book.groups.values() if g.is_live]
         step, booked = self.ledger.book.free_step, self.ledger.book.state.batches
         assert all(deadline >= step for deadline in due)
         for last in range(step, max(due, default=step) + 1):

@@ -101,6 +101,26 @@ class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+class ThrottleChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What a staleness target changed."""
+
+    step: int  # learner steps completed then
+    bound: int  # in force since, in learner steps
+    in_flight: int  # groups under way, at most
+    reason: str
+
+
+class ThrottleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What run.staleness_target holds, and by what."""
+
+    target: str  # as in "p95_lag = 1"
+    bound: int  # in force, in learner steps
+    in_flight: int  # groups under way, at most
+    most_in_flight: int  # that the settings allow
+    excess: float | None  # the figure lately over its target; None: not known since the last change
+    changes: tuple[ThrottleChange, ...] = ()  # the newest last
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whole status of a run."""
 
@@ -142,3 +162,4 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     lags_in_queue: dict[str, int] = {}  # the same of groups that are ready
     quarantines: int = 0  # engines that did not compute what the learner does, ever
     memory: dict[str, int] = {}  # store_bytes (untrained payloads), rss_bytes of the broker
+    throttle: ThrottleStatus | None = None  # of run.staleness_target; None: there is none

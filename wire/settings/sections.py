@@ -27,6 +27,25 @@ MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix sock
 _MAX_NAME_BYTES = 200  # of a folder; a number may be added
 
 
+class StalenessTargetTable(Section, frozen=True, kw_only=True):
+    """[run.staleness_target]: a figure that is held by starting fewer groups than the bound allows.
+
+    One of the two. The bound run.max_staleness_steps holds all the same: a controller lowers the
+    bound that is in force and the groups under way, and raises them again
+    (docs/staleness.md#a-target-below-the-bound).
+    """
+
+    mismatch_kl: Positive | None = None
+    """Held at or below this: staleness/mismatch_kl of the learner steps, in nats per token."""
+    p95_lag: AtLeast0 | None = None
+    """At most 5% of the trained tokens are older, in learner steps."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a target."""
+        return self.mismatch_kl is not None or self.p95_lag is not None
+
+
 class RunSection(Section, frozen=True, kw_only=True):
     """[run]: identity and size of the run.
 
@@ -58,6 +77,8 @@ class RunSection(Section, frozen=True, kw_only=True):
     """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
     staleness_mode: Literal["wait", "drop"] = "wait"
     """wait reserves a place in a batch for each started group; drop discards groups that expire."""
+    staleness_target: StalenessTargetTable = StalenessTargetTable()
+    """What to hold below the bound, as in { p95_lag = 1 } or { mismatch_kl = 0.01 }."""
     routing_replay: RoutingReplay = "off"
     """Experts that the learner's routers choose again: R3 those that the engine chose for a token,
     which travel with it (a byte for each layer and expert of a token, two with more than 256 to

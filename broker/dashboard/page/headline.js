@@ -85,6 +85,12 @@ function silent(view) {
   return [{ name: "Not heard", id: "silent", value: fixed(names.length), more: names.slice(0, MOST_NAMES).join(", ") + rest, bad: true }];
 }
 
+/** Return the bound, and the one in force where a target has lowered it. */
+function boundOf(s) {
+  const bound = `bound ${s.max_staleness_steps}`;
+  return s.throttle && s.throttle.bound < s.max_staleness_steps ? `${bound}, ${s.throttle.bound} in force` : bound;
+}
+
 function figures(view) {
   const s = view.status, mean = meanStaleness(s.staleness_histogram);
   const done = s.total_steps ? percent(s.steps / s.total_steps) : "-";
@@ -94,7 +100,7 @@ function figures(view) {
     learns(view),
     busy(view),
     { name: "Staleness", id: "staleness", value: mean === null ? "-" : `${fixed(mean, 2)} steps`,
-      more: `${mean === null ? "no token is trained yet" : "mean per trained token"}; bound ${s.max_staleness_steps}` },
+      more: `${mean === null ? "no token is trained yet" : "mean per trained token"}; ${boundOf(s)}` },
     rates(view),
     lost(view),
     ...silent(view),

@@ -1,7 +1,7 @@
 // How old the trained data is, what is on its way, and what is dropped for its age.
 
 import { Chart } from "/static/chart.js";
-import { bars, byId, changes, setText } from "/static/dom.js";
+import { bars, byId, changes, fillTable, setText } from "/static/dom.js";
 import { fixed, percent, plural, sum, words } from "/static/format.js";
 import { lagColor, onTheme } from "/static/theme.js";
 import { showLag } from "/static/trajectory.js";
@@ -38,6 +38,18 @@ function survivors(s) {
   byId("survivors-note").classList.toggle("bad", alarm !== "");
 }
 
+/** Show what a staleness target holds back, and why. */
+function target(throttle, most) {
+  byId("target").hidden = !throttle;
+  if (!throttle) return;
+  const { excess } = throttle;
+  const figure = excess === null ? "not known since its last change" : `${fixed(excess, 2)} times the target`;
+  setText(byId("target-note"), `${throttle.target}: bound in force ${throttle.bound} of ${most}, `
+    + `at most ${fixed(throttle.in_flight)} of ${fixed(throttle.most_in_flight)} groups under way; the figure is ${figure}.`);
+  fillTable(byId("target-changes"), ["learner step", "bound in force", "groups", "why"],
+    [...throttle.changes].reverse().map((one) => [fixed(one.step), fixed(one.bound), fixed(one.in_flight), one.reason]));
+}
+
 /** Return one series per lag under a prefix, oldest lag last. */
 function byLag(view, prefix) {
   const lags = view.time.names(prefix).map(Number).sort((a, b) => a - b);
@@ -67,6 +79,7 @@ export function create() {
       newest = view;
       if (differs("histogram", s.staleness_histogram)) histogram(s);
       if (differs("dropped", [s.dropped, s.issued])) drops(s);
+      if (differs("target", s.throttle)) target(s.throttle, s.max_staleness_steps);
       if (differs("survivors", s.survivorship)) survivors(s);
       if (news.has("time")) charts(view);
     },

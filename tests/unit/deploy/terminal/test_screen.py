@@ -12,7 +12,7 @@ from rich.text import Text
 from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.deploy.terminal.layout import Block, Screen, fit
 from slipstream.deploy.terminal.screen import lines_of
-from slipstream.wire.messages.status import RoleStatus, RunStatus
+from slipstream.wire.messages.status import RoleStatus, RunStatus, ThrottleChange, ThrottleStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState
 from tests.support.wire_samples import MEMBERS, RECORD, STATUS
@@ -149,6 +149,22 @@ def test_correction_figures_are_shown_by_staleness():
     assert "lag 0 0.00080  lag 2 0.00410" in line_with("mismatch KL", lines)
     assert "lag 1 0.900" in line_with("ESS  ", lines)
     assert not any("clipped" in line for line in lines)
+
+
+def test_a_staleness_target_says_what_it_holds_back_and_why():
+    change = ThrottleChange(step=9, bound=1, in_flight=64, reason="mismatch_kl 0.03 is above")
+    held = ThrottleStatus(
+        target="mismatch_kl = 0.01",
+        bound=1,
+        in_flight=64,
+        most_in_flight=96,
+        excess=2.0,
+        changes=(change,),
+    )
+    text = " ".join(drawn(status(throttle=held, max_staleness_steps=2), 120, 60))
+    words = " ".join(text.split())
+    assert "target mismatch_kl = 0.01: bound in force 1 of 2, at most 64 of 96 groups" in words
+    assert "mismatch_kl 0.03 is above" in words
 
 
 def test_a_bar_shows_the_last_seconds_and_else_the_whole_life_of_a_process():
