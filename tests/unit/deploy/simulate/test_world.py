@@ -1,0 +1,112 @@
+"""Runs in virtual time: what the ledger promises holds, and the same seed is the same run."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from slipstream.broker.ledger.throttle import StalenessTarget
+from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.lengths import Fixed, LogNormal
+from slipstream.deploy.simulate.random_scenarios import random_scenario
+from slipstream.deploy.simulate.scenario import Change, Faults, Scenario
+from slipstream.deploy.simulate.world import simulate
+from slipstream.wire.errors import ConfigError
+
+LAW = EngineLaw(base_s=0.005, weights_s=0.005, sequence_s=3e-5, context_s=2.5e-8, prefill_s=3e-5)
+RUN = Scenario(
+    steps=40,
+    groups_per_step=32,
+    group_size=8,
+    max_staleness_steps=2,
+    engines=8,
+    max_sequences=256,
+    engine=LAW,
+    learner=LearnerLaw(step_s=2.0, token_s=1.5e-5),
+    publish=PublishLaw(stall_s=0.5, transfer_s=3.0, pause_s=0.5),
+    lengths=LogNormal(mean=1000, spread=0.8, longest=4096),
+)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_in_random_schedules_the_account_closes_and_no_token_passes_the_bound(first: int):
+    for seed in range(first, first + 50):
+        scenario = random_scenario(seed)
+        outcome = simulate(scenario)
+        assert outcome.unaccounted == 0, seed
+        left = outcome.trained + sum(outcome.dropped.values()) + outcome.in_flight
+        assert outcome.issued == left, seed
+        assert len(outcome.steps) == scenario.steps, seed
+        assert outcome.max_staleness() <= scenario.max_staleness_steps, seed
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not():
+    assert simulate(RUN) == simulate(RUN)
+    assert simulate(RUN).seconds != simulate(replace(RUN, seed=1)).seconds
+
+
+def test_where_all_is_fixed_a_synchronous_step_is_the_sum_and_an_asynchronous_one_the_larger():
+    flat = EngineLaw(base_s=0.01)  # 100 tokens are one second, however many sequences
+    base = replace(
+        RUN,
+        engine=flat,
+        lengths=Fixed(500),
+        learner=LearnerLaw(step_s=3.0),
+        publish=PublishLaw(),
+        steps=20,
+    )
+    synchronous = simulate(replace(base, max_staleness_steps=0))
+    assert synchronous.mean_step_s(2) == pytest.approx(5.0 + 3.0)
+    assert synchronous.mean_staleness() == 0.0
+    assert simulate(replace(base, max_staleness_steps=4)).mean_step_s(10) < 5.0
+    slow = replace(base, learner=LearnerLaw(step_s=7.0), max_staleness_steps=1)
+    assert simulate(slow).mean_step_s(5) == pytest.approx(7.0, rel=0.01)
+
+
+def test_generators_share_a_synchronous_step():
+    alone = replace(RUN, engines=1, max_staleness_steps=0, steps=5)
+    assert simulate(replace(alone, engines=8)).mean_step_s() < simulate(alone).mean_step_s()
+
+
+def test_failures_cost_time_and_lose_nothing():
+    calm = simulate(RUN)
+    broken = simulate(
+        replace(RUN, faults=Faults(engine_mtbf_s=60.0, restart_s=20.0, max_attempts=100))
+    )
+    assert broken.restarted_trajectories > 0
+    assert broken.unaccounted == 0
+    assert broken.seconds > calm.seconds
+    assert broken.trained == calm.trained
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(at_s=200.0, learner_factor=4.0),
+        Change(at_s=200.0, lost_engines=5),
+        Change(at_s=200.0, length_factor=3.0),
+    ],
+    ids=["a throttled learner", "lost engines", "longer answers"],
+)
+def test_a_target_holds_after_a_step_of_its_surroundings(change: Change):
+    run = replace(RUN, steps=250, max_staleness_steps=6, changes=(change,), seed=3)
+    free = simulate(run)
+    held = simulate(replace(run, target=StalenessTarget(p95_lag=2)))
+    assert held.max_staleness() <= 6
+    late = held.steps[-60:]
+    beyond = sum(n for one in late for lag, n in one.staleness.items() if lag > 2)
+    tokens = sum(n for one in late for n in one.staleness.values())
+    assert beyond / tokens < 0.15  # what it tries now and then included
+    if change.learner_factor > 1:
+        assert free.p95_staleness(190) > 2, "nothing was to be held back"
+    levels = [one.bound for one in held.steps[100:]]
+    assert sum(before != after for before, after in pairwise(levels)) < 20  # it does not swing
+
+
+def test_a_wrong_scenario_is_refused():
+    with pytest.raises(ConfigError, match="max_sequences is 4, expected at least the group_size"):
+        replace(RUN, max_sequences=4)
+    with pytest.raises(ConfigError, match="publish_every is 4"):
+        replace(RUN, publish_every=4)
+    with pytest.raises(ConfigError, match="max_in_flight is 3"):
+        replace(RUN, max_in_flight=3)
