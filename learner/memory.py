@@ -226,7 +226,7 @@ def _stage(
             )
         )
     elif learner.optimizer_offload_fraction:  # the host is the device
-        parts.append(_host_optimizer(own, learner))
+        parts.append(host_optimizer(own, learner))
     if frozen:
         counts = [rank_parameters(one, section_for(one, learner), stage).count for one in frozen]
         parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
@@ -281,20 +281,30 @@ def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> tu
     return each * count, formula
 
 
-def _host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
-    """Return what a hybrid optimizer has on the host."""
+def host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
+    """Return what a rank's hybrid optimizer has on the host."""
     each = 16 * learner.optimizer_offload_fraction
     what = "float32 weights, two moments, gradients"
     count, formula = _divided(own, learner, f"{each:g}", what)
     return MemoryPart(HOST_OPTIMIZER, each * count, formula)
 
 
+def copies_of(learner: LearnerSection) -> tuple[int, int]:
+    """Return how many ranks hold a rank's weights, but experts', and how many its experts."""
+    sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
+    return of_stage // sizes.tensor, of_stage // (sizes.expert * sizes.expert_tensor)
+
+
+def updated_parameters(own: RankParameters, learner: LearnerSection) -> int:
+    """Return how many parameters a rank updates with a distributed optimizer."""
+    dense, expert = copies_of(learner)
+    return -(-own.dense // dense) + -(-own.expert // expert)
+
+
 def _divided(own: RankParameters, learner: LearnerSection, each: str, what: str) -> tuple[int, str]:
     """Return of how many parameters a rank has a divided optimizer's state, and the formula."""
-    sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
-    dense = of_stage // sizes.tensor
-    expert = of_stage // (sizes.expert * sizes.expert_tensor)
-    count = -(-own.dense // dense) + -(-own.expert // expert)
+    dense, expert = copies_of(learner)
+    count = updated_parameters(own, learner)
     if own.expert:
         return count, f"{each} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"
     return count, f"{each} N / d, {what}; d = {dense}"

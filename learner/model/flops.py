@@ -97,8 +97,8 @@ class SequenceCost:
         """Return the FLOPs of sequences laid end to end, which attend to themselves alone."""
         return sum(self.flops(end - start) for start, end in pairwise(bounds))
 
-    def flops(self, num_tokens: int) -> float:
-        """Return the operations of one sequence."""
+    def flops(self, num_tokens: float) -> float:
+        """Return the operations of one sequence; of a mean length, those of equal sequences."""
         return (self.linear + self.quadratic * num_tokens) * num_tokens
 
 

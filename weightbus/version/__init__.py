@@ -1,5 +1,5 @@
 """The bytes of one version: layout, memory, manifest, checksums, disk; what a publish costs.
 
-No sockets. Imported by deploy.check, deploy.commands, generators.sglang, learner.checkpoints,
-learner.model, learner.publish, weightbus.agent and weightbus.relay.
+No sockets. Imported by deploy.check, deploy.commands, deploy.sizing, generators.sglang,
+learner.checkpoints, learner.model, learner.publish, weightbus.agent and weightbus.relay.
 """

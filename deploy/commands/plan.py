@@ -1,0 +1,415 @@
+"""`slipstream plan`: how many GPUs a run needs, in which layout and split, with each number's law.
+
+Prints parameters, the memory of a GPU by kind for the settings as they are, the learner's layouts
+that fit (only those that it accepts), the seconds of the best one, what a publish costs, and how to
+split the GPUs between learner and generators. Nothing is measured: laws with their letters are in
+deploy/sizing/, rates are those of data sheets. It needs the model's config.json, and no weights.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.memory import GIB
+from slipstream.deploy.sizing.answer import Answer, Asked, answer
+from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
+from slipstream.deploy.sizing.pools import Outcome
+from slipstream.deploy.sizing.proposals import Proposal
+from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
+from slipstream.deploy.terminal.console import make_console
+from slipstream.learner.memory import MemoryPart, total_bytes
+from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.weightbus.version.arithmetic import Cost
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import model_folder
+
+EXAMPLES = """examples:
+  slipstream plan run.toml                                 on the GPUs that the file names
+  slipstream plan run.toml --gpus 64 --gpu H100            what to do with 64 of them
+  slipstream plan run.toml --gpus 256 --gpu H20 --model DeepSeek-V3
+  slipstream plan run.toml --gpu 40 --mean-response 900    any GPU by its GiB, shorter answers
+"""
+GB = 1e9
+_PER_COUNT = 2  # layouts that are shown of each number of GPUs
+_MOST_SPLITS = 6
+_LETTERS = (
+    "F FLOPs of training on a step; R ranks, t p c e of them along tensor, pipeline, context, "
+    "experts; d copies of weights; K tokens of a rank's step; h hidden size; L layers, L' with "
+    "experts, k experts of a token; N parameters of a rank; m microbatches"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_config(parser, required=True)
+    parser.add_argument("--gpus", type=int, help="of all pools; default those of the file's roles")
+    parser.add_argument(
+        "--gpu", help='a name such as "H100", or GiB; default deploy.gpu_memory_gib'
+    )
+    parser.add_argument("--gpus-per-node", type=int, help="default deploy.gpus_per_host, or 8")
+    parser.add_argument(
+        "--model",
+        help="instead of run.model: a folder with config.json, such a file, or one of "
+        + ", ".join(shipped_names()),
+    )
+    parser.add_argument("--mean-prompt", type=float, help="tokens; default half of the most")
+    parser.add_argument("--mean-response", type=float, help="tokens; default half of the most")
+    parser.add_argument("--nics", type=int, default=8, help="of each host, default 8")
+    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
+    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="of each GPU, default 50")
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        default=0.4,
+        help="share of the peak while a rank computes, default 0.4",
+    )
+    parser.add_argument(
+        "--engine-share",
+        type=float,
+        default=0.6,
+        help="share of peak and memory's rate that an engine reaches, default 0.6",
+    )
+    parser.add_argument(
+        "--reserve-gib", type=float, default=4.0, help="of each GPU for CUDA and NCCL, default 4"
+    )
+    parser.add_argument(
+        "--host-gb", type=float, default=0.0, help="memory of a host, default 0: no limit"
+    )
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    asked = asked_of(arguments)
+    found = answer(asked)
+    if arguments.json:
+        print_json(as_json(asked, found))
+    else:
+        print_answer(asked, found, make_console())
+    return 0
+
+
+def asked_of(arguments: argparse.Namespace) -> Asked:
+    """Return what the options and the settings ask.
+
+    Raises:
+        ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
+    """
+    _refuse_numbers(arguments)
+    overrides = list(arguments.overrides)
+    if arguments.model is not None:
+        overrides.append(f"run.model={shape_folder(arguments.model)}")
+    config = run_config(load_table(arguments.config, overrides))
+    hf = load_hf_config(model_folder(config.run))
+    from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
+
+    algorithm = algorithm_of(config.learner)
+    generators, sampling = config.generators.generators, config.generators.sampling
+    for name, mean, most in (
+        ("prompt", arguments.mean_prompt, sampling.max_prompt_tokens),
+        ("response", arguments.mean_response, sampling.max_response_tokens),
+    ):
+        if mean is not None and mean > most:
+            raise ConfigError(
+                f"--mean-{name} is {mean:g}: expected at most {most:,} (sampling.max_{name}_tokens)"
+            )
+    in_file = config.learner.learner.ranks + generators.count * generators.num_ranks
+    return Asked(
+        config=config,
+        hf=hf,
+        cluster=_cluster(arguments, config),
+        gpus=in_file if arguments.gpus is None else arguments.gpus,
+        prompt_tokens=arguments.mean_prompt or sampling.max_prompt_tokens / 2,
+        response_tokens=arguments.mean_response or sampling.max_response_tokens / 2,
+        frozen=frozen_policies(algorithm, config.learner),
+        has_critic=algorithm.choice.needs_values,
+        host_bytes=arguments.host_gb * GB,
+    )
+
+
+def _refuse_numbers(arguments: argparse.Namespace) -> None:
+    for name, value in vars(arguments).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least = 0.0 if name in {"host_gb", "reserve_gib"} else 1e-9
+        most = 1.0 if name in {"mfu", "engine_share"} else math.inf
+        if not (least <= value <= most and math.isfinite(value)):
+            bound = "of at most 1 " if most == 1.0 else ""
+            zero = ", or 0" if least == 0.0 else ""
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value:g}: expected a number {bound}above 0{zero}"
+            )
+
+
+def _cluster(arguments: argparse.Namespace, config: RunConfig) -> Cluster:
+    named = arguments.gpu
+    gpu = gpu_named(named) if named else gpu_of(config.deploy.gpu_memory_gib)
+    if arguments.reserve_gib >= gpu.memory_gib:
+        raise ConfigError(
+            f"--reserve-gib is {arguments.reserve_gib:g}: expected less than the "
+            f"{gpu.memory_gib:g} GiB of a GPU (--gpu)"
+        )
+    return Cluster(
+        gpu=gpu,
+        gpus_per_host=arguments.gpus_per_node or config.deploy.gpus_per_host or 8,
+        nics=arguments.nics,
+        nic_bytes_s=arguments.nic_gb_s * GB,
+        pcie_bytes_s=arguments.pcie_gb_s * GB,
+        learner_share=arguments.mfu,
+        engine_share=arguments.engine_share,
+        reserve_gib=arguments.reserve_gib,
+    )
+
+
+def print_answer(asked: Asked, found: Answer, console: Console) -> None:
+    """Print everything, section by section."""
+    run, gpu = asked.config.run, asked.cluster.gpu
+    for figure in found.parameters:
+        digits = ".1f" if figure.unit else ".0f"
+        unit = f" {figure.unit}" if figure.unit else ""
+        console.print(f"{figure.what}: {figure.value:,{digits}}{unit}   [{figure.formula}]")
+    console.print(
+        f"a step: {run.groups_per_step} groups of {run.group_size}, of "
+        f"{asked.prompt_tokens:,.0f} + {asked.response_tokens:,.0f} tokens in the mean"
+    )
+    console.print(f"on {asked.gpus} GPUs: {gpu.name}; {asked.cluster.gpus_per_host} on a host\n")
+    ranks = asked.config.learner.learner.ranks
+    _print_parts(
+        f"the settings' learner, the GPU of {ranks} that needs most",
+        found.learner_memory,
+        asked,
+        console,
+    )
+    whose = "of the settings" if found.engine_is_given else "the smallest that holds the model"
+    _print_parts(
+        f"an engine of {found.engine.ranks} ({whose}), each GPU", found.engine.memory, None, console
+    )
+    _print_layouts(asked, found, console)
+    best = found.splits[0]
+    _print_step(best.split.learner, console)
+    _print_publishes(asked, best, found.publishes, console)
+    _print_splits(asked, found.splits, console)
+    console.print(
+        "predicted from data sheets and laws, nothing is measured: docs/scale.md", style="dim"
+    )
+
+
+def _grid(*titles: str, left: int = 1) -> Grid:
+    """Return a table without lines whose first columns are text."""
+    table = Grid(box=None, pad_edge=False)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def _print_parts(
+    title: str, parts: Sequence[MemoryPart], asked: Asked | None, console: Console
+) -> None:
+    """Print parts of memory with their laws; whether they fit if it is known what is asked."""
+    console.print(f"memory of {title}", style="bold")
+    table = _grid("", "GiB")
+    table.add_column("law, bytes")
+    for part in parts:
+        table.add_row(part.what, f"{part.num_bytes / GIB:.1f}", part.formula)
+    verdict, style = "", "bold"
+    if asked is not None:
+        fits = total_bytes(parts) <= asked.cluster.available_bytes
+        verdict, style = ("fits", "green") if fits else ("does NOT fit", "bold red")
+        verdict += f" in {asked.cluster.available_bytes / GIB:g}"
+    table.add_row("in all", f"{total_bytes(parts) / GIB:.1f}", verdict, style=style)
+    console.print(table)
+    console.print()
+
+
+def _print_layouts(asked: Asked, found: Answer, console: Console) -> None:
+    console.print(
+        f"layouts of the learner that fit in {asked.cluster.available_bytes / GIB:g} GiB, the "
+        f"fewest GPUs first: {found.fewest_gpus} at least",
+        style="bold",
+    )
+    table = _grid(
+        *("GPUs", "tp", "pp", "cp", "ep", "recompute", "optimizer"),
+        *("GiB", "host GB", "s/step"),
+        left=0,
+    )
+    for layout in _shown(found.layouts):
+        learner = layout.settings.learner
+        table.add_row(
+            str(layout.gpus),
+            str(learner.tensor_parallel),
+            str(learner.pipeline_parallel),
+            str(learner.context_parallel),
+            str(learner.expert_parallel),
+            _recompute(layout),
+            "on hosts" if learner.optimizer_offload_fraction else "on GPUs",
+            f"{layout.gpu_bytes / GIB:.1f}",
+            f"{layout.host_bytes / GB:,.0f}",
+            f"{layout.step_s:,.1f}",
+        )
+    console.print(table)
+    console.print()
+
+
+def _shown(layouts: Sequence[Proposal]) -> list[Proposal]:
+    shown: list[Proposal] = []
+    for layout in layouts:
+        if sum(one.gpus == layout.gpus for one in shown) < _PER_COUNT:
+            shown.append(layout)
+    return shown
+
+
+def _recompute(layout: Proposal) -> str:
+    learner = layout.settings.learner
+    return learner.recompute_modules[0] if learner.recompute == "selective" else learner.recompute
+
+
+def _print_step(layout: Proposal, console: Console) -> None:
+    console.print(f"a learner step on {layout.gpus} GPUs, the first of them", style="bold")
+    table = _grid("", "s")
+    table.add_column("law")
+    for figure in layout.step:
+        table.add_row(figure.what, f"{figure.value:,.2f}", figure.formula)
+    table.add_row("in all", f"{layout.step_s:,.2f}", "the sum: nothing overlaps", style="bold")
+    console.print(table)
+    console.print(f"{_LETTERS}\n", style="dim")
+
+
+def _print_publishes(
+    asked: Asked, best: Outcome, publishes: dict[str, Cost], console: Console
+) -> None:
+    split, cluster = best.split, asked.cluster
+    console.print(
+        f"a publish, from {split.learner.gpus} GPUs to {split.generator_gpus}, {cluster.nics} NICs "
+        f"of {cluster.nic_bytes_s / GB:g} GB/s on a host",
+        style="bold",
+    )
+    table = _grid("", *(f"{name}, s" for name in publishes))
+    table.add_column("law")
+    laws = {
+        "learner's stall": ("stall_s", "bytes / (GPUs of the learner x PCIe)"),
+        "until the last engine has it": (
+            "receive_s",
+            "bytes of a learner's or an engines' host / its NICs, hops of a chain",
+        ),
+        "an engine's pause": ("pause_s", "bytes / (GPUs of an engine x PCIe)"),
+    }
+    for what, (name, law) in laws.items():
+        table.add_row(what, *(f"{getattr(cost, name):.2f}" for cost in publishes.values()), law)
+    console.print(table)
+    console.print()
+
+
+def _print_splits(asked: Asked, splits: Sequence[Outcome], console: Console) -> None:
+    console.print(
+        f"splits of {asked.gpus} GPUs with run.max_staleness_steps of at most "
+        f"{asked.config.run.staleness_bound}, the most steps per hour first",
+        style="bold",
+    )
+    table = _grid(
+        *("learner", "engines", "bound", "groups", "steps/h", "learner s", "engines s"),
+        *("longest s", "waits for"),
+        left=0,
+    )
+    for one in splits[:_MOST_SPLITS]:
+        table.add_row(
+            str(one.split.learner.gpus),
+            f"{one.split.engines} x {one.split.engine.ranks}",
+            str(one.split.bound),
+            str(one.in_flight),
+            f"{one.steps_per_hour:,.1f}",
+            f"{one.rates.learner_s:,.1f}",
+            f"{one.rates.generate_s:,.1f}",
+            f"{one.rates.longest_s:,.1f}",
+            one.limit,
+        )
+    console.print(table)
+    console.print(
+        "a step is the longest of learner, engines and (longest answer + receive) / bound; with "
+        "bound 0 their sum",
+        style="dim",
+    )
+    console.print("\nsettings of the first", style="bold")
+    for line in settings_lines(splits[0]):
+        console.print(f"  {line}", highlight=False)
+    console.print()
+
+
+def settings_lines(best: Outcome) -> list[str]:
+    """Return what to write into the file, or behind a command, for an outcome."""
+    learner, split = best.split.learner.settings.learner, best.split
+    settings: dict[str, object] = {
+        "run.max_staleness_steps": split.bound,
+        "broker.max_in_flight": best.in_flight,
+        "generators.count": split.engines,
+        **{f"generators.sglang.{name}": size for name, size in split.engine.sglang.items()},
+        "learner.ranks": learner.ranks,
+        "learner.ranks_per_node": learner.ranks_per_node,
+        "learner.tensor_parallel": learner.tensor_parallel,
+        "learner.pipeline_parallel": learner.pipeline_parallel,
+        "learner.context_parallel": learner.context_parallel,
+        "learner.expert_parallel": learner.expert_parallel,
+        "learner.distributed_optimizer": "true",
+        "learner.optimizer_offload_fraction": learner.optimizer_offload_fraction,
+        "learner.recompute": f'"{learner.recompute}"',
+    }
+    if learner.recompute == "selective":
+        settings["learner.recompute_modules"] = f'["{learner.recompute_modules[0]}"]'
+    if split.engine.nodes > 1:
+        settings["generators.nodes"] = split.engine.nodes
+    return [f"{name} = {value}" for name, value in settings.items()]
+
+
+def as_json(asked: Asked, found: Answer) -> dict[str, Any]:
+    """Return everything for programs; bytes and seconds are not rounded."""
+    return {
+        "gpus": asked.gpus,
+        "gpu": asked.cluster.gpu,
+        "parameters": found.parameters,
+        "learner_memory": found.learner_memory,
+        "engine": found.engine,
+        "fewest_learner_gpus": found.fewest_gpus,
+        "layouts": [_layout_json(layout) for layout in found.layouts],
+        "publish": found.publishes,
+        "splits": [
+            {
+                "learner_gpus": one.split.learner.gpus,
+                "engines": one.split.engines,
+                "engine_ranks": one.split.engine.ranks,
+                "max_staleness_steps": one.split.bound,
+                "max_in_flight": one.in_flight,
+                "step_s": one.step_s,
+                "steps_per_hour": one.steps_per_hour,
+                "waits_for": one.limit,
+                "rates": one.rates,
+            }
+            for one in found.splits
+        ],
+        "settings": settings_lines(found.splits[0]),
+    }
+
+
+def _layout_json(layout: Proposal) -> dict[str, Any]:
+    learner = layout.settings.learner
+    return {
+        "gpus": layout.gpus,
+        "tensor_parallel": learner.tensor_parallel,
+        "pipeline_parallel": learner.pipeline_parallel,
+        "context_parallel": learner.context_parallel,
+        "expert_parallel": learner.expert_parallel,
+        "recompute": learner.recompute,
+        "recompute_modules": learner.recompute_modules,
+        "optimizer_offload_fraction": learner.optimizer_offload_fraction,
+        "memory": layout.memory,
+        "host_bytes": layout.host_bytes,
+        "step": layout.step,
+        "step_s": layout.step_s,
+    }

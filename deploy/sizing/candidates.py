@@ -1,0 +1,157 @@
+"""Pure: the layouts of a learner on so many GPUs that the learner's own checks accept."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Table
+
+Recompute = Literal["none", "selective", "full"]
+_MOST_CONTEXT = 8
+# Settings of [learner] that a layout decides, so that those of the file do not count.
+_DECIDED = frozenset(
+    {
+        "ranks",
+        "ranks_per_node",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+        "expert_parallel",
+        "expert_tensor_parallel",
+        "interleaved_chunks",
+        "layers_per_stage",
+        "recompute",
+        "recompute_modules",
+        "recompute_layers",
+        "optimizer_offload_fraction",
+        "distributed_optimizer",
+        "sequence_parallel",
+        "overlap_grad_reduce",
+    }
+)
+_STAGES = ("num_layers_in_", "account_for_")  # names in learner.megatron that divide layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How so many ranks divide a model."""
+
+    ranks: int
+    ranks_per_node: int  # 0: all on one
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The settings of [learner] that say so."""
+        return {
+            "ranks": self.ranks,
+            "ranks_per_node": self.ranks_per_node,
+            "tensor_parallel": self.tensor,
+            "pipeline_parallel": self.pipeline,
+            "context_parallel": self.context,
+            "expert_parallel": self.expert,
+        }
+
+
+def divisions(hf: HfConfig, ranks: int, gpus_per_host: int, *, context: int) -> Iterator[Division]:
+    """Yield the divisions worth a look: tensor parallelism within a host, whole hosts.
+
+    Stages and experts may be any divisors; sizes that the learner would refuse are among them.
+    """
+    if ranks > gpus_per_host and ranks % gpus_per_host:
+        return
+    on_one = ranks <= gpus_per_host
+    host = ranks if on_one else gpus_per_host
+    experts = _divisors(hf.num_routed_experts) if hf.num_routed_experts else [1]
+    for tensor in _divisors(host):
+        rest = ranks // tensor
+        if rest % context:
+            continue
+        for pipeline in _divisors(rest // context):
+            if pipeline > hf.num_hidden_layers:
+                continue
+            for expert in experts:
+                if (ranks // pipeline) % expert:
+                    continue
+                yield Division(
+                    ranks=ranks,
+                    ranks_per_node=0 if on_one else gpus_per_host,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    expert=expert,
+                )
+
+
+def context_sizes() -> list[int]:
+    """Return the sizes of context parallelism, the smallest first."""
+    return [size for size in range(1, _MOST_CONTEXT + 1) if _MOST_CONTEXT % size == 0]
+
+
+def accepted(
+    table: Table, hf: HfConfig, division: Division, saving: Mapping[str, Any]
+) -> LearnerSettings | None:
+    """Return a run's settings with this division, or None if the learner refuses it.
+
+    ``saving`` are further settings of [learner], such as recompute.
+    """
+    given = {name: value for name, value in table.get("learner", {}).items() if _is_kept(name)}
+    megatron = {
+        name: value
+        for name, value in given.get("megatron", {}).items()
+        if not name.startswith(_STAGES)
+    }
+    learner = {
+        **given,
+        "megatron": megatron,
+        "distributed_optimizer": True,
+        **division.table,
+        **saving,
+    }
+    try:
+        settings = learner_settings({**table, "learner": learner})
+        refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
+    except ConfigError:
+        return None
+    return settings
+
+
+def savings(hf: HfConfig, settings: LearnerSettings) -> list[dict[str, Any]]:
+    """Return ways to save memory, those that cost least time first."""
+    modules = ["moe" if hf.num_routed_experts else "mlp"]
+    recompute: list[dict[str, Any]] = [
+        {"recompute": "none"},
+        {"recompute": "selective", "recompute_modules": modules},
+        {"recompute": "full"},
+    ]
+    on_host = [0.0]
+    if not settings.lora.is_on and settings.learner.dtype != "float32":
+        on_host.append(1.0)
+    return [
+        {**one, "optimizer_offload_fraction": share, **_device_only(settings, share)}
+        for share in on_host
+        for one in recompute
+    ]
+
+
+def _device_only(settings: LearnerSettings, share: float) -> dict[str, Any]:
+    """Return what else has to change where the optimizer is on the host."""
+    if not share:
+        return {}
+    kept = tuple(kind for kind in settings.learner.offload if kind != "optimizer")
+    return {"offload": kept, "moments_dtype": "float32"}
+
+
+def _is_kept(name: str) -> bool:
+    return name not in _DECIDED
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,19 @@
+"""A number with its unit and the law that it comes from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One predicted number."""
+
+    what: str
+    value: float
+    unit: str
+    formula: str
+
+
+def total(figures: Iterable[Figure]) -> float:
+    """Return the sum of figures of one unit."""
+    return sum(figure.value for figure in figures)

@@ -1,0 +1,104 @@
+"""What `slipstream plan` prints, and what it refuses."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.deploy.commands import plan
+from slipstream.deploy.commands.options import take_config
+from slipstream.wire.errors import ConfigError
+
+SETTINGS = """
+[run]
+model = "none"
+groups_per_step = 32
+group_size = 8
+[data]
+file = "train.jsonl"
+[sampling]
+max_prompt_tokens = 1024
+max_response_tokens = 3072
+"""
+MODEL = ("--model", "Qwen3-30B-A3B")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SETTINGS)
+    return path
+
+
+def arguments(settings: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    found = parser.parse_args([*words, str(settings)])
+    take_config(parser, found)
+    return found
+
+
+def test_it_says_what_fits_and_how_to_split(
+    settings: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert plan.main(arguments(settings, *MODEL, "--gpu", "H100", "--gpus", "16")) == 0
+    printed = capsys.readouterr().out
+    assert "parameters: 30,532,122,624" in printed
+    assert "does NOT fit in 76" in printed  # one rank for all, as the file has it
+    assert "the fewest GPUs first: 3 at least" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    lines = plan.settings_lines(
+        plan.answer(
+            plan.asked_of(arguments(settings, *MODEL, "--gpu", "H100", "--gpus", "16"))
+        ).splits[0]
+    )
+    assert all(line in printed for line in lines)
+
+
+def test_the_settings_that_it_names_can_be_used(settings: Path):
+    found = arguments(settings, *MODEL, "--gpus", "16")
+    lines = plan.settings_lines(plan.answer(plan.asked_of(found)).splits[0])
+    again = [line.replace(" = ", "=") for line in lines]
+    asked = plan.asked_of(arguments(settings, *MODEL, *again))
+    assert asked.gpus <= 16
+    assert asked.config.learner.learner.distributed_optimizer
+
+
+def test_json_has_numbers_with_their_laws(settings: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan.main(arguments(settings, *MODEL, "--gpus", "16", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"][0]["value"] == 30_532_122_624
+    assert found["fewest_learner_gpus"] == min(one["gpus"] for one in found["layouts"])
+    for one in [*found["learner_memory"], *found["layouts"][0]["step"]]:
+        assert one["formula"]
+    hours = [one["steps_per_hour"] for one in found["splits"]]
+    assert hours[0] >= 0.98 * max(hours)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--gpu", "H1000"), r"--gpu is 'H1000': expected A100"),
+        (("--gpus", "0"), r"--gpus is 0: expected a number above 0"),
+        (("--gpus", "1"), r"--gpus is 1: one engine takes 1"),
+        (("--gpus", "2"), r"--gpus is 2: no layout of the learner fits"),
+        (("--mfu", "1.5"), r"--mfu is 1.5: expected a number of at most 1 above 0"),
+        (("--nic-gb-s", "nan"), r"--nic-gb-s is nan"),
+        (("--reserve-gib", "90"), r"--reserve-gib is 90: expected less than the 80 GiB"),
+        (("--mean-response", "5000"), r"--mean-response is 5000: expected at most 3,072"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_option(
+    settings: Path, words: tuple[str, ...], told: str
+):
+    with pytest.raises(ConfigError, match=told):
+        plan.main(arguments(settings, *MODEL, *words))
+
+
+def test_a_model_without_a_config_is_refused(settings: Path):
+    with pytest.raises(ConfigError, match=r"no config.json in none \(run.model\)"):
+        plan.main(arguments(settings))
+    with pytest.raises(ConfigError, match=r"--model is 'nowhere'"):
+        plan.main(arguments(settings, "--model", "nowhere"))

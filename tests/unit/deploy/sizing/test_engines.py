@@ -1,0 +1,86 @@
+"""Engines that hold a model, and their roofline."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.deploy.launch.memory import kv_bytes_per_token
+from slipstream.deploy.sizing.engines import (
+    Decoding,
+    engine_size,
+    larger_engines,
+    longest_tokens,
+    touched_parameters,
+)
+from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
+from slipstream.learner.model.flops import num_multiplied_parameters
+from slipstream.wire.errors import ConfigError
+from tests.support.planned import H100, config_of, shape_of
+
+SMALL, LARGE = "Qwen3-30B-A3B", "Qwen3-235B-A22B"
+HF = shape_of(SMALL)
+
+
+def test_the_smallest_engine_holds_the_model_and_a_few_long_answers():
+    one = engine_size(HF, config_of(SMALL), H100, 8)
+    assert (one.ranks, one.groups, one.sglang) == (1, 1, {"tp_size": 1})
+    left = 0.85 * 80 * 2**30 - 2 * HF.num_parameters
+    assert one.cached_tokens == pytest.approx(left / kv_bytes_per_token(HF), rel=1e-3)
+    assert one.cached_tokens >= 4 * longest_tokens(config_of(SMALL))
+
+
+def test_more_ranks_than_heads_of_keys_are_groups_of_attention(tmp_path: Path):
+    shape = {
+        "model_type": "qwen3",
+        "vocab_size": 1024,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    small = Cluster(gpu=gpu_of(12))
+    one = engine_size(shape_of(str(tmp_path)), config_of(str(tmp_path)), small, 8)
+    assert one.ranks == one.groups > 1
+    assert one.sglang == {"tp_size": one.ranks, "attn_dp_size": one.groups}
+
+
+def test_what_no_engine_holds_is_refused_with_the_numbers():
+    # Its four heads of keys and values are not split over more ranks.
+    told = r"no engine of up to 64 GPUs of 80 GiB .* 4,096 tokens \(the largest .* is of 4\)"
+    with pytest.raises(ConfigError, match=told):
+        engine_size(shape_of(LARGE), config_of(LARGE), H100, 64)
+    h200 = Cluster(gpu=gpu_named("H200"))
+    assert engine_size(shape_of(LARGE), config_of(LARGE), h200, 64).ranks == 4
+
+
+def test_larger_engines_stay_on_a_host():
+    small = engine_size(HF, config_of(SMALL), H100, 8)
+    assert [one.ranks for one in larger_engines(HF, config_of(SMALL), H100, small)] == [2, 4]
+    two = Cluster(gpu=gpu_named("H100"), gpus_per_host=2)
+    assert [one.ranks for one in larger_engines(HF, config_of(SMALL), two, small)] == [2]
+
+
+def test_one_sequence_reads_its_experts_and_many_read_all():
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = HF.num_parameters - experts
+    assert touched_parameters(HF, 1) == pytest.approx(dense + experts * 8 / 128)
+    assert touched_parameters(HF, 1000) == pytest.approx(HF.num_parameters)
+
+
+def test_a_decoding_step_is_the_longer_of_reading_and_computing():
+    engine = Decoding(hf=HF, cluster=H100, ranks=1)
+    reads = 2 * touched_parameters(HF, 16) + 16 * 1000 * kv_bytes_per_token(HF)
+    assert engine.step_s(16, 1000) == pytest.approx(reads / (0.6 * 3.35e12))
+    many = 2 * num_multiplied_parameters(HF) * 100_000 / (0.6 * 989e12)
+    assert engine.step_s(100_000, 0) == pytest.approx(many)
+    assert engine.prompt_s(100_000) == pytest.approx(many)
+
+
+def test_ranks_divide_the_reading_and_add_messages():
+    one, four = (Decoding(hf=HF, cluster=H100, ranks=ranks) for ranks in (1, 4))
+    assert four.step_s(16, 1000) == pytest.approx(one.step_s(16, 1000) / 4 + 2 * 48 * 15e-6)
