@@ -1,5 +1,5 @@
 """Runs in virtual time: the real ledger among engines, a learner and publishes that follow laws.
 
 No sockets, processes or clocks; a seed decides everything.
-No other room imports it yet.
+Imported by deploy.commands.
 """

@@ -107,6 +107,11 @@ class World:
             act(*arguments)
         return self._outcome()
 
+    @property
+    def engines(self) -> dict[str, SimulatedEngine | None]:
+        """The engines by their names; None while one is gone."""
+        return {f"generator-{number}": engine for number, engine in enumerate(self._engines)}
+
     # ---- time ----------------------------------------------------------------
 
     def _at(self, time_s: float, act: Callable[..., None], *arguments: int) -> None:

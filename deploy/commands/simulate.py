@@ -1,0 +1,270 @@
+"""`slipstream simulate`: predict a run in virtual time, with the real ledger.
+
+The settings say how a run is scheduled (groups, bound, groups in flight, a staleness target); the
+options say on what hardware, and how long answers are. Engines, the learner and publishes follow
+laws (docs/scale.md), leases and batches are decided by the code of a real run. Everything printed
+is predicted. With --out it writes a run folder for `slipstream dashboard`, `metrics` and others.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.simulate.hardware import Gpu
+from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal
+from slipstream.deploy.simulate.of_run import Hardware, scenario_of
+from slipstream.deploy.simulate.outcome import Outcome, StepRecord
+from slipstream.deploy.simulate.run_folder import SimulatedFolder
+from slipstream.deploy.simulate.scenario import Faults, Scenario
+from slipstream.deploy.simulate.world import World
+from slipstream.deploy.sizing.gpus import gpu_named
+from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
+from slipstream.deploy.terminal.console import make_console
+from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import model_folder
+
+EXAMPLES = """examples:
+  slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4
+  slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4 run.max_staleness_steps=4
+  slipstream simulate run.toml --gpu H20 --engines 64 --learner-gpus 64 --mean-response 10000 \\
+      --engine-mtbf-h 24 --out runs/predicted       a page: slipstream dashboard runs/predicted
+"""
+_SAY_EVERY_S = 2.0
+_MOST_WARM = 5  # learner steps that means leave out: engines begin with nothing under way
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is printed; seconds are virtual."""
+
+    step_s: float  # mean, from the sixth learner step on
+    steps_per_hour: float
+    tokens_per_s: float  # trained, prompts included
+    learner_waits: float  # share of its time
+    engines_busy: float  # share of their time in which they decode
+    mean_staleness: float  # learner steps
+    p95_staleness: int
+    max_staleness: int
+    group_s_p50: float  # from a group's lease to its last reward
+    group_s_p99: float
+    issued: int  # groups
+    trained: int
+    dropped: dict[str, int]
+    unaccounted: int
+    restarted_trajectories: int
+    seconds: float  # of the run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_config(parser, required=True)
+    parser.add_argument("--gpu", required=True, help='a name such as "H100", or GiB of memory')
+    parser.add_argument("--engines", type=int, help="default generators.count")
+    parser.add_argument(
+        "--gpus-per-engine", type=int, help="default the ranks of generators.sglang"
+    )
+    parser.add_argument("--learner-gpus", type=int, help="default learner.ranks")
+    parser.add_argument(
+        "--model",
+        help="instead of run.model: a folder with config.json, such a file, or one of "
+        + ", ".join(shipped_names()),
+    )
+    parser.add_argument("--mean-prompt", type=int, help="tokens; default half of the most")
+    parser.add_argument("--mean-response", type=float, help="tokens; default half of the most")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.8,
+        help="of response lengths, deviation over mean; 0: all are equal; default 0.8",
+    )
+    parser.add_argument("--mfu", type=float, default=0.4, help="of the learner, default 0.4")
+    parser.add_argument(
+        "--engine-share",
+        type=float,
+        default=0.6,
+        help="share of peak and memory's rate that an engine reaches, default 0.6",
+    )
+    parser.add_argument(
+        "--passes",
+        type=float,
+        default=1.0,
+        help="of the learner over a batch; a forward pass beside it is 0.33 more; default 1",
+    )
+    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="into a host, default 50")
+    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="into a GPU, default 50")
+    parser.add_argument(
+        "--engine-mtbf-h", type=float, default=0.0, help="hours between failures of one engine"
+    )
+    parser.add_argument("--steps", type=int, help="default run.steps")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--out", type=Path, help="write a run folder here, which must be empty")
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    config, scenario = asked_of(arguments)
+    world = World(scenario)
+    folder = None if arguments.out is None else SimulatedFolder(world, config, arguments.out)
+    console = make_console()
+    began_s = said_s = time.monotonic()
+
+    def on_step(record: StepRecord) -> None:
+        nonlocal said_s
+        if folder is not None:
+            folder.step(record)
+        if not arguments.json and time.monotonic() - said_s > _SAY_EVERY_S:
+            said_s = time.monotonic()
+            console.print(f"step {record.step} of {scenario.steps}", highlight=False)
+
+    outcome = world.run(on_step)
+    if folder is not None:
+        folder.close()
+    found = prediction_of(outcome)
+    if arguments.json:
+        print_json(found)
+        return 0
+    print_prediction(found, scenario, console)
+    took_s = time.monotonic() - began_s
+    console.print(f"[dim]{outcome.seconds:,.0f} s of the run took {took_s:.1f} s[/dim]")
+    if arguments.out is not None:
+        console.print(f"slipstream dashboard {arguments.out}", soft_wrap=True)
+    return 0
+
+
+def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
+    """Return the settings and the scenario that the options ask for.
+
+    Raises:
+        ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
+    """
+    overrides = list(arguments.overrides)
+    if arguments.model is not None:
+        overrides.append(f"run.model={shape_folder(arguments.model)}")
+    config = run_config(load_table(arguments.config, overrides))
+    hf = load_hf_config(model_folder(config.run))
+    sheet = gpu_named(arguments.gpu)
+    generators, sampling = config.generators.generators, config.generators.sampling
+    shares = {"--mfu": arguments.mfu, "--engine-share": arguments.engine_share}
+    for name, value in shares.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"{name} is {value:g}: expected above 0, at most 1")
+    counts = {
+        "--engines": generators.count if arguments.engines is None else arguments.engines,
+        "--gpus-per-engine": arguments.gpus_per_engine
+        if arguments.gpus_per_engine is not None
+        else generators.num_ranks,
+        "--learner-gpus": config.learner.learner.ranks
+        if arguments.learner_gpus is None
+        else arguments.learner_gpus,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} is {count}: expected at least 1")
+    hardware = Hardware(
+        gpu=Gpu(sheet.name, sheet.memory_gib * 2**30, sheet.hbm_bytes_s, sheet.peak_flops),
+        engines=counts["--engines"],
+        gpus_per_engine=counts["--gpus-per-engine"],
+        learner_gpus=counts["--learner-gpus"],
+        bandwidth_share=arguments.engine_share,
+        flops_share=arguments.engine_share,
+        mfu=arguments.mfu,
+        link=arguments.nic_gb_s * 1e9,
+        to_device=arguments.pcie_gb_s * 1e9,
+    )
+    return config, scenario_of(
+        config,
+        hf,
+        hardware,
+        lengths=_lengths(arguments, sampling.max_response_tokens),
+        prompt_tokens=arguments.mean_prompt or max(1, sampling.max_prompt_tokens // 2),
+        passes=arguments.passes,
+        steps=arguments.steps,
+        faults=Faults(
+            engine_mtbf_s=3600 * arguments.engine_mtbf_h,
+            restart_s=generators.start_timeout_s,
+            lease_s=config.broker.broker.lease_s,
+            max_attempts=config.broker.broker.max_attempts,
+        ),
+        seed=arguments.seed,
+    )
+
+
+def _lengths(arguments: argparse.Namespace, longest: int) -> Lengths:
+    mean = arguments.mean_response or longest / 2
+    if not 1 <= mean <= longest:
+        raise ConfigError(
+            f"--mean-response is {mean:g}: expected from 1 to {longest:,} "
+            "(sampling.max_response_tokens)"
+        )
+    if not arguments.spread or mean > 0.95 * longest:
+        return Fixed(round(mean))
+    return LogNormal(mean, arguments.spread, longest)
+
+
+def prediction_of(outcome: Outcome) -> Prediction:
+    """Return the figures of a simulated run."""
+    skip = min(_MOST_WARM, len(outcome.steps) - 1)
+    step_s = outcome.mean_step_s(skip)
+    late = outcome.steps[skip:]
+    return Prediction(
+        step_s=step_s,
+        steps_per_hour=3600 / step_s,
+        tokens_per_s=sum(one.num_tokens for one in late) / (step_s * len(late)),
+        learner_waits=outcome.waited_share(skip),
+        engines_busy=outcome.engine_busy_s / outcome.engine_seconds,
+        mean_staleness=outcome.mean_staleness(skip),
+        p95_staleness=outcome.p95_staleness(skip),
+        max_staleness=outcome.max_staleness(),
+        group_s_p50=outcome.group_seconds(0.5),
+        group_s_p99=outcome.group_seconds(0.99),
+        issued=outcome.issued,
+        trained=outcome.trained,
+        dropped={str(reason): count for reason, count in outcome.dropped.items()},
+        unaccounted=outcome.unaccounted,
+        restarted_trajectories=outcome.restarted_trajectories,
+        seconds=outcome.seconds,
+    )
+
+
+def print_prediction(found: Prediction, scenario: Scenario, console: Console) -> None:
+    """Print the figures."""
+    table = Table(title="predicted, not measured", show_header=False)
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("meaning")
+    bound = scenario.max_staleness_steps
+    rows = [
+        (
+            "seconds per learner step",
+            f"{found.step_s:,.1f}",
+            f"{found.steps_per_hour:,.1f} an hour",
+        ),
+        ("tokens per second", f"{found.tokens_per_s:,.0f}", "trained, prompts included"),
+        ("learner waits", f"{found.learner_waits:.0%}", "of its time, for batches"),
+        ("engines decode", f"{found.engines_busy:.0%}", f"of the time of {scenario.engines}"),
+        (
+            "staleness",
+            f"{found.mean_staleness:.2f}",
+            f"mean; p95 {found.p95_staleness}, at most {found.max_staleness}, bound {bound}",
+        ),
+        ("a group takes", f"{found.group_s_p50:,.0f} s", f"median; p99 {found.group_s_p99:,.0f} s"),
+        (
+            "groups",
+            f"{found.issued:,}",
+            f"issued: {found.trained:,} trained, {sum(found.dropped.values()):,} dropped, "
+            f"{found.unaccounted} unaccounted",
+        ),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,119 @@
+"""What `slipstream simulate` prints, refuses, and writes for the tools of ended runs."""
+
+import argparse
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.dashboard.columns import read_state
+from slipstream.deploy.commands import simulate
+from slipstream.deploy.commands.options import take_config
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import METRICS, PAGE_STATE, SETTINGS, SUMMARY
+
+SETTINGS_TEXT = """
+[run]
+model = "none"
+groups_per_step = 8
+group_size = 4
+steps = 12
+max_staleness_steps = 3
+[data]
+file = "train.jsonl"
+[sampling]
+max_prompt_tokens = 256
+max_response_tokens = 1024
+[generators]
+count = 3
+max_sequences = 32
+"""
+WORDS = ("--model", "Qwen3-30B-A3B", "--gpu", "H100", "--gpus-per-engine", "2")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SETTINGS_TEXT)
+    return path
+
+
+def arguments(settings: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    found = parser.parse_args([*WORDS, *words, str(settings)])
+    take_config(parser, found)
+    return found
+
+
+def predicted(settings: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+    assert simulate.main(arguments(settings, "--json", *words)) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_it_says_that_all_of_it_is_predicted(settings: Path, capsys: pytest.CaptureFixture[str]):
+    assert simulate.main(arguments(settings)) == 0
+    printed = capsys.readouterr().out
+    assert "predicted, not measured" in printed
+    assert "bound 3" in printed
+
+
+def test_more_engines_help_a_learner_that_waits(settings: Path, capsys: pytest.CaptureFixture[str]):
+    few = predicted(settings, capsys, "--engines", "1", "--learner-gpus", "8")
+    many = predicted(settings, capsys, "--engines", "4", "--learner-gpus", "8")
+    assert few["learner_waits"] > many["learner_waits"]
+    assert few["step_s"] > many["step_s"]
+    assert few["unaccounted"] == many["unaccounted"] == 0
+    assert (few["trained"], many["trained"]) == (96, 96)
+
+
+def test_a_staleness_target_of_the_settings_is_held(
+    settings: Path, capsys: pytest.CaptureFixture[str]
+):
+    slow = ("--mfu", "0.001", "--steps", "60", "--spread", "0")
+    settings.write_text(SETTINGS_TEXT.replace("[data]", "staleness_target.p95_lag = 1\n[data]"))
+    held = predicted(settings, capsys, *slow)
+    settings.write_text(SETTINGS_TEXT)
+    free = predicted(settings, capsys, *slow)
+    assert free["mean_staleness"] > 2
+    assert held["mean_staleness"] < 1.7
+
+
+def test_failures_are_told(settings: Path, capsys: pytest.CaptureFixture[str]):
+    assert predicted(settings, capsys, "--engine-mtbf-h", "0.005")["restarted_trajectories"] > 0
+
+
+def test_the_run_folder_is_read_by_the_tools_of_ended_runs(settings: Path, tmp_path: Path):
+    out = tmp_path / "a b" / "predicted"
+    assert simulate.main(arguments(settings, "--out", str(out))) == 0
+    lines = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(a["wall_s"] <= b["wall_s"] for a, b in pairwise(lines))
+    assert lines[-1]["trained_tokens"] > 0
+    summary = json.loads((out / SUMMARY).read_text())
+    assert summary["outcome"] == "simulated"
+    assert summary["unaccounted"] == 0
+    assert (out / SETTINGS).is_file()
+    state = read_state(out / PAGE_STATE)
+    assert state is not None
+    assert state.history.steps.step[-1] == 12
+    assert {role.name for role in state.status.roles} >= {"learner", "generator-0", "generator-2"}
+    with pytest.raises(ConfigError, match="not empty"):
+        simulate.main(arguments(settings, "--out", str(out)))
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--mfu", "0"), "--mfu is 0"),
+        (("--engines", "0"), "--engines is 0"),
+        (("--gpu", "H9000"), "--gpu is 'H9000'"),
+        (("--mean-response", "5000"), "--mean-response is 5000"),
+        (("--gpu", "L4", "--gpus-per-engine", "1"), "do not hold"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(settings: Path, words: tuple[str, ...], why: str):
+    with pytest.raises(ConfigError, match=why):
+        simulate.main(arguments(settings, *words))
