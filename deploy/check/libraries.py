@@ -6,6 +6,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
+from slipstream.wire.process.extras import pip_install
 
 _PACKAGES = ("torch", "megatron-core", "sglang", "flash-attn")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -13,6 +14,7 @@ _NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "learner": ("torch", "megatron-core"),
     "generator": ("torch", "sglang"),
 }
+_EXTRAS = {"learner": "learner", "generator": "generators"}
 
 
 def installed() -> dict[str, str]:
@@ -32,14 +34,16 @@ def judge_installed(found: Mapping[str, str], kinds: Collection[str]) -> Fact:
         kinds: of the processes there.
     """
     missing = [
-        f"{package} (for the {kind})"
+        (package, kind)
         for kind, packages in _NEEDED_BY.items()
         if kind in kinds
         for package in packages
         if package not in found
     ]
     if missing:
-        return fail("libraries", f"not installed: {', '.join(missing)}")
+        named = ", ".join(f"{package} (for the {kind})" for package, kind in missing)
+        extras = list(dict.fromkeys(_EXTRAS[kind] for _, kind in missing))
+        return fail("libraries", f"not installed: {named}: {pip_install(extras)}")
     shown = ", ".join(f"{name} {number}" for name, number in found.items())
     return ok("libraries", shown or "none is needed by the roles here")
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok
-from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.model_digests import model_digests
 from slipstream.wire.files.model_files import weight_files
@@ -15,6 +14,8 @@ _SETTING = "run.model"
 
 def observe_model(folder: Path) -> tuple[list[Fact], dict[str, str]]:
     """Return the facts of a model folder, and digests of its parts, by what they are of."""
+    from slipstream.weightbus.agent.weight_files import check_weight_files  # safetensors
+
     facts, digests = [], {}
     try:
         digests["tokenizer"] = tokenizer_hash(folder)

@@ -67,6 +67,7 @@ from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.weightbus.config import weightbus_section
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
+from slipstream.wire.process.extras import missing_library
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.sections import model_folder
 
@@ -227,6 +228,9 @@ def _gpus(view: _View) -> list[Fact]:
 
 def _observed(begin: Begin) -> Observed:
     hostname = socket.gethostname()
+    libraries = judge_installed(installed(), frozenset(map(kind_of, begin.roles)))
+    if libraries.outcome == "fail":  # without them little else can be looked at
+        return Observed(hostname=hostname, facts=(libraries,))
     try:
         view = _view(begin)
     except ConfigError as error:
@@ -301,6 +305,10 @@ def main() -> int:
             answer: Answer = node.answer(msgspec.json.decode(line, type=Request))
         except (SlipstreamError, OSError) as error:
             answer = Refused(why=str(error))
+        except ModuleNotFoundError as error:
+            if (missing := missing_library(error)) is None:
+                raise
+            answer = Refused(why=str(missing))
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
     return 0

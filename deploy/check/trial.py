@@ -11,7 +11,6 @@ from slipstream.broker.data.sources import load_source, local_data, training_sou
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.config import RunConfig
-from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
@@ -57,6 +56,8 @@ def observe_data(config: RunConfig) -> list[Fact]:
 
 def observe_prompt(config: RunConfig) -> list[Fact]:
     """Render the first prompt of a run as its generators do."""
+    from slipstream.generators.text.codec import TextCodec  # tokenizers
+
     try:
         codec = TextCodec(model_folder(config.run), config.generators.sampling)
         tokens = codec.tokens(first_prompt(config))

@@ -38,6 +38,7 @@ from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.alignment import TOKENS
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
+from slipstream.wire.process.extras import missing_marks, refuse_missing
 from slipstream.wire.settings.load import Table as Settings
 from slipstream.wire.settings.load import load_table
 
@@ -100,6 +101,8 @@ def main(arguments: argparse.Namespace) -> int:
         learner = learner_settings(table)
         hf = load_hf_config(learner.model)
         refuse_layout(hf, learner.learner)
+        has_engine = ENGINE not in arguments.without
+        refuse_missing(missing_marks("learner", *(["generators"] if has_engine else [])))
         _refuse_lengths(arguments, hf)
         dtype = "bfloat16" if learner.learner.dtype == "bfloat16" else "float32"
         sequences = chosen_tokens(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -26,11 +27,13 @@ from slipstream.broker.data.sources import (
 )
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.terminal.console import make_console
-from slipstream.generators.text.codec import BadPromptError, TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection, model_folder
+
+if TYPE_CHECKING:
+    from slipstream.generators.text.codec import TextCodec
 
 _SHOWN_ROWS = 10
 _SHOWN_CHARACTERS = 1500
@@ -94,7 +97,7 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
         evaluation = local_eval(section(table, "eval", EvalSection), run)
         sources = [*training_sources(local_data(data, run)), *eval_sources(evaluation)]
     folder = model_folder(run) if model is None and run.model else model
-    codec = TextCodec(folder, sampling) if folder is not None else None
+    codec = _codec(folder, sampling) if folder is not None else None
     reports = [_inspect(source, data, codec, sampling) for source in sources]
     console = make_console()
     for report in reports:
@@ -108,18 +111,27 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     return EXIT_BAD_ROWS if bad else 0
 
 
+def _codec(folder: Path, sampling: SamplingSection) -> "TextCodec":
+    from slipstream.generators.text.codec import TextCodec  # tokenizers, which is an extra's
+
+    return TextCodec(folder, sampling)
+
+
 def _inspect(
-    source: Source, data: DataSection, codec: TextCodec | None, sampling: SamplingSection
+    source: Source, data: DataSection, codec: "TextCodec | None", sampling: SamplingSection
 ) -> SourceReport:
     loaded = load_source(source, data, keep_going=True)
     bad = list(loaded.bad_rows)
     report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
+    report.example = loaded.prompts[0].text
+    if codec is None:
+        report.lengths = sorted(len(prompt.text) for prompt in loaded.prompts)
+        return report
+    from slipstream.generators.text.codec import BadPromptError
+
     for prompt in loaded.prompts:
         file = source.table.file
         row = row_name(Path(file), prompt.row) if file else f"row {prompt.row}"
-        if codec is None:
-            report.lengths.append(len(prompt.text))
-            continue
         try:
             length = len(codec.tokens(prompt))
         except BadPromptError as error:
@@ -130,10 +142,8 @@ def _inspect(
             why = f"{length} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}"
             report.overlong.append((row, why))
     report.lengths.sort()
-    report.example = loaded.prompts[0].text
-    if codec is not None:
-        with suppress(ConfigError):
-            report.example = codec.text(loaded.prompts[0])
+    with suppress(ConfigError):
+        report.example = codec.text(loaded.prompts[0])
     return report
 
 

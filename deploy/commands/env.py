@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -14,12 +15,14 @@ from slipstream.broker.data.sources import load_training_prompts, local_data
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.generators.config import GeneratorSettings, generator_settings
-from slipstream.generators.trial import Said, TriedTrajectory, try_environment
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json, Prompt
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
+
+if TYPE_CHECKING:
+    from slipstream.generators.trial import Said, TriedTrajectory
 
 EXIT_FAILED = 1
 _COLORS = {"assistant": "green", "tool": "yellow", "system": "magenta"}
@@ -59,6 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not settings.environment.is_named:
         raise ConfigError("name an environment: FILE.py:NAME, or environment.function")
     prompts = _prompts(settings, arguments)
+    from slipstream.generators.trial import try_environment  # tokenizers and jinja2, of an extra
+
     start_logging("env")
     screen = _Screen(None if arguments.json else make_console(), len(prompts))
     tried = asyncio.run(
@@ -86,7 +91,7 @@ def _prompts(settings: GeneratorSettings, arguments: argparse.Namespace) -> list
     return [source.at(position) for position in range(arguments.n)]
 
 
-def summary(tried: Sequence[TriedTrajectory]) -> dict[str, Json]:
+def summary(tried: "Sequence[TriedTrajectory]") -> dict[str, Json]:
     """Return the mean reward, the numbers of tokens, and why some have failed."""
     rewards = [one.reward for one in tried if one.reward is not None]
     return {
@@ -112,7 +117,7 @@ class _Screen:
         if self._console is not None:
             self._console.rule(Text(f"trajectory {number + 1} of {self._count}{row}"))
 
-    def said(self, said: Said) -> None:
+    def said(self, said: "Said") -> None:
         history = list(said.asked)
         known = self._shown
         if history[: len(known)] != known:
@@ -124,7 +129,7 @@ class _Screen:
         self._message(said.message, f" ({said.num_tokens} tokens{cut})")
         self._shown = [*history, said.message]
 
-    def ended(self, tried: TriedTrajectory) -> None:
+    def ended(self, tried: "TriedTrajectory") -> None:
         if tried.failed:
             self._print(f"failed: {tried.failed}", "red")
             return
@@ -140,7 +145,7 @@ class _Screen:
             "bold",
         )
 
-    def summarize(self, tried: Sequence[TriedTrajectory]) -> None:
+    def summarize(self, tried: "Sequence[TriedTrajectory]") -> None:
         found = summary(tried)
         mean = "-" if found["mean"] is None else f"{found['mean']:.3f}"
         failed = sum(found["failed"].values())

@@ -7,6 +7,8 @@ from types import ModuleType
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import newest_run
+from slipstream.wire.process.extras import pip_install
+from slipstream.wire.settings.shipped import settings_file
 
 RUNS = Path("runs")
 
@@ -19,7 +21,7 @@ def chosen_run(folder: Path | str | None) -> Path:
 def add_config(parser: argparse.ArgumentParser, *, required: bool, text: str = "") -> None:
     """Add ``--config RUN.toml``; where it is required, the file may stand among the words too."""
     text = text or "the run's settings"
-    parser.add_argument("--config", type=Path, metavar="RUN.toml", help=text)
+    parser.add_argument("--config", type=settings_file, metavar="RUN.toml", help=text)
     parser.set_defaults(needs_config=required)
 
 
@@ -32,7 +34,7 @@ def take_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     if len(found) != 1:
         parser.error("name one settings file: --config RUN.toml")
     words.remove(found[0])
-    arguments.config = Path(found[0])
+    arguments.config = settings_file(found[0])
 
 
 def add_overrides(parser: argparse.ArgumentParser, metavar: str = "section.key=value") -> None:
@@ -85,7 +87,7 @@ def import_ray() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError("--on ray needs ray: pip install 'slipstream[cluster]'") from error
+        raise ConfigError(f"--on ray needs ray: {pip_install(['cluster'])}") from error
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "everything, for programs") -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.deploy.check.needs import refuse_without_extras
 from slipstream.deploy.commands.options import add_overrides, add_resume
 from slipstream.deploy.commands.run import run
 from slipstream.deploy.config import run_config
@@ -13,14 +14,18 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
+from slipstream.wire.settings.shipped import CONFIGS, settings_file
 
 EXAMPLES = """examples:
   slipstream quickstart                    two-digit addition on this machine
   slipstream quickstart learner.lr=0       the same without learning
   slipstream quickstart --agent            three numbers, with a tool that adds two
   slipstream quickstart --policy model     copy its policy to model, for a run of your own
+
+Settings, policy and task ship with the package. It writes into .cache/ and runs/ of the folder that
+it is called in.
 """
-_CONFIG = Path("configs/quickstart.toml")
+_CONFIG = CONFIGS / "quickstart.toml"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ _SUMS = _Example(Path(".cache/sums"), sums.SHIPPED_POLICY, sums.prepare)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("--config", type=Path, metavar="RUN.toml", help=f"default {_CONFIG}")
+    text = "other settings than configs/quickstart.toml, which ships with the package"
+    parser.add_argument("--config", type=settings_file, metavar="RUN.toml", help=text)
     parser.add_argument(
         "--agent",
         action="store_true",
@@ -90,9 +96,10 @@ def quickstart(
     """
     table = load_table(path, overrides)
     if Path(run_section(table).model) == example.folder / "model":  # it may not be there yet
-        run_config({**table, "run": {**table["run"], "model": str(example.policy)}})
+        config = run_config({**table, "run": {**table["run"], "model": str(example.policy)}})
     else:
-        run_config(table)
+        config = run_config(table)
+    refuse_without_extras(config)
     start_logging("quickstart")
     example.prepare(example.folder)
     return run(path, overrides, dry_run=False, resume=resume)

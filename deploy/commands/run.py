@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.deploy.check.needs import refuse_without_extras
 from slipstream.deploy.commands.check import look_at, print_reports
 from slipstream.deploy.commands.options import (
     add_config,
@@ -95,6 +96,8 @@ def run(
         name = free_name(section)
         config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
         refuse_taken(upload)
+    if place == "local" and len(config.deploy.hosts) == 1:
+        refuse_without_extras(config)
     config = with_contents(config)
     if dry_run:
         return _try_dry(config, place, console)

