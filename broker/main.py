@@ -1,5 +1,6 @@
 """`start-broker`: the owner of the truth about every item."""
 
+import argparse
 import asyncio
 
 from slipstream.wire.errors import ConfigError
@@ -15,12 +16,8 @@ from slipstream.wire.process.health import Health, serving
 from slipstream.wire.process.logs import start_logging
 
 
-def main() -> int:
-    """Parse, check, run."""
-    return run_role(_main)
-
-
-def _main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = role_parser(
         "start-broker",
         "Keep the ledger of a run: leases, trajectories, rewards, batches, dashboard.",
@@ -41,6 +38,16 @@ def _main() -> int:
         help="continue from the store: an earlier broker of this run has died",
     )
     add_health(parser)
+    return parser
+
+
+def main() -> int:
+    """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
+    parser = make_parser()
     arguments = parser.parse_args()
     from slipstream.broker.config import broker_settings
     from slipstream.broker.data.prompts import load_prompts

@@ -20,12 +20,8 @@ from slipstream.wire.process.logs import start_logging
 _OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers are reproducible
 
 
-def main() -> int:
-    """Parse, check, run."""
-    return run_role(_main)
-
-
-def _main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = role_parser(
         "start-generator",
         "Generate trajectories for the broker of a run with an SGLang server of its own.",
@@ -53,8 +49,8 @@ def _main() -> int:
     parser.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="of an engine on several hosts (generators.nodes): where its first host, node 0, "
-        "listens and the others find it; the same on all",
+        help="where the first host, node 0, of an engine on several (generators.nodes) listens and "
+        "the others find it; the same on all",
     )
     parser.add_argument(
         "--follow",
@@ -63,6 +59,16 @@ def _main() -> int:
         help="run the ranks of node N, from 1, for node 0, which is started without this",
     )
     add_health(parser)
+    return parser
+
+
+def main() -> int:
+    """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
+    parser = make_parser()
     arguments = parser.parse_args()
     if arguments.offline != (arguments.out is not None):
         parser.error("--offline and --out FILE go together")

@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    parser = _parser()
+    parser = make_parser()
     arguments = parser.parse_args()
     if arguments.begun_after is not None and arguments.resume is None:
         parser.error("--begun-after goes with --resume auto")
@@ -105,7 +105,8 @@ def _main() -> int:
     return run_and_leave(body)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = role_parser(
         "start-learner",
         "Train the policy of a run with Megatron-Core and publish its weights.",
@@ -142,8 +143,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="where node 0 listens and the others find it: an address of node 0, the same on all",
     )
-    parser.add_argument("--rank", type=int, help="set by start-learner itself")
-    parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
+    parser.add_argument("--rank", type=int, help="number of a rank; set by start-learner itself")
+    parser.add_argument(
+        "--port", type=int, default=0, help="where ranks meet; set by start-learner itself"
+    )
     add_health(parser)
     return parser
 

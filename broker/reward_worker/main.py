@@ -139,12 +139,8 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
     return settings
 
 
-def main() -> int:
-    """Parse, check, run."""
-    return run_role(_main)
-
-
-def _main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = role_parser(
         "start-reward-worker",
         "Score trajectories for the broker of a run, on its host or on any other.",
@@ -156,12 +152,29 @@ def _main() -> int:
         needs_config=False,
     )
     parser.add_argument(
-        "--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME; wins over the file"
+        "--reward",
+        default="",
+        metavar="MODULE:NAME",
+        help="the function, or FILE.py:NAME; wins over reward.function",
     )
-    parser.add_argument("--broker", metavar="tcp://HOST:PORT", help="the same as run.broker=...")
-    parser.add_argument("--key", metavar="FILE", help="the same as run.key_file=...")
+    parser.add_argument(
+        "--broker", metavar="tcp://HOST:PORT", help="where the broker is, the same as run.broker"
+    )
+    parser.add_argument(
+        "--key", metavar="FILE", help="key of this worker, the same as run.key_file"
+    )
     parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
     add_health(parser)
+    return parser
+
+
+def main() -> int:
+    """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
+    parser = make_parser()
     arguments = parser.parse_args()
     name = own_name(arguments.name)
     try:

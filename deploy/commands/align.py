@@ -59,12 +59,25 @@ _Arrays = dict[str, np.ndarray[Any, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("model", type=Path, metavar="RUN|MODEL", help="run, run.toml or model")
-    parser.add_argument("--sequences", type=int, default=4, metavar="N", help="how many, default 4")
     parser.add_argument(
-        "--tokens", type=int, default=32, metavar="N", help="of the longest one, default 32"
+        "model",
+        type=Path,
+        metavar="RUN|MODEL",
+        help="a run folder, its run.toml, or a model folder",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the tokens, default 0")
+    parser.add_argument(
+        "--sequences", type=int, default=4, metavar="N", help="number of sequences, default 4"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of the longest sequence, default 32",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed that chooses the tokens, default 0"
+    )
     parser.add_argument(
         "--tolerance",
         type=float,

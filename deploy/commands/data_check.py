@@ -46,10 +46,16 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("action", choices=("check",))
-    add_overrides(parser, "FILE section.key=value")
-    add_config(parser, required=False, text="default: all defaults")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: run.model")
+    parser.add_argument("action", choices=("check",), help="what to do with the prompts")
+    text = "a file of prompts, default: all of the run; and settings that win over the file's"
+    add_overrides(parser, "FILE|section.key=value", text)
+    add_config(parser, required=False, text="the run's settings; default: all defaults")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="model folder whose tokenizer counts; default: run.model",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -33,21 +33,46 @@ EXAMPLES = """examples:
   slipstream dead-letters show g17               its prompt, its answers and why they have no reward
   slipstream dead-letters retry all              issue the prompts again, as new items
   slipstream dead-letters drop g17 g21           remove them
+  slipstream dead-letters show g17 runs/demo     of another run
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("action", choices=("list", "show", "retry", "drop"))
-    parser.add_argument("words", nargs="*", metavar="GROUP", help="g17, or all")
-    parser.add_argument("--run", type=Path, metavar="runs/NAME", help="default: the newest run")
+    parser.add_argument(
+        "action",
+        choices=("list", "show", "retry", "drop"),
+        help="list: one line of each; show: all about some; retry: issue their prompts again, as "
+        "new items; drop: remove them",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="GROUP|all|RUN",
+        help="groups, as g17 or 17, or all; and a run folder, default: the newest one in runs/",
+    )
+    parser.add_argument("--run", type=Path, metavar="RUN", help="the same as RUN among the words")
     add_json(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    words, folder = arguments.words, arguments.run
+    words, folder = split_words(arguments.words, arguments.run)
     return dead_letters(arguments.action, words, folder=folder, as_json=arguments.json)
+
+
+def split_words(words: Sequence[str], run: Path | None) -> tuple[list[str], Path | None]:
+    """Return the groups among some words, and the run: the word that names a folder, else ``run``.
+
+    Raises:
+        ConfigError: there is more than one run.
+    """
+    groups = [word for word in words if word == "all" or word.removeprefix("g").isdecimal()]
+    folders = [Path(word) for word in words if word not in groups]
+    runs = [*folders, *([run] if run is not None else [])]
+    if len(runs) > 1:
+        raise ConfigError(f"dead letters are of one run, got {', '.join(map(str, runs))}")
+    return groups, runs[0] if runs else None
 
 
 def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:

@@ -35,14 +35,19 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("action", choices=("try",))
-    parser.add_argument("--model", metavar="FOLDER", help="the policy, by default run.model")
-    parser.add_argument("--prompt", metavar="TEXT", help="instead of prompts of [data]")
+    parser.add_argument("action", choices=("try",), help="what to do with the environment")
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="model folder of the policy; default: run.model"
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="a prompt to begin with, instead of those of [data]"
+    )
     parser.add_argument("--truth", default="", metavar="TEXT", help="ground truth of --prompt")
-    parser.add_argument("--n", type=int, default=3, metavar="N", help="trajectories (3)")
+    parser.add_argument("--n", type=int, default=3, metavar="N", help="trajectories to run (3)")
     add_config(parser, required=False, text="the settings of a run")
     add_json(parser)
-    add_overrides(parser, "FILE.py:NAME|section.key=value")
+    text = "the environment, default: environment.function; and settings that win over the file's"
+    add_overrides(parser, "FILE.py:NAME|section.key=value", text)
 
 
 def main(arguments: argparse.Namespace) -> int:

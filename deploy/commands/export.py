@@ -27,18 +27,24 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument(
-        "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
+    text = (
+        "a run, of which the newest checkpoint, or a checkpoint; default: the newest run in runs/"
     )
+    parser.add_argument("target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help=text)
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: model/ of the run, adapter/ for adapters"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write; default: model/ of the run, adapter/ for adapters",
     )
     parser.add_argument(
         "--merged",
         action="store_true",
-        help="of a checkpoint of adapters (lora.rank), the model with them in its weights",
+        help="write the model with the adapters (lora.rank) in its weights",
     )
-    parser.add_argument("--best", action="store_true", help="the best checkpoint by eval.metric")
+    parser.add_argument(
+        "--best", action="store_true", help="take the run's best checkpoint by eval.metric"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -28,10 +28,20 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("action", choices=("make", "list", "revoke"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help="one per host and role")
-    parser.add_argument("--role", default="reward_worker", help="role of a new key")
-    parser.add_argument("--keys", type=Path, metavar="DIR", help="folder of the keys")
+    parser.add_argument(
+        "action",
+        choices=("make", "list", "revoke"),
+        help="make: new keys; list: all, with their roles; revoke: refuse some from now on",
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="names of keys, one per host and role"
+    )
+    parser.add_argument(
+        "--role", default="reward_worker", help="make: the role of a new key (reward_worker)"
+    )
+    parser.add_argument(
+        "--keys", type=Path, metavar="DIR", help="folder of the keys; default: that of --config"
+    )
     add_config(parser, required=False, text="whose broker.keys to use")
     parser.add_argument(
         "--discard",

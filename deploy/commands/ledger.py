@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PROMPT is a position in the data (17), a group (g17) or a piece of the prompt; "
         "RUN is a run folder, default the newest one",
     )
-    parser.add_argument("--items", type=int, default=10, metavar="N", help="oldest items (10)")
+    parser.add_argument(
+        "--items", type=int, default=10, metavar="N", help="show the N oldest items (10)"
+    )
     add_json(parser)
 
 

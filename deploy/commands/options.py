@@ -7,6 +7,7 @@ from types import ModuleType
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import newest_run
+from slipstream.wire.process.command_line import OVERRIDES_HELP
 from slipstream.wire.process.extras import pip_install
 from slipstream.wire.settings.shipped import settings_file
 
@@ -37,14 +38,16 @@ def take_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     arguments.config = settings_file(found[0])
 
 
-def add_overrides(parser: argparse.ArgumentParser, metavar: str = "section.key=value") -> None:
+def add_overrides(
+    parser: argparse.ArgumentParser, metavar: str = "section.key=value", text: str = OVERRIDES_HELP
+) -> None:
     """Add settings that override the file's."""
-    parser.add_argument("overrides", nargs="*", metavar=metavar)
+    parser.add_argument("overrides", nargs="*", metavar=metavar, help=text)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add a run folder, by default the newest one."""
-    text = "a run folder, default the newest one"
+    text = "a run folder; default: the newest one in runs/"
     parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=text)
 
 
@@ -58,7 +61,9 @@ def add_place(parser: argparse.ArgumentParser, text: str) -> None:
     """Add ``--on`` with its help, and ``--address``."""
     parser.add_argument("--on", choices=("local", "ray", "hosts"), default="local", help=text)
     parser.add_argument(
-        "--address", metavar="HOST:PORT", help="of the Ray cluster: the same as deploy.ray.address"
+        "--address",
+        metavar="HOST:PORT",
+        help="address of the Ray cluster, the same as deploy.ray.address",
     )
 
 

@@ -31,7 +31,11 @@ _SCRIPTS = (".sh", ".sbatch")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("target", choices=("slurm", "kubernetes", "compose", "skypilot"))
+    parser.add_argument(
+        "target",
+        choices=("slurm", "kubernetes", "compose", "skypilot"),
+        help="what is to start the run",
+    )
     add_config(parser, required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--force", action="store_true", help="write over files that are there")

@@ -3,28 +3,34 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.deploy.commands.options import add_config, add_overrides
+from slipstream.deploy.commands.options import RUNS, add_config, add_overrides
 from slipstream.deploy.config import free_name
 from slipstream.learner.config import learner_settings
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.run_folder import BATCHES
+from slipstream.wire.files.run_folder import BATCHES, newest_run
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
 
 EXAMPLES = """examples:
-  slipstream replay runs/demo --config run.toml          train on its recorded batches alone
+  slipstream replay --config run.toml                    train on recorded batches of the newest run
+  slipstream replay runs/demo --config run.toml          on those of a run
   slipstream replay a.trajectories --config run.toml     or on those of a file
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("target", type=Path, metavar="RUN|FILE")
     add_config(parser, required=True)
     parser.add_argument("--dry-run", action="store_true", help="check and print the settings")
-    add_overrides(parser)
+    add_overrides(
+        parser,
+        "RUN|FILE|section.key=value",
+        "a run folder, or a file of trajectories, default: the newest run that recorded any; and "
+        "settings that win over the file's",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -34,8 +40,9 @@ def main(arguments: argparse.Namespace) -> int:
     nothing, unless an override names run.resume_from or checkpoint.upload.
     """
     config = arguments.config
-    file = recorded_file(arguments.target)
-    overrides = ["run.resume_from=", "checkpoint.upload=", *arguments.overrides]
+    target, words = split_target(arguments.overrides)
+    file = recorded_file(target or newest_run(RUNS, BATCHES))
+    overrides = ["run.resume_from=", "checkpoint.upload=", *words]
     table = load_table(config, overrides)
     named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
     name = free_name(run_section({**table, "run": named}))
@@ -44,6 +51,19 @@ def main(arguments: argparse.Namespace) -> int:
     command += ["--replay", str(file), *(["--dry-run"] if arguments.dry_run else [])]
     command += [*overrides, f"run.name={name}"]
     os.execv(sys.executable, command)  # noqa: S606 our own program
+
+
+def split_target(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the run or file among some words, if there is one, and the settings.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    targets = [word for word in words if "=" not in word or Path(word).exists()]
+    if len(targets) > 1:
+        raise ConfigError(f"slipstream replay takes one RUN or FILE, got {' '.join(targets)}")
+    settings = [word for word in words if word not in targets]
+    return Path(targets[0]) if targets else None, settings
 
 
 def recorded_file(target: Path) -> Path:

@@ -5,6 +5,7 @@ import secrets
 import time
 from pathlib import Path
 
+from slipstream.deploy.commands.options import add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
@@ -18,7 +19,8 @@ from slipstream.wire.files.scale_request import (
 from slipstream.wire.process.processes import is_locked
 
 EXAMPLES = """examples:
-  slipstream scale runs/demo generators=6      start or end generators until there are six
+  slipstream scale generators=6                start or end generators until there are six
+  slipstream scale runs/demo generators=6      of a run that is not the newest
 """
 _ANSWER_S = 60.0
 _POLL_S = 0.1
@@ -27,13 +29,13 @@ _POOL = "generators"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    add_run(parser)
     parser.add_argument("count", metavar="generators=N", help="how many there are to be")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    return scale(arguments.folder, arguments.count)
+    return scale(chosen_run(arguments.folder), arguments.count)
 
 
 def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:

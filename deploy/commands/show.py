@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
 
-from slipstream.deploy.commands.options import add_json
+from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import TRAINED, answers_files
@@ -35,25 +35,32 @@ _CONTEXT = "yellow"
 _REPLY = re.compile(r"^assistant: ", re.MULTILINE)  # before one in the text of all that was said
 _OTHER = re.compile(r"^(?:user|tool|system|developer|function): ", re.MULTILINE)
 EXAMPLES = """examples:
-  slipstream show runs/demo --last 3       the newest recorded trajectories
+  slipstream show                          the newest recorded trajectories of the newest run
+  slipstream show runs/demo --last 3       the three newest of a run
   slipstream show runs/demo --eval         its answers in the newest evaluation
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("folder", type=Path, metavar="runs/NAME")
-    parser.add_argument("--last", type=int, default=5, metavar="N", help="at most N (5)")
-    parser.add_argument("--step", type=int, help="of this learner step or evaluation")
-    parser.add_argument("--group", type=int, help="of this group, or evaluation problem")
-    parser.add_argument("--eval", action="store_true", help="answers to held-out problems")
+    add_run(parser)
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="show at most N (5)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="those of this learner step, or evaluation, alone"
+    )
+    parser.add_argument(
+        "--group", type=int, metavar="N", help="those of this group, or evaluation problem, alone"
+    )
+    parser.add_argument(
+        "--eval", action="store_true", help="answers to held-out problems, of the newest evaluation"
+    )
     add_json(parser, "the whole rows, one a line, for programs")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     return show(
-        arguments.folder,
+        chosen_run(arguments.folder),
         make_console(),
         count=arguments.last,
         step=arguments.step,

@@ -36,9 +36,11 @@ Open the file at https://ui.perfetto.dev (nothing is sent anywhere) or in chrome
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_run(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json of the run")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write; default: trace.json of the run"
+    )
     parser.add_argument(  # the default takes about 50 MB; viewers become slow beyond it
-        "--max-spans", type=int, default=200_000, metavar="N", help="the newest N (200000)"
+        "--max-spans", type=int, default=200_000, metavar="N", help="draw the newest N (200000)"
     )
 
 

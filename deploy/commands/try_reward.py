@@ -42,12 +42,27 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("action", choices=("test",))
-    parser.add_argument("--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME")
-    parser.add_argument("--data", required=True, metavar="FILE", help="or reasoning_gym:NAME")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="JSONL with the answers")
+    parser.add_argument("action", choices=("test",), help="what to do with the function")
+    parser.add_argument(
+        "--reward",
+        default="",
+        metavar="MODULE:NAME",
+        help="the function, or FILE.py:NAME; default: reward.function",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="file of the rows to score, or reasoning_gym:NAME",
+    )
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="JSONL with the answers to score; default: the ground truths",
+    )
     parser.add_argument("--n", type=int, default=20, metavar="N", help="rows to score (20)")
-    add_config(parser, required=False, text="for [reward] and [data]")
+    add_config(parser, required=False, text="settings of a run, for [reward] and [data]")
     add_json(parser)
     add_overrides(parser)
 

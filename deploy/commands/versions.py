@@ -30,7 +30,7 @@ hold parts of two versions, and generates nothing until it holds a whole one.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_run(parser)
-    parser.add_argument("--last", type=int, default=10, metavar="N", help="publishes (10)")
+    parser.add_argument("--last", type=int, default=10, metavar="N", help="show N publishes (10)")
     add_json(parser)
 
 

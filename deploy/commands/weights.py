@@ -52,17 +52,34 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument("--gigabytes", type=float, nargs="+", help="sizes of a version, 10^9 bytes")
-    parser.add_argument("--learner-hosts", type=int, default=16, help="default 16")
-    parser.add_argument("--engine-hosts", type=int, default=32, help="default 32")
-    parser.add_argument("--nics", type=int, default=1, help="of each host, default 1")
-    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
-    parser.add_argument("--gpus", type=int, default=8, help="of each host, default 8")
-    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="of each GPU, default 50")
+    parser.add_argument(
+        "--learner-hosts", type=int, default=16, help="hosts of the learner, default 16"
+    )
+    parser.add_argument("--engine-hosts", type=int, default=32, help="hosts of engines, default 32")
+    parser.add_argument("--nics", type=int, default=1, help="network cards of each host, default 1")
+    parser.add_argument(
+        "--nic-gb-s", type=float, default=50.0, help="GB/s of each card, default 50"
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each host, default 8")
+    parser.add_argument(
+        "--pcie-gb-s", type=float, default=50.0, help="GB/s between a GPU and its host, default 50"
+    )
     parser.add_argument("--fanout", type=int, default=0, help="weightbus.fanout, default 0: a star")
-    parser.add_argument("--bucket-mib", type=float, default=64.0, help="weightbus.bucket_bytes")
-    parser.add_argument("--connections", type=int, default=4, help="weightbus.connections")
-    parser.add_argument("--delta", type=float, default=1.0, help="share of the bytes that travel")
-    parser.add_argument("--in-place", action="store_true", help="into paused engines, not staged")
+    parser.add_argument(
+        "--bucket-mib", type=float, default=64.0, help="weightbus.bucket_bytes in MiB, default 64"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=4, help="weightbus.connections, default 4"
+    )
+    parser.add_argument(
+        "--delta",
+        type=float,
+        default=1.0,
+        help="share of the bytes that travel as deltas, default 1",
+    )
+    parser.add_argument(
+        "--in-place", action="store_true", help="write into paused engines, instead of staging"
+    )
     add_json(parser)
 
 

@@ -4,23 +4,48 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
 from typing_extensions import override
 
 from slipstream.wire.process.visible import visible
+
+_WIDEST = 10_000  # columns of a table that is read by a program
 
 
 def make_console(**options: Any) -> Console:  # noqa: ANN401 as rich has them
     """Return a console that reads no markup or emoji codes and shows control characters as text.
 
     Prompts, answers, names and reasons come from other processes and hosts. Whatever draws them
-    needs no care of its own.
+    needs no care of its own. Where it is no terminal and no width is chosen, tables are as wide as
+    they need: what reads them can search a line, and nothing is cut.
     """
     return _VisibleConsole(markup=False, emoji=False, **options)
 
 
 class _VisibleConsole(Console):
     """Control codes are rich's own, and in no text."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 as rich has them
+        super().__init__(**options)
+        self._widens = "width" not in options and not self.is_terminal
+
+    @override
+    def print(self, *objects: Any, **options: Any) -> None:
+        tables = [one for one in objects if isinstance(one, Table)] if self._widens else []
+        if not tables:
+            super().print(*objects, **options)
+            return
+        unbounded = self.options.update(max_width=_WIDEST)
+        usual = self.width
+        self.width = max(
+            usual, *(Measurement.get(self, unbounded, table).maximum for table in tables)
+        )
+        try:
+            super().print(*objects, **options)
+        finally:
+            self.width = usual
 
     @override
     def render(

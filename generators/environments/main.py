@@ -1,5 +1,6 @@
 """`start-environment`: an environment for generators on other hosts."""
 
+import argparse
 import asyncio
 
 from slipstream.broker.config import private_paths
@@ -19,12 +20,8 @@ from slipstream.wire.settings.sections import EnvironmentSection
 _MOST = 256
 
 
-def main() -> int:
-    """Parse, check, run."""
-    return run_role(_main)
-
-
-def _main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = role_parser(
         "start-environment",
         "Run the environments of generators on other hosts, which name this one in "
@@ -40,6 +37,16 @@ def _main() -> int:
     parser.add_argument(
         "--most", type=int, default=_MOST, metavar="N", help=f"trajectories at a time ({_MOST})"
     )
+    return parser
+
+
+def main() -> int:
+    """Parse, check, run."""
+    return run_role(_main)
+
+
+def _main() -> int:
+    parser = make_parser()
     arguments = parser.parse_args()
     try:
         table = load_arguments(arguments)

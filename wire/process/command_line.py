@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
+from typing_extensions import override
 
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
 from slipstream.wire.process.extras import missing_library
@@ -22,6 +23,7 @@ from slipstream.wire.settings.places import with_place
 from slipstream.wire.settings.sections import LoggingSection
 from slipstream.wire.settings.shipped import settings_file
 
+OVERRIDES_HELP = "settings that win over the file's, such as learner.lr=1e-6"
 _Error = TypeVar("_Error", bound=BaseException)
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
@@ -50,10 +52,25 @@ def role_parser(
     parser.add_argument(
         "--dry-run", action="store_true", help="resolve and check the settings, print them, exit"
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES_HELP)
+    add_version(parser)
     return parser
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Add ``--version``."""
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version, exit")
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up once it is asked for."""
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"{parser.prog} {version('slipstream')}\n")
+        parser.exit()
 
 
 def add_health(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`slipstream dead-letters` of a run that has ended; of a running one: tests/e2e."""
+"""Which run and groups a command line names, and an ended run's letters; a live one: tests/e2e."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.report.run_files import write_letters
-from slipstream.deploy.commands.dead_letters import dead_letters
+from slipstream.deploy.commands.dead_letters import dead_letters, split_words
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import DEAD_LETTERS
 from slipstream.wire.messages.broker import DeadLetters
@@ -57,3 +57,24 @@ def test_a_damaged_file_is_named(folder: Path):
     (folder / DEAD_LETTERS).write_text("{")
     with pytest.raises(ConfigError, match=r"dead_letters\.json cannot be read"):
         dead_letters("list", [], folder=folder, as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "groups", "folder"),
+    [
+        ([], None, [], None),
+        (["g17", "18", "runs/demo"], None, ["g17", "18"], "runs/demo"),
+        (["runs/all", "all"], None, ["all"], "runs/all"),
+        (["all"], Path("runs/demo"), ["all"], "runs/demo"),
+        (["demo"], None, [], "demo"),
+    ],
+)
+def test_what_is_no_group_is_the_run(
+    words: list[str], run: Path | None, groups: list[str], folder: str | None
+):
+    assert split_words(words, run) == (groups, Path(folder) if folder else None)
+
+
+def test_two_runs_are_refused():
+    with pytest.raises(ConfigError, match="of one run, got runs/a, runs/b"):
+        split_words(["runs/a", "g1"], Path("runs/b"))

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from slipstream.deploy.terminal.console import make_console
@@ -76,3 +77,26 @@ def test_client_text_is_printed_as_one_short_line():
     shown = as_one_line(forged, most=60)
     assert shown == "no judge 20:00:00.000 E broker FORGED ]0;x " + "A" * 17
     assert visible("a\tb\nc") == "a\tb\nc"
+
+
+def wide_table() -> Table:
+    table = Table("a", "b", title="figures")
+    table.add_row("x" * 150, "y" * 150)
+    return table
+
+
+def test_a_table_that_is_read_by_a_program_is_not_cut():
+    written = io.StringIO()
+    console = make_console(file=written)
+    console.print(wide_table())
+    assert "x" * 150 in written.getvalue()
+    assert "y" * 150 in written.getvalue()
+    console.rule()
+    assert len(written.getvalue().splitlines()[-1]) < 150
+
+
+def test_a_table_fits_a_terminal_and_a_width_that_was_chosen():
+    for options in ({"force_terminal": True, "width": 60}, {"width": 60}):
+        written = io.StringIO()
+        make_console(file=written, color_system=None, **options).print(wide_table())
+        assert max(map(len, written.getvalue().splitlines())) <= 60

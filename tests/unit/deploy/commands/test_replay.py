@@ -1,0 +1,28 @@
+"""Which recorded batches a command line names."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.deploy.commands.replay import recorded_file, split_target
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import BATCHES
+
+
+def test_a_word_without_a_value_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert split_target(["learner.lr=0", "runs/a"]) == (Path("runs/a"), ["learner.lr=0"])
+    assert split_target(["learner.lr=0"]) == (None, ["learner.lr=0"])
+    Path("a=b").touch()
+    assert split_target(["a=b"]) == (Path("a=b"), [])
+    with pytest.raises(ConfigError, match="one RUN or FILE, got runs/a runs/b"):
+        split_target(["runs/a", "runs/b"])
+
+
+def test_a_run_stands_for_its_recorded_batches(tmp_path: Path):
+    file = tmp_path / "run" / BATCHES
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert recorded_file(tmp_path / "run") == recorded_file(file) == file
+    with pytest.raises(ConfigError, match="is not a trajectory file"):
+        recorded_file(tmp_path)
