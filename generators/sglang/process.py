@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import aiohttp
 import psutil
 
 from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.sglang.harmless import LEFT_OUT_FILE, counted, told
 from slipstream.generators.sglang.start_order import (
     HOST,
     EngineNode,
@@ -74,6 +76,7 @@ class SglangProcess:
     log_file: Path
     scratch: Path  # private folder for its temporary files
     ready_url: str = ""  # answers once it has started
+    told: Counter[str] = field(default_factory=Counter)  # warnings that the log says it lacks
 
     @classmethod
     def start(
@@ -163,6 +166,18 @@ class SglangProcess:
                         f"(generators.start_timeout_s)\n{last_lines(self.log_file)}"
                     )
                 await asyncio.sleep(_POLL_S)
+        self.tell_what_is_left_out()
+
+    def tell_what_is_left_out(self) -> None:
+        """Add a line to the log that counts the known warnings which are not in it, if any are new.
+
+        The server's processes count; they are killed at their end, so it is said for them.
+        """
+        found = counted(self.scratch / LEFT_OUT_FILE)
+        line, self.told = told(found - self.told), found
+        if line:
+            with suppress(OSError), self.log_file.open("a") as log:
+                log.write(line)
 
     def note_shared_memory(self) -> None:
         """Record the server's shared memory: once it is killed, nothing else knows it."""
@@ -202,6 +217,7 @@ class SglangProcess:
 
     def clean(self) -> None:
         """Remove the server's leftovers: temporary files and shared memory."""
+        self.tell_what_is_left_out()
         remove_leftovers(self.scratch)
 
 

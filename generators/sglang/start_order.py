@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.sglang.harmless import LEFT_OUT_FILE, LEFT_OUT_VARIABLE
 from slipstream.generators.sglang.patches import (
     ADAPTERS_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,
@@ -176,6 +177,7 @@ def environment_of(
         setting="generators.environment",
     )
     environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
+    environment[LEFT_OUT_VARIABLE] = str(scratch / LEFT_OUT_FILE)
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
