@@ -257,6 +257,11 @@ def broker_settings(table: Table) -> BrokerSettings:
         environment=section(table, "environment", EnvironmentSection),
         logging=section(table, "logging", LoggingSection),
     )
+    if settings.keys_folder.absolute() == settings.run.folder.absolute():
+        raise ConfigError(
+            f"run.name = {settings.run.name!r}: {settings.keys_folder} is the folder of the keys "
+            "of roles on other hosts (broker.keys); choose another name"
+        )
     if not settings.data.sources:
         required(settings.data.file, "data.file")
     evaluation = settings.eval

@@ -1,6 +1,7 @@
 """The state of the run as Prometheus metrics."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -51,6 +52,8 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
     last_publish = s.publish_history[-1].phase_seconds if s.publish_history else {}
     last_fetched = s.publish_history[-1].fetched_bytes if s.publish_history else {}
     return {
+        MetricName.BUILD: {(version("slipstream"),): 1.0},
+        MetricName.RUN: {(s.run_name, s.outcome): 1.0},
         MetricName.LEARNER_STEPS: {(): s.steps},
         MetricName.TOTAL_STEPS: {(): s.total_steps},
         MetricName.GROUPS_ISSUED: {(): s.issued},

@@ -78,7 +78,7 @@ def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") ->
         barren += f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
     if not group_ids:
         held = ", ".join(f"{state}: {n}" for state, n in book.in_flight().items() if n)
-        return f"no group is under way{f' ({held})' if held else ''}{barren}"
+        return f"groups, none of which is under way{f' ({held})' if held else ''}{barren}"
     parts = []
     for group_id in group_ids[:3]:
         group = book.groups[group_id]

@@ -24,6 +24,7 @@ from slipstream.deploy.terminal.observe import (
 )
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE
+from slipstream.wire.process.command_line import port
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.sections import RunSection
 
@@ -48,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run folders, default the newest one; several, or a folder of runs, are compared",
     )
     parser.add_argument(
-        "--port", type=int, default=0, help="port to serve at; 0: the system chooses one"
+        "--port",
+        type=port,
+        default=0,
+        metavar="PORT",
+        help="port to serve at; 0: the system chooses one",
     )
 
 

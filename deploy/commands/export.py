@@ -4,9 +4,10 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-from slipstream.deploy.commands.options import RUNS
+from slipstream.deploy.commands.options import RUNS, writing
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     INFO_FILE,
@@ -134,7 +135,8 @@ def out_folder(checkpoint: Path, out: Path | None, name: str = "model") -> Path:
     """Return the folder to write; by default it has this ``name`` in the run.
 
     Raises:
-        ConfigError: the folder holds something, or none follows from the checkpoint.
+        ConfigError: the folder holds something or cannot be made, or none follows from the
+            checkpoint.
     """
     if out is None:
         if checkpoint.parent.name != "checkpoints":
@@ -142,4 +144,7 @@ def out_folder(checkpoint: Path, out: Path | None, name: str = "model") -> Path:
         return checkpoint.parent.parent / name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already (--out)")
+    with writing(out, "--out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=".", dir=out.parent)).rmdir()  # before torch is imported
     return out

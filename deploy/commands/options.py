@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +19,19 @@ RUNS = Path("runs")
 def chosen_run(folder: Path | str | None) -> Path:
     """Return the run folder that was named, else the newest one."""
     return Path(folder) if folder else newest_run(RUNS)
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Name the option that chose a path if nothing can be written there.
+
+    Raises:
+        ConfigError: of an OSError in the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror} ({option})") from error
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool, text: str = "") -> None:

@@ -28,7 +28,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.gpus import usable_gpus
-from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.load import section as load_section
 from slipstream.wire.settings.sections import CheckpointSection, run_section
 
@@ -98,6 +98,8 @@ def run(
         refuse_taken(upload)
     if place == "local" and len(config.deploy.hosts) == 1:
         refuse_without_extras(config)
+    if note := steps_before_epochs(table):
+        console.print(note, style="yellow", soft_wrap=True)
     config = with_contents(config)
     if dry_run:
         return _try_dry(config, place, console)
@@ -113,6 +115,17 @@ def run(
             "for each host): see docs/clusters.md"
         )
     return run_locally(config, console)
+
+
+def steps_before_epochs(table: Table) -> str:
+    """Return a remark where run.epochs is set and the default of run.steps may end a run first."""
+    run = run_section(table)
+    if not run.epochs or "steps" in table.get("run", {}):
+        return ""
+    return (
+        f"run.epochs = {run.epochs:g}, and run.steps is {run.steps} by default: whichever is "
+        "reached first ends the run; set run.steps too"
+    )
 
 
 def _try_dry(config: RunConfig, place: str, console: Console) -> int:

@@ -11,7 +11,7 @@ from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.ledger.events import decode_event
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.store.event_log import read_trail
-from slipstream.deploy.commands.options import add_run, chosen_run
+from slipstream.deploy.commands.options import add_run, chosen_run, writing
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.timeline import (
     TrailReader,
@@ -90,7 +90,7 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
     if stored is not None:
         marks += history_marks(stored.history)
     path = out or folder / TRACE
-    with replacing_file(path, durable=False) as file:
+    with writing(path, "--out"), replacing_file(path, durable=False) as file:
         head = json.dumps({"run": folder.name})
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n'.encode())
         for number, event in enumerate(trace_events(spans, marks)):

@@ -70,7 +70,8 @@ def save_adapter(model: RankModel, folder: Path, base_model: str) -> None:
     tensors = {name: tensor.detach().cpu() for name, tensor, _, _ in adapters.named_tensors()}
     with replacing_folder(folder, durable=False) as unfinished:
         (unfinished / CONFIG).write_bytes(adapter_config(adapters.facts, base_model))
-        save_file(tensors, unfinished / TENSORS, metadata={"format": "pt"})
+        save_file(tensors, unfinished / TENSORS, metadata={"format": "pt"})  # for its owner alone
+        (unfinished / TENSORS).chmod((unfinished / CONFIG).stat().st_mode & 0o777)
 
 
 def hash_of_base(folder: Path) -> str:

@@ -155,6 +155,7 @@ class Run:
     evaluated: bool = True
     reference: bool = False  # whether there is a reference policy
     critic: bool = False
+    one_minibatch: bool = False  # of a step, whose ratios are then 1
     agents: bool = False  # trajectories of several turns
     observed: int = 0  # characters that one of their observations has besides
     outcome: str = ""  # empty: follows from ``live``
@@ -404,6 +405,10 @@ class Run:
             "staleness/mean": 0.96,
             "time/step": 4.9,
         }
+        if self.one_minibatch:
+            flat = ("policy/clip_up", "policy/clip_down", "policy/clip_dual", "staleness/masked")
+            metrics |= dict.fromkeys(flat, 0.0)
+            metrics |= dict.fromkeys(("policy/ratio", "policy/ratio_max"), 1.0)
         if self.agents:
             metrics |= {
                 "turns/mean": 3.1 - done + draw.gauss(0, 0.1),

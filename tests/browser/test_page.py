@@ -957,6 +957,28 @@ def test_the_trust_region_shows_clips_masks_and_ratios_of_the_newest_step(
     assert ask(browser, _HIDDEN) == ["reference", "explained", "critic-loss", "value"]
 
 
+def test_ratios_that_are_all_one_are_said_and_not_drawn(browser: WebDriver) -> None:
+    drawn = "[...document.querySelectorAll('#trust figure:not([hidden])')].map((one) => one.id)"
+    with served(samples.Run(steps=60, rows=200, one_minibatch=True)) as server:
+        show(browser, server)
+        until(lambda: ask(browser, drawn) == [])
+        assert "learner.minibatches = 1" in text(browser, "#trust-flat")
+    with served(samples.Run(steps=60, rows=200)) as server:
+        show(browser, server)
+        until(lambda: "ratio-chart" in ask(browser, drawn))
+        assert ask(browser, "document.getElementById('trust-flat').hidden")
+
+
+@pytest.mark.parametrize("width", [1024, 1280, 1440, 1920])
+def test_the_header_of_an_ended_run_is_whole(browser: WebDriver, width: int) -> None:
+    with served(samples.Run(steps=60, rows=200, live=False)) as server:
+        show(browser, server, width=width)
+        about = "document.getElementById('about')"
+        assert "finished after" in text(browser, "#about")
+        assert ask(browser, f"{about}.scrollWidth <= {about}.clientWidth")
+        assert ask(browser, "document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_critic_and_reference_are_shown_where_there_are_any(browser: WebDriver) -> None:
     run = samples.Run(steps=60, rows=200, reference=True, critic=True)
     with served(run) as server:

@@ -80,7 +80,8 @@ def test_every_metric_is_on_the_dashboard():
     over_the_run = {"slipstream_role_busy_ratio"}  # the dashboard has the share of the last minute
     labeled = {"slipstream_publishes_total", "slipstream_evaluation_step"}
     for_alerts = {"slipstream_advisory"}  # the page has its text
-    assert set(EXPORTED) - shown == over_the_run | labeled | for_alerts
+    facts = {"slipstream_build_info", "slipstream_run_info"}  # to join with by PromQL
+    assert set(EXPORTED) - shown == over_the_run | labeled | for_alerts | facts
 
 
 def test_counters_are_shown_as_rates_or_as_what_they_count_so_far():

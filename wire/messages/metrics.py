@@ -32,6 +32,14 @@ class MetricName(StrEnum):
         """Name under which Prometheus keeps the samples."""
         return f"{self.value}_total" if self.kind == "counter" else self.value
 
+    BUILD = (
+        *("slipstream_build_info", "gauge", "1", ("version",)),
+        "1, with the version of Slipstream that serves this",
+    )
+    RUN = (
+        *("slipstream_run_info", "gauge", "1", ("run", "outcome")),
+        "1, with the name of the run and whether it is running, finished or why it ended",
+    )
     LEARNER_STEPS = (
         *("slipstream_learner_steps", "counter", "steps", ()),
         "Learner steps completed",

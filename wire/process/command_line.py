@@ -77,14 +77,15 @@ def add_health(parser: argparse.ArgumentParser) -> None:
     """Add the option of roles that answer probes (health.py)."""
     parser.add_argument(
         "--health",
-        type=_port,
+        type=port,
         default=0,
         metavar="PORT",
         help="answer probes at http://127.0.0.1:PORT/health; default 0 is off",
     )
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
+    """Return a port of a command line; 0 is one that the system chooses, or none."""
     if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"a port is 0 to {MAX_PORT}, not {text!r}")
     return int(text)

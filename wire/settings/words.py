@@ -18,7 +18,7 @@ _MINUS_ONE = {
     "eval.every_steps": "0 is never",
     "checkpoint.every_steps": "0 is never",
     "checkpoint.keep_last": "0 keeps all",
-    "run.steps": "leave run.steps out, with run.epochs, for no limit",
+    "run.steps": "for no limit give a number that run.epochs reaches first",
 }
 _ALTERNATIVES = re.compile(r"\^\(([\w\-|]+)\)\$")
 _CONSOLE = "the terminal is always written to: name trackers alone, or none with []"

@@ -11,6 +11,7 @@ const POLICY = [
     [["mean", "policy/ratio", "--c1"]]],
   ["ratio-max-chart", { title: "Ratio, largest", unit: "of any token", axis: "step", low: 0 }, [["largest", "policy/ratio_max", "--c5"]]],
 ];
+const FLAT = 1e-6;
 const OPTIONAL = [ // hidden in a run that has no such figures
   ["reference-chart", { title: "KL of the policy", unit: "nats per token", axis: "step", low: 0 },
     [["reference", "policy/kl_reference", "--c4"], ["behavior", "policy/kl_behavior", "--c1"], ["teacher", "policy/kl_teacher", "--c3"]]],
@@ -21,14 +22,23 @@ const OPTIONAL = [ // hidden in a run that has no such figures
     [["value", "critic/value", "--c1"], ["return", "critic/return", "--c2"]]],
 ];
 
+/** Whether the policy's ratios are all 1 and no token was clipped or masked: three flat lines. */
+export function isFlat(steps) {
+  const all = (key, value, within) => (steps.get(key) ?? []).every((v) => v == null || Math.abs(v - value) <= within);
+  const none = ["policy/clip_up", "policy/clip_down", "policy/clip_dual", "staleness/masked"];
+  return Boolean(steps.get("policy/ratio")?.length) && ["policy/ratio", "policy/ratio_max"].every((key) => all(key, 1, FLAT)) && none.every((key) => all(key, 0, 0));
+}
+
 export function create() {
   const charts = [...POLICY, ...OPTIONAL].map(([id, options, lines]) => [new Chart(byId(id), options), lines]);
   return {
     show({ steps }, news) {
       if (!news.has("steps")) return;
+      const flat = isFlat(steps);
+      byId("trust-flat").hidden = !flat;
       charts.forEach(([chart, lines], place) => {
         const known = lines.filter(([, key]) => steps.get(key));
-        chart.host.hidden = place >= POLICY.length && !known.length;
+        chart.host.hidden = place >= POLICY.length ? !known.length : flat;
         chart.update(steps.x, known.map(([name, key, color]) => ({ name, values: steps.get(key), color })));
       });
     },

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.config import private_paths
+from slipstream.broker.config import broker_settings, private_paths
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
 
 
@@ -41,3 +42,11 @@ def test_files_with_a_password_or_a_token_are_private_where_they_are(tmp_path: P
 def test_faults_in_the_learner_section_are_left_to_the_learner(tmp_path: Path, algo: object):
     table: Table = {"run": {"name": "r", "dir": str(tmp_path)}}
     assert private_paths({**table, "algo": algo}) == private_paths(table)
+
+
+def test_a_run_in_the_folder_of_the_keys_is_refused(tmp_path: Path):
+    table: Table = {"run": {"name": "keys", "dir": str(tmp_path), "model": "m"}}
+    with pytest.raises(ConfigError, match=r"run\.name = 'keys'.*\(broker\.keys\)"):
+        broker_settings(table)
+    elsewhere = table | {"broker": {"keys": "/keys"}, "data": {"file": "a.jsonl"}}
+    assert broker_settings(elsewhere).run.name == "keys"

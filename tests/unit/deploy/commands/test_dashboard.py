@@ -1,5 +1,6 @@
 """What `slipstream dashboard` reports: a broker answers, does not answer, or the run has ended."""
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from slipstream.broker.config import BrokerSection, DashboardTable
 from slipstream.broker.dashboard.columns import StoredState
 from slipstream.broker.dashboard.history import History
 from slipstream.deploy.commands.dashboard import (
+    add_arguments,
     described,
     is_folder_of_runs,
     require_page,
@@ -63,3 +65,12 @@ def test_a_folder_that_holds_runs_and_is_none_is_compared(tmp_path: Path):
     assert is_folder_of_runs(tmp_path)
     assert not is_folder_of_runs(run)
     assert not is_folder_of_runs(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "http"])
+def test_what_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--port={port}"])
+    assert f"a port is 0 to 65535, not '{port}'" in capsys.readouterr().err

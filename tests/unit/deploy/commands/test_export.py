@@ -88,3 +88,12 @@ def test_run_means_the_batches_it_recorded(tmp_path: Path):
     file.parent.mkdir()
     file.touch()
     assert recorded_file(tmp_path) == recorded_file(file) == file
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y"])
+def test_a_folder_that_cannot_be_made_is_refused_by_its_option(tmp_path: Path, out: str):
+    checkpoint = write_checkpoint(tmp_path / "a", 1, 40)
+    with pytest.raises(ConfigError, match=rf"{out} cannot be written: .* \(--out\)"):
+        out_folder(checkpoint, Path(out))
+    assert out_folder(checkpoint, tmp_path / "new" / "model") == tmp_path / "new" / "model"
+    assert list((tmp_path / "new").iterdir()) == []

@@ -337,3 +337,9 @@ def test_the_file_is_in_the_run_folder_unless_another_is_named(
 
 def _unfinished(folder: Path) -> Iterator[Path]:
     return folder.glob(".trace*")
+
+
+def test_a_file_that_cannot_be_written_is_refused_by_its_option(folder: Path):
+    out = folder / "nowhere" / "trace.json"
+    with pytest.raises(ConfigError, match=r"trace\.json cannot be written: .* \(--out\)"):
+        write_trace(folder, out, Console(file=io.StringIO()), max_spans=10)
