@@ -340,6 +340,8 @@ class Run:
             environment_failed=2.0 if is_generator and self.agents else 0.0,
             engine_s=6_900.0 if is_generator and self.agents else 0.0,
             environment_s=2_300.0 if is_generator and self.agents else 0.0,
+            cpu_cores={"learner": 1.1, "generator": 1.4, "reward": 3.7}.get(role, 0.2),
+            memory_bytes=round({"learner": 9.4, "generator": 6.2}.get(role, 0.4) * 2**30),
         )
 
     def point(self, row: int) -> dict[str, float | None]:
