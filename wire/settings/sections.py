@@ -452,7 +452,10 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
         return fetched_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
     folder = Path(run.model)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"no config.json in {folder} (run.model)")
+        raise ConfigError(
+            f"no config.json in {folder}: a model is a folder on this host (hf download NAME "
+            "--local-dir DIR makes one) or the URL of one (run.model)"
+        )
     copied_files(folder)
     return folder
 

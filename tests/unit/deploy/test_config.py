@@ -36,7 +36,11 @@ def test_a_run_without_further_settings_is_complete(table: Table):
     ("section", "values", "names"),
     [
         ("run", {"model": ""}, r"run\.model is not set"),
-        ("run", {"model": "/nowhere"}, r"no config\.json in /nowhere \(run\.model\)"),
+        (
+            "run",
+            {"model": "/nowhere"},
+            r"no config\.json in /nowhere: a model is a folder .* \(run\.model\)",
+        ),
         ("data", {"file": ""}, r"data\.file is not set"),
         (
             "learner",
