@@ -50,11 +50,15 @@ _LETTERS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument("--gpus", type=int, help="of all pools; default those of the file's roles")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs of all pools; default those of the file's roles"
+    )
     parser.add_argument(
         "--gpu", help='a name such as "H100", or GiB; default deploy.gpu_memory_gib'
     )
-    parser.add_argument("--gpus-per-node", type=int, help="default deploy.gpus_per_host, or 8")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="GPUs of a host; default deploy.gpus_per_host, or 8"
+    )
     parser.add_argument(
         "--model",
         help="instead of run.model: a folder with config.json, such a file, or one of "
@@ -62,9 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mean-prompt", type=float, help="tokens; default half of the most")
     parser.add_argument("--mean-response", type=float, help="tokens; default half of the most")
-    parser.add_argument("--nics", type=int, default=8, help="of each host, default 8")
+    parser.add_argument("--nics", type=int, default=8, help="network cards of each host, default 8")
     parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
-    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="of each GPU, default 50")
+    parser.add_argument(
+        "--pcie-gb-s", type=float, default=50.0, help="GB/s of each GPU, default 50"
+    )
     parser.add_argument(
         "--mfu",
         type=float,
@@ -78,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of peak and memory's rate that an engine reaches, default 0.6",
     )
     parser.add_argument(
-        "--reserve-gib", type=float, default=4.0, help="of each GPU for CUDA and NCCL, default 4"
+        "--reserve-gib", type=float, default=4.0, help="GB of each GPU for CUDA and NCCL, default 4"
     )
     parser.add_argument(
         "--host-gb", type=float, default=0.0, help="memory of a host, default 0: no limit"

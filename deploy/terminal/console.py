@@ -29,7 +29,8 @@ class _VisibleConsole(Console):
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 as rich has them
         super().__init__(**options)
-        self._widens = "width" not in options and not self.is_terminal
+        chosen = "width" in options or "COLUMNS" in self._environ
+        self._widens = not chosen and not self.is_terminal
 
     @override
     def print(self, *objects: Any, **options: Any) -> None:

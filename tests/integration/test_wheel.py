@@ -52,6 +52,8 @@ CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printe
     "slipstream align .cache/addition/model": (2, BOTH),
     f"slipstream memory {QUICKSTART}": (2, LEARNER),
     f"slipstream memory {QUICKSTART} --measure": (2, LEARNER),
+    "slipstream plan": (2, "name one settings file"),
+    f"slipstream plan {QUICKSTART}": (2, LEARNER),
     "slipstream weights": (0, "commands to agents"),
     f"slipstream render slurm {QUICKSTART} --out job": (0, "job.sbatch"),
     f"slipstream render compose {QUICKSTART} --out compose": (0, "compose"),

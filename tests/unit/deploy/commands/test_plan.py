@@ -98,7 +98,7 @@ def test_what_cannot_be_planned_is_refused_by_its_option(
 
 
 def test_a_model_without_a_config_is_refused(settings: Path):
-    with pytest.raises(ConfigError, match=r"no config.json in none \(run.model\)"):
+    with pytest.raises(ConfigError, match=r"no config.json in none: .* \(run.model\)"):
         plan.main(arguments(settings))
     with pytest.raises(ConfigError, match=r"--model is 'nowhere'"):
         plan.main(arguments(settings, "--model", "nowhere"))
