@@ -28,6 +28,7 @@ LEARNER = "torch is not installed: pip install 'slipstream[learner]'"
 GENERATORS = "is not installed: pip install 'slipstream[generators]'"
 NO_RUN = "no run in "
 QUICKSTART = "--config configs/quickstart.toml"  # that of the wheel
+SHAPE = "--gpu H100 --model Qwen3-30B-A3B"
 SUMS = (
     "environment.function=slipstream.deploy.examples.sums:Sums generators.siblings_together=false"
 )
@@ -53,6 +54,8 @@ CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printe
     f"slipstream memory {QUICKSTART}": (2, LEARNER),
     f"slipstream memory {QUICKSTART} --measure": (2, LEARNER),
     "slipstream plan": (2, "name one settings file"),
+    "slipstream simulate --gpu H100": (2, "name one settings file"),
+    f"slipstream simulate {QUICKSTART} {SHAPE} --steps 2": (0, "predicted"),
     f"slipstream plan {QUICKSTART}": (2, LEARNER),
     "slipstream weights": (0, "commands to agents"),
     f"slipstream render slurm {QUICKSTART} --out job": (0, "job.sbatch"),
