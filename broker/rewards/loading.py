@@ -16,6 +16,7 @@ from slipstream.wire.files.source_files import module_named
 from slipstream.wire.messages.trajectory import Json
 
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _VERSION_DIGITS = 12
 Target = Callable[..., object]
 
@@ -54,9 +55,14 @@ def load_function(
     wanted = _accepted(target, options, offered or {}, f"{setting}.options", name)
     if "sandbox" in wanted:
         sandbox.check(wanted["sandbox"])
+    is_verls_batch = takes is None and _takes_verls_batch(target)
     info = FunctionInfo(
-        name=name, version=version or _digest(target, file), takes=takes or "answer"
+        name=name,
+        version=version or _digest(target, file),
+        takes="batch" if is_verls_batch else takes or "answer",
     )
+    if is_verls_batch:
+        return RewardFunction(info, _of_verls_batch(target, wanted), _is_async(target), _nothing)
     if inspect.isclass(target):
         return _of_class(target, info, wanted, setting, is_versioned=bool(version))
     call = _of_function(target, info, wanted) if takes else _of_verl(target, wanted, name, setting)
@@ -127,6 +133,28 @@ def _of_verl(
     )
 
 
+def _takes_verls_batch(target: Target) -> bool:
+    """True if a function names verl's arguments of a batch, one list each."""
+    if inspect.isclass(target):
+        return False
+    try:
+        return set(_VERL_BATCH_ARGUMENTS) <= set(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return False
+
+
+def _of_verls_batch(
+    target: Target, options: Mapping[str, Json]
+) -> Callable[[Sequence[Transcript]], object]:
+    """Call with a list for each of verl's arguments."""
+
+    def call(transcripts: Sequence[Transcript]) -> object:
+        columns = map(list, zip(*map(_values, transcripts), strict=True))
+        return target(**dict(zip(_VERL_BATCH_ARGUMENTS, columns, strict=True)), **options)
+
+    return call
+
+
 def _values(transcript: Transcript) -> tuple[Json, ...]:
     prompt = transcript.prompt
     return prompt.data_source, transcript.response, prompt.ground_truth, prompt.extra_info
@@ -171,7 +199,7 @@ def _accepted(
         parameter.name
         for parameter in parameters[given:]
         if parameter.kind in {parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD}
-        and not (is_verl and parameter.name in _VERL_ARGUMENTS)
+        and not (is_verl and parameter.name in {*_VERL_ARGUMENTS, *_VERL_BATCH_ARGUMENTS})
     ]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for key in options:

@@ -1,8 +1,11 @@
 """Pure: turns a reward function's result or exception into a score that can be trusted."""
 
 import math
+import sysconfig
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
+from traceback import walk_tb
 from typing import Literal, SupportsFloat
 
 import msgspec
@@ -18,6 +21,12 @@ from slipstream.wire.messages.trajectory import (
     Transcript,
 )
 
+# Where Python's own modules, installed packages and this one are.
+_NOT_OWN = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(__file__).parents[2]),
+)
 _TURN_REWARDS = "turn_rewards"  # of a mapping that a function returns
 Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
 
@@ -128,7 +137,7 @@ def failure(error: BaseException) -> Outcome:
         return unavailable(_text_of(error))
     if isinstance(error, Unavailable):
         return unavailable(_text_of(error) or "the reward function gave no reason")
-    return unavailable(f"raised {type(error).__name__}: {_text_of(error)}")
+    return unavailable(f"raised {type(error).__name__}: {_text_of(error)}{_place_of(error)}")
 
 
 def unavailable(reason: str) -> Outcome:
@@ -183,6 +192,16 @@ def _shown(value: object) -> str:
         return repr(value)[:MAX_REASON]
     except Exception:  # noqa: BLE001 a foreign __repr__ may raise anything
         return f"a {type(value).__name__}"
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the line that raised, of the innermost file that no package brought, in brackets."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_OWN) and not file.startswith("<"):
+            return f" ({Path(file).name}, line {frame.f_lineno})"
+    return ""
 
 
 def _text_of(error: BaseException) -> str:

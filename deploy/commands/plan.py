@@ -84,7 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of peak and memory's rate that an engine reaches, default 0.6",
     )
     parser.add_argument(
-        "--reserve-gib", type=float, default=4.0, help="GB of each GPU for CUDA and NCCL, default 4"
+        "--reserve-gib",
+        type=float,
+        default=4.0,
+        help="GiB of each GPU for CUDA and NCCL, default 4",
     )
     parser.add_argument(
         "--host-gb", type=float, default=0.0, help="memory of a host, default 0: no limit"

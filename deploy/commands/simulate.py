@@ -67,25 +67,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
     parser.add_argument("--gpu", required=True, help='a name such as "H100", or GiB of memory')
-    parser.add_argument("--engines", type=int, help="default generators.count")
+    parser.add_argument("--engines", type=int, help="number of engines, default generators.count")
     parser.add_argument(
-        "--gpus-per-engine", type=int, help="default the ranks of generators.sglang"
+        "--gpus-per-engine",
+        type=int,
+        help="ranks of one engine, default those of generators.sglang",
     )
-    parser.add_argument("--learner-gpus", type=int, help="default learner.ranks")
+    parser.add_argument(
+        "--learner-gpus", type=int, help="GPUs of the learner, default learner.ranks"
+    )
     parser.add_argument(
         "--model",
         help="instead of run.model: a folder with config.json, such a file, or one of "
         + ", ".join(shipped_names()),
     )
-    parser.add_argument("--mean-prompt", type=int, help="tokens; default half of the most")
-    parser.add_argument("--mean-response", type=float, help="tokens; default half of the most")
+    parser.add_argument(
+        "--mean-prompt", type=int, help="tokens of a prompt, default half of the most"
+    )
+    parser.add_argument(
+        "--mean-response", type=float, help="tokens of a response, default half of the most"
+    )
     parser.add_argument(
         "--spread",
         type=float,
         default=0.8,
-        help="of response lengths, deviation over mean; 0: all are equal; default 0.8",
+        help="deviation of response lengths over their mean; 0: all are equal; default 0.8",
     )
-    parser.add_argument("--mfu", type=float, default=0.4, help="of the learner, default 0.4")
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        default=0.4,
+        help="share of the peak that the learner reaches, default 0.4",
+    )
     parser.add_argument(
         "--engine-share",
         type=float,
@@ -96,15 +109,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--passes",
         type=float,
         default=1.0,
-        help="of the learner over a batch; a forward pass beside it is 0.33 more; default 1",
+        help="passes of the learner over a batch; a forward pass alone is 0.33; default 1",
     )
-    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="into a host, default 50")
-    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="into a GPU, default 50")
+    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s into a host, default 50")
+    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="GB/s into a GPU, default 50")
     parser.add_argument(
         "--engine-mtbf-h", type=float, default=0.0, help="hours between failures of one engine"
     )
-    parser.add_argument("--steps", type=int, help="default run.steps")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--steps", type=int, help="learner steps, default run.steps")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of everything that is drawn, default 0"
+    )
     parser.add_argument("--out", type=Path, help="write a run folder here, which must be empty")
     add_json(parser)
     add_overrides(parser)

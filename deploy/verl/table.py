@@ -1432,7 +1432,7 @@ _TRAINER = Group(
         Row(
             ("trainer.nnodes",),
             ("deploy.hosts",),
-            "names of hosts, not a number; such hosts are planned only: `--on ray` or "
+            "names of hosts, not a number; `--on hosts` prints the commands of each; `--on ray` or "
             "`slipstream render` start several ([clusters.md](clusters.md))",
             rules.hosts,
             kind="changed",

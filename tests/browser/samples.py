@@ -33,6 +33,8 @@ from slipstream.wire.messages.status import (
     RunStatus,
     StepPoint,
     Survivorship,
+    ThrottleChange,
+    ThrottleStatus,
 )
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
@@ -157,6 +159,7 @@ class Run:
     critic: bool = False
     one_minibatch: bool = False  # of a step, whose ratios are then 1
     agents: bool = False  # trajectories of several turns
+    held: bool = False  # by a staleness target
     observed: int = 0  # characters that one of their observations has besides
     outcome: str = ""  # empty: follows from ``live``
     run_name: str = "sample-data"
@@ -222,6 +225,7 @@ class Run:
             },
             staleness_histogram=dict(self.tokens_by_lag),
             survivorship=_survivorship(),
+            throttle=_throttle() if self.held else None,
             queue={
                 "ready_groups": 21,
                 "leased_groups": 40,
@@ -653,6 +657,27 @@ def _of_tokens(step: int, done: float) -> dict[str, float]:
 
 def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
+
+
+def _throttle() -> ThrottleStatus:
+    """Return what a staleness target holds back, after two changes."""
+    above = "38.1% of tokens older than p95_lag = 1 (5% may be) is above its target"
+    below = "0.2% of tokens older than p95_lag = 1 (5% may be) is well below its target"
+    return ThrottleStatus(
+        target="p95_lag = 1",
+        bound=1,
+        in_flight=64,
+        most_in_flight=96,
+        excess=0.4,
+        changes=(
+            ThrottleChange(
+                step=12, bound=1, in_flight=60, reason=f"{above}: 96 -> 60 groups under way"
+            ),
+            ThrottleChange(
+                step=40, bound=1, in_flight=64, reason=f"{below}: 60 -> 64 groups under way"
+            ),
+        ),
+    )
 
 
 def _survivorship() -> Survivorship:

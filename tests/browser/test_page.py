@@ -77,6 +77,35 @@ def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: Sample
     assert f"dead letters{dead}" in texts(browser, "#queues tr")
 
 
+def test_a_key_comes_to_the_search_and_is_a_letter_there(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    press(browser, "/")
+    assert ask(browser, "document.activeElement.id") == "query"
+    press(browser, "a", "/")
+    assert ask(browser, "document.activeElement.value") == "a/"
+
+
+def test_a_staleness_target_is_shown_with_what_it_changed_and_why(browser: WebDriver) -> None:
+    with served(samples.Run(steps=60, rows=200, held=True)) as server:
+        show(browser, server)
+        assert "bound 2, 1 in force" in text(browser, "#verdict-staleness")
+        note = text(browser, "#target-note")
+        assert "p95_lag = 1: bound in force 1 of" in note
+        assert "at most 64 of 96 groups under way; the figure is 0.40 times the target" in note
+        rows = texts(browser, "#target-changes tbody tr")
+        assert all(row.startswith(step) for row, step in zip(rows, ("40", "12"), strict=True))
+        assert "is above its target" in rows[1]
+
+
+def test_without_a_staleness_target_there_is_no_panel_of_one(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    assert ask(browser, "document.querySelector('#target').checkVisibility()") is False
+
+
 def test_advice_names_a_setting_and_why_opens_the_section_of_the_guide(
     browser: WebDriver, server: SampleServer
 ) -> None:

@@ -581,7 +581,8 @@ def test_a_batch_of_bad_answers_makes_one_call_more_than_it_has_answers(
     options = {"path": str(tmp_path / "calls"), "fault": "raises"}
     section = settings(rewards, "batch_with_a_fault", options=options)
     scores, _ = scored(section, *["bad"] * 11)
-    assert {score.unavailable for score in scores} == {"raised ValueError: no number"}
+    (reason,) = {score.unavailable for score in scores}
+    assert reason.startswith("raised ValueError: no number (")
     assert len((tmp_path / "calls").read_text().split()) == 11 + 1
 
 

@@ -192,7 +192,7 @@ def _first(group: BaseExceptionGroup[_Error]) -> _Error:
 def _report(error: SlipstreamError) -> int:
     if isinstance(error, ConfigError):
         return refuse_settings(error)
-    logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)
+    logging.getLogger("slipstream").error("%s", error)
     has_successor = isinstance(error, SupersededError | NameTakenError)
     return EXIT_SUPERSEDED if has_successor else EXIT_FAILED
 

@@ -233,6 +233,12 @@ export function create() {
     event.preventDefault();
     search(byId("query").value.trim());
   });
+  document.addEventListener("keydown", (event) => {
+    const types = event.target.closest("input, textarea, select, [contenteditable]");
+    if (event.key !== "/" || types || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    byId("query").focus();
+  });
   byId("letters").addEventListener("toggle", letters);
   byId("coloring").addEventListener("change", paint);
   byId("tokens-table").addEventListener("toggle", table);

@@ -312,6 +312,9 @@ def verl(data_source, solution_str, ground_truth, extra_info):
 def verl_options(data_source, solution_str, ground_truth, extra_info=None, *, bonus, scale=1):
     return bonus * scale
 
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, *, bonus=0):
+    return [bonus + len(solution) for solution in solution_strs]
+
 def verl_any(solution_str, **kwargs):
     return sorted(kwargs)
 
@@ -369,6 +372,29 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rewar
         return load_function(f"{path}:{name}", options)
 
     return load_it
+
+
+def test_verls_arguments_of_a_batch_are_lists_and_so_is_what_it_returns(
+    load: Callable[..., RewardFunction],
+):
+    function = load("verl_batch", bonus=1)
+    assert function.info.takes == "batch"
+    assert function.call([transcript("12"), transcript("1")]) == [3, 2]
+    with pytest.raises(ConfigError, match=r"reward\.options\.bonos: .* it takes bonus"):
+        load("verl_batch", bonos=1)
+
+
+def test_an_exception_says_where_in_a_file_of_ones_own_it_was_raised(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\ndef parse(text):\n    return json.loads(text)\n")
+    names: dict[str, object] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)  # noqa: S102 a file of the test
+    try:
+        names["parse"]("no json")  # type: ignore[operator]
+    except ValueError as error:
+        outcome = failure(error)
+    assert outcome.unavailable.endswith("(mine.py, line 4)")
+    assert outcome.unavailable.startswith("raised JSONDecodeError: Expecting value")
 
 
 def test_verls_four_arguments_are_passed_by_keyword_or_where_names_differ_by_position(

@@ -85,7 +85,8 @@ def wide_table() -> Table:
     return table
 
 
-def test_a_table_that_is_read_by_a_program_is_not_cut():
+def test_a_table_that_is_read_by_a_program_is_not_cut(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     written = io.StringIO()
     console = make_console(file=written)
     console.print(wide_table())
@@ -93,6 +94,13 @@ def test_a_table_that_is_read_by_a_program_is_not_cut():
     assert "y" * 150 in written.getvalue()
     console.rule()
     assert len(written.getvalue().splitlines()[-1]) < 150
+
+
+def test_a_width_that_the_environment_names_was_chosen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    written = io.StringIO()
+    make_console(file=written).print(wide_table())
+    assert max(map(len, written.getvalue().splitlines())) <= 90
 
 
 def test_a_table_fits_a_terminal_and_a_width_that_was_chosen():
