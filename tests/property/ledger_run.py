@@ -52,6 +52,7 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.groups import Group, Lease
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
+from slipstream.broker.ledger.throttle import Throttle
 from slipstream.broker.run_ledger import build_ledger
 from slipstream.broker.startup import StartState, start_run
 from slipstream.broker.store.base import Changes, StoredTrajectory
@@ -75,7 +76,7 @@ from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader, TrajectoryKey
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import CheckpointSection, EvalSection
+from slipstream.wire.settings.sections import CheckpointSection, EvalSection, StalenessTargetTable
 from tests.support.checkpoint_infos import checkpoint_info
 from tests.support.ledger_driver import LEASE_S, eval_plan, header, make_rules, state_of, submit
 from tests.support.memory_store import MemoryStore, SharedMemory
@@ -169,6 +170,7 @@ class Run(RuleBasedStateMachine):
         reserves=st.sampled_from([True, True, True, False]),
         replay_budget=st.sampled_from([1_000_000, 1_000_000, 100, 0]),
         high_water=st.sampled_from([1_000_000, 50]),
+        has_target=st.booleans(),
     )
     def begin(
         self,
@@ -185,6 +187,7 @@ class Run(RuleBasedStateMachine):
         reserves: bool,
         replay_budget: int,
         high_water: int,
+        has_target: bool = False,
     ) -> None:
         Run.base = Run.base or base_settings()
         self.folder = Path(tempfile.mkdtemp(prefix="ledger-run-"))
@@ -198,6 +201,7 @@ class Run(RuleBasedStateMachine):
             max_staleness_steps=staleness,
             staleness_mode="wait" if reserves else "drop",
             min_groups=min(min_groups, groups_per_step),
+            staleness_target=StalenessTargetTable(p95_lag=0 if has_target and staleness else None),
         )
         broker = msgspec.structs.replace(
             Run.base.broker,
@@ -566,6 +570,16 @@ class Run(RuleBasedStateMachine):
         assert sum(len(group.siblings) for group in granted) <= room
         self.work.extend((group, adopted) for group in granted)
         del self.work[:-WORK_REMEMBERED]
+
+    @precondition(lambda self: self.ledger.book.controller is not None)
+    @rule(bound=st.integers(0, 3), some=st.integers(0, 2))
+    def a_target_changes_its_mind(self, bound: int, some: int) -> None:
+        """Whatever a controller may decide, at any time."""
+        rules, controller = self.rules_of_run, self.ledger.book.controller
+        assert controller is not None
+        least, most = rules.bound.groups_per_step, controller.most_in_flight
+        in_flight = max(least, min(most, (bound + 1) * least - some % least))
+        controller.throttle = Throttle(-(-in_flight // least) - 1, in_flight)
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), newest_too=st.booleans())
