@@ -321,6 +321,11 @@ def _check_target(run: RunSection) -> None:
             "run.staleness_target is below the bound, which is 0 with run.max_staleness_steps = 0 "
             'or run.mode = "sync": raise the bound or leave the target out'
         )
+    if run.staleness_mode == "drop":
+        raise ConfigError(
+            'run.staleness_target with run.staleness_mode = "drop": a lowered bound would drop '
+            'more groups, long answers first; expected run.staleness_mode = "wait"'
+        )
     if target.p95_lag is not None and target.p95_lag >= bound:
         raise ConfigError(
             f"run.staleness_target.p95_lag is {target.p95_lag}, expected less than "

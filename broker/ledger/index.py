@@ -22,6 +22,8 @@ class GroupIndex:
         self.num_scored = 0
         self.eval_unscored = 0  # held-out answers that wait for a reward
         self.eval_open = 0  # that are to come, or wait for one
+        self._begun: Counter[int] = Counter()  # step of a first lease -> live groups
+        self._ready_begun: Counter[int] = Counter()  # the same of those that are ready
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready: OrderedDict[int, int] = OrderedDict()  # group -> how many were ready before
         self.num_ever_ready = 0
@@ -42,8 +44,10 @@ class GroupIndex:
             deadline = group.deadline(self._bound)
             self.num_live += 1
             self.due[deadline] += 1
+            self._begun[group.adopted_step] += 1
             if state == "ready":
                 self.ready[deadline] += 1
+                self._ready_begun[group.adopted_step] += 1
                 self._ready[group.group_id] = self.num_ever_ready
                 self.num_ever_ready += 1
                 heapq.heappush(self._heaps.setdefault(deadline, []), group.group_id)
@@ -60,7 +64,9 @@ class GroupIndex:
             deadline = group.deadline(self._bound)
             self.num_live -= 1
             self._count_down(self.due, deadline)
+            self._count_down(self._begun, group.adopted_step)
             if state == "ready":
+                self._count_down(self._ready_begun, group.adopted_step)
                 self._ready.pop(group.group_id, None)
                 if not self._count_down(self.ready, deadline):
                     self._heaps.pop(deadline, None)
@@ -105,10 +111,10 @@ class GroupIndex:
         """Count live groups under way, and ready ones, by their staleness at a step."""
         under_way: Counter[int] = Counter()
         ready: Counter[int] = Counter()
-        for deadline, count in self.due.items():
-            lag = max(0, step - deadline + self._bound.max_staleness_steps)
-            ready[lag] += self.ready[deadline]
-            under_way[lag] += count - self.ready[deadline]
+        for begun, count in self._begun.items():
+            lag = max(0, step - begun)
+            ready[lag] += self._ready_begun[begun]
+            under_way[lag] += count - self._ready_begun[begun]
         return +under_way, +ready
 
     def in_flight(self) -> dict[str, int]:

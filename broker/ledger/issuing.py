@@ -28,6 +28,22 @@ class Issuing:
 
     def permits(self, adopted: PolicyVersion) -> int:
         """Return the number of groups that a generator running ``adopted`` may still start."""
+        allowed, controller = self._allowed(adopted), self._book.controller
+        if controller is None or not allowed:
+            return allowed
+        return min(
+            allowed,
+            controller.throttle.permits(
+                self._book.rules.bound,
+                learner_step=self._book.free_step,
+                adopted_step=adopted.step,
+                live=self._book.index.num_live,
+                booked=self._book.state.batches,
+            ),
+        )
+
+    def _allowed(self, adopted: PolicyVersion) -> int:
+        """Return the permits of a run without a staleness target."""
         rules, state = self._book.rules, self._book.state
         groups_per_step, live = rules.bound.groups_per_step, self._book.index.num_live
         allowed = rules.bound.permits(
@@ -39,16 +55,6 @@ class Issuing:
         booked = sum(step < state.last_step for step in state.batches)
         remaining = (state.last_step - self._book.step - booked) * groups_per_step - live
         room = rules.max_in_flight - live
-        if (controller := self._book.controller) is not None:
-            throttled = controller.throttle.permits(
-                rules.bound,
-                learner_step=self._book.free_step,
-                adopted_step=adopted.step,
-                live=live,
-                booked=state.batches,
-            )
-            controller.binds |= throttled <= 0 < min(allowed, rules.max_in_flight - live)
-            allowed = min(allowed, throttled)
         if state.untrained_bytes > rules.high_water_bytes:
             room = min(room, groups_per_step - live)
         return max(0, min(allowed, remaining, room))
@@ -83,7 +89,11 @@ class Issuing:
                 return (
                     self._issue("eval", prompt, problem, samples, step) if samples <= room else None
                 )
-        if rules.group_size > room or self.permits(adopted) == 0:
+        if rules.group_size > room:
+            return None
+        if self.permits(adopted) == 0:
+            if book.controller is not None and self._allowed(adopted):
+                book.controller.binds = True
             return None
         for group in book.index.fresh.values():
             return group  # of before a take-over: its prompt was taken long ago

@@ -5,7 +5,8 @@ and the groups under way. A group first leased under S' falls due at w + S' for 
 of throttles keeps the proof (docs/staleness.md#a-target-below-the-bound).
 
 The controller moves one number, the groups under way L from G to the most that is allowed, and S' =
-ceil(L / G) - 1 follows. It compares a figure of the newest learner steps with its target:
+ceil(L / G) - 1 follows; with the most it is S. It compares a figure of the newest learner steps
+with its target:
 
     above the target         L falls: where it is twice as high by half of what is over G, else by
                              G / 16 to G / 4
@@ -78,7 +79,7 @@ class Throttle:
 
     bound: int  # S', learner steps
     in_flight: int  # L, groups
-    step: int = 0  # learner step since which it is
+    step: int = 0  # learner steps completed when it began
     reason: str = ""
 
     def permits(
@@ -112,10 +113,9 @@ class StalenessController:
             max_in_flight: groups; broker.max_in_flight.
         """
         self.target = target
-        self._size = bound.groups_per_step
-        self._most = max(
-            self._size, min(max_in_flight, (bound.max_staleness_steps + 1) * self._size)
-        )
+        self._size, self._bound = bound.groups_per_step, bound.max_staleness_steps
+        allowed = (self._bound + 1) * self._size if bound.reserves else max_in_flight
+        self._most = max(self._size, min(max_in_flight, allowed))
         self._mean: float | None = None
         self._num_seen = 0  # learner steps in it
         self._waits_until = 0  # learner step before which nothing changes
@@ -139,8 +139,9 @@ class StalenessController:
 
     def went_back(self, step: int) -> None:
         """A learner goes on from an earlier step: what is in force stays."""
-        self._waits_until = min(self._waits_until, step)
-        self._most_until = min(self._most_until, step)
+        self._waits_until = step + self._bound + 2  # batches of before are trained again
+        self._most_until = min(self._most_until, step + self._pause)
+        self._mean, self._num_seen = None, 0
 
     def observe(
         self, step: int, staleness: Mapping[int, int], metrics: Mapping[str, float]
@@ -204,4 +205,7 @@ class StalenessController:
         )
 
     def _at(self, in_flight: int, step: int, reason: str) -> Throttle:
-        return Throttle(ceil(in_flight / self._size) - 1, in_flight, step, reason)
+        bound = ceil(in_flight / self._size) - 1
+        if in_flight >= self._most:
+            bound = self._bound
+        return Throttle(min(bound, self._bound), in_flight, step, reason)

@@ -1,6 +1,7 @@
 """Pure: turns a reward function's result or exception into a score that can be trusted."""
 
 import math
+import os
 import sysconfig
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -22,10 +23,12 @@ from slipstream.wire.messages.trajectory import (
 )
 
 # Where Python's own modules, installed packages and this one are.
-_NOT_OWN = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).resolve().parents[2]),
-    str(Path(__file__).parents[2]),
+_NOT_OWN = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        Path(__file__).parents[2],
+    )
 )
 _TURN_REWARDS = "turn_rewards"  # of a mapping that a function returns
 Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
@@ -137,7 +140,9 @@ def failure(error: BaseException) -> Outcome:
         return unavailable(_text_of(error))
     if isinstance(error, Unavailable):
         return unavailable(_text_of(error) or "the reward function gave no reason")
-    return unavailable(f"raised {type(error).__name__}: {_text_of(error)}{_place_of(error)}")
+    place = _place_of(error)
+    text = f"raised {type(error).__name__}: {_text_of(error)}"
+    return unavailable(f"{text[: MAX_REASON - len(place)]}{place}")
 
 
 def unavailable(reason: str) -> Outcome:

@@ -330,6 +330,7 @@ class BrokerServer:
             if isinstance(request, Goodbye) and self._sessions.is_current(session):
                 self.pending_groups.dismiss(session.name)
                 self.pending_scoring.dismiss(session.name)
+                self._sessions.leaves(session)
             return self._clients.handle(session, request)
         return self._operators.handle(session, request)
 

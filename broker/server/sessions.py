@@ -70,6 +70,7 @@ class Sessions:
         self._by_name: dict[str, dict[str, Session]] = {}  # by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
         self._num_of: Counter[Role] = Counter()
+        self._leaving: set[bytes] = set()  # tokens of those that said goodbye
         self._tokenizer: tuple[str, str] | None = None  # hash, and the first client that sent it
 
     def find(self, token: bytes, peer: Peer) -> Session | None:
@@ -149,8 +150,14 @@ class Sessions:
         return session
 
     def num_of(self, role: Role) -> int:
-        """Return how many clients of a role there are, connected or about to come back."""
+        """Return how many clients of a role there are that have not said goodbye."""
         return self._num_of[role]
+
+    def leaves(self, session: Session) -> None:
+        """A client said goodbye; its connection may still be up."""
+        if session.token in self._by_token and session.token not in self._leaving:
+            self._leaving.add(session.token)
+            self._num_of[session.role] -= 1
 
     def end(self, key: str) -> list[Session]:
         """Forget all connections with a key; return their sessions."""
@@ -208,7 +215,8 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         if self._by_token.pop(session.token, None) is not None:
-            self._num_of[session.role] -= 1
+            self._num_of[session.role] -= session.token not in self._leaving
+            self._leaving.discard(session.token)
         self._readers.pop(session.token, None)
         if self._by_peer.get(session.peer) is session:
             del self._by_peer[session.peer]

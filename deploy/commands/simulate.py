@@ -7,6 +7,7 @@ is predicted. With --out it writes a run folder for `slipstream dashboard`, `met
 """
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -116,6 +117,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-mtbf-h", type=float, default=0.0, help="hours between failures of one engine"
     )
+    parser.add_argument(
+        "--slow-share", type=float, default=0.0, help="share of engines that take 1.5 times as long"
+    )
+    parser.add_argument(
+        "--kl-per-lag",
+        type=float,
+        default=0.0,
+        help="mismatch_kl of a token of staleness 1, growing with its square; for such a target",
+    )
     parser.add_argument("--steps", type=int, help="learner steps, default run.steps")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of everything that is drawn, default 0"
@@ -169,10 +179,7 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     hf = load_hf_config(model_folder(config.run))
     sheet = gpu_named(arguments.gpu)
     generators, sampling = config.generators.generators, config.generators.sampling
-    shares = {"--mfu": arguments.mfu, "--engine-share": arguments.engine_share}
-    for name, value in shares.items():
-        if not 0 < value <= 1:
-            raise ConfigError(f"{name} is {value:g}: expected above 0, at most 1")
+    _refuse_numbers(arguments)
     counts = {
         "--engines": generators.count if arguments.engines is None else arguments.engines,
         "--gpus-per-engine": arguments.gpus_per_engine
@@ -206,12 +213,29 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
         steps=arguments.steps,
         faults=Faults(
             engine_mtbf_s=3600 * arguments.engine_mtbf_h,
-            restart_s=generators.start_timeout_s,
             lease_s=config.broker.broker.lease_s,
+            slow_share=arguments.slow_share,
             max_attempts=config.broker.broker.max_attempts,
         ),
+        kl_per_lag=arguments.kl_per_lag,
         seed=arguments.seed,
     )
+
+
+def _refuse_numbers(arguments: argparse.Namespace) -> None:
+    shares = ("mfu", "engine_share")
+    positive = ("mean_prompt", "mean_response", "nic_gb_s", "pcie_gb_s", "passes", *shares)
+    others = ("spread", "engine_mtbf_h", "kl_per_lag", "slow_share")
+    for name in (*positive, *others):
+        value = getattr(arguments, name)
+        most = 1.0 if name in {*shares, "slow_share"} else math.inf
+        least = "above 0" if name in positive else "at least 0"
+        is_wrong = value is not None and not (
+            (value > 0 or (name in others and value == 0)) and value <= most and value < math.inf
+        )
+        if is_wrong:
+            upper = ", at most 1" if most == 1 else ""
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}: expected {least}{upper}")
 
 
 def _lengths(arguments: argparse.Namespace, longest: int) -> Lengths:

@@ -179,18 +179,25 @@ class PublishLaw:
 
     @classmethod
     def of(
-        cls, num_bytes: float, *, link: float, to_device: float, overhead_s: float = 0.0
+        cls,
+        num_bytes: float,
+        *,
+        from_learner: float,
+        link: float,
+        to_engine: float,
+        overhead_s: float = 0.0,
     ) -> Self:
         """Return the law of a publish that is staged on the engines' hosts.
 
         Args:
             num_bytes: of a version.
+            from_learner: bytes per second from the learner's GPUs to their hosts, all together.
             link: bytes per second into one engine's host.
-            to_device: bytes per second from a host's memory into its GPUs, all together.
+            to_engine: bytes per second from a host's memory into an engine's GPUs, all together.
             overhead_s: of the orders of a publish.
         """
         return cls(
-            stall_s=num_bytes / to_device,
+            stall_s=num_bytes / from_learner,
             transfer_s=num_bytes / link + overhead_s,
-            pause_s=num_bytes / to_device,
+            pause_s=num_bytes / to_engine,
         )

@@ -41,6 +41,7 @@ def scenario_of(
     passes: float = 1.0,
     steps: int | None = None,
     faults: Faults | None = None,
+    kl_per_lag: float = 0.0,
     seed: int = 0,
 ) -> Scenario:
     """Return the scenario of a run.
@@ -54,6 +55,7 @@ def scenario_of(
         passes: of the learner over a batch (``LearnerLaw.of``).
         steps: learner steps; None is run.steps.
         faults: what goes wrong; None is nothing.
+        kl_per_lag: mismatch_kl of a token over the square of its staleness.
         seed: of everything that is drawn.
 
     Raises:
@@ -61,6 +63,11 @@ def scenario_of(
     """
     run, generators = config.run, config.generators.generators
     target = run.staleness_target
+    if target.mismatch_kl is not None and not kl_per_lag:
+        raise ConfigError(
+            "run.staleness_target.mismatch_kl: a simulation computes no policy; say with "
+            "--kl-per-lag how many nats a token of staleness 1 has"
+        )
     num_bytes = _WEIGHT_BYTES * hf.num_parameters
     try:
         engine = EngineLaw.of(
@@ -80,6 +87,8 @@ def scenario_of(
         max_staleness_steps=run.staleness_bound,
         max_in_flight=config.broker.broker.max_in_flight,
         staleness_mode=run.staleness_mode,
+        prefetch=config.learner.learner.prefetch,
+        kl_per_lag=kl_per_lag,
         engines=hardware.engines,
         max_sequences=generators.max_sequences,
         engine=engine,
@@ -92,7 +101,10 @@ def scenario_of(
             passes=passes,
         ),
         publish=PublishLaw.of(
-            num_bytes, link=hardware.link, to_device=hardware.to_device * hardware.gpus_per_engine
+            num_bytes,
+            from_learner=hardware.to_device * hardware.learner_gpus,
+            link=hardware.link,
+            to_engine=hardware.to_device * hardware.gpus_per_engine,
         ),
         lengths=lengths,
         prompt_tokens=prompt_tokens,

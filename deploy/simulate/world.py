@@ -80,7 +80,6 @@ class World:
         num_slow = round(scenario.faults.slow_share * scenario.engines)
         self._laws = [laws[number < num_slow] for number in range(scenario.engines)]
         self._engines: list[SimulatedEngine | None] = []
-        self._born_s = [0.0] * scenario.engines
         self._lives = [0] * scenario.engines
         self._stamps = [0] * scenario.engines
         self._pending = [-1] * scenario.engines  # version that an engine drains for
@@ -99,6 +98,7 @@ class World:
         for number, engine in enumerate(self._engines):
             if engine is not None and self._ask(number):
                 self._schedule(number, engine)
+        self._wake()
         events, pop = self._events, heapq.heappop
         while not self.ledger.book.finished:
             if not events:
@@ -254,9 +254,10 @@ class World:
                 self._waits_at[number] = -1  # it is put at the end again if it wants more
                 has_work = self._ask(number)
                 queue.popleft()
-                if not has_work:
+                if has_work:
+                    self._schedule(number, engine)
+                elif self._waits_at[number] == step:  # the ledger has nothing for such
                     break
-                self._schedule(number, engine)
             if not queue:
                 del self._waiting[step]
 
@@ -356,10 +357,11 @@ class World:
         assert batch is not None  # noqa: S101 it is the end of its training
         self._version = self._version.next()
         training, step = self.ledger.training, self._version.step
+        bound = self._in_force  # when these groups were begun, about
         training.commit(self._version, self._figures(batch))
         if step % self.scenario.publish_every == 0:
             self._at(self.now_s + self.scenario.publish.transfer_s, self._publishes, step)
-        self._record(batch)
+        self._record(batch, bound)
         if step % _SEALED_EVERY == 0:
             training.seal(self._version, step, step)
         self._cancel_dropped()
@@ -382,8 +384,11 @@ class World:
         squares = sum(lag**2 * tokens for lag, tokens in lags.items())
         return {"staleness/mismatch_kl": per_lag * squares / max(1, lags.total())}
 
-    def _record(self, batch: _Batch) -> None:
+    def _record(self, batch: _Batch, bound: int) -> None:
         state = self.ledger.book.state
+        for alive in self._engines:
+            if alive is not None:
+                alive.advance(self.now_s)
         busy = sum(engine.busy_s for engine in self._all_engines())
         before = self._records[-1].committed_s if self._records else 0.0
         record = StepRecord(
@@ -395,7 +400,7 @@ class World:
             num_generated=batch.num_generated,
             staleness=dict(state.history[batch.step].staleness),
             in_flight=self.ledger.book.index.num_live,
-            bound=self._in_force,
+            bound=bound,
             engines_busy=(busy - self._busy_before)
             / max(1e-12, (self.now_s - before) * len(self._engines)),
         )

@@ -181,7 +181,8 @@ def _updates(hf: HfConfig, settings: LearnerSettings, cluster: Cluster) -> list[
     mine = updated_parameters(own, learner)
     share, times = learner.optimizer_offload_fraction, learner.minibatches
     on_gpu = (1 - share) * _UPDATE_ON_GPU_BYTES * mine / cluster.gpu.hbm_bytes_s
-    on_host = share * mine * cluster.gpus_per_host * _UPDATE_BYTES / cluster.host_memory_bytes_s
+    of_host = mine * min(learner.ranks, cluster.gpus_per_host)
+    on_host = share * of_host * _UPDATE_BYTES / cluster.host_memory_bytes_s
     over = share * mine * (_GRADIENT + _ELEMENT) / cluster.pcie_bytes_s
     if "optimizer" in learner.offload:
         over += 2 * 12 * mine / cluster.pcie_bytes_s

@@ -8,7 +8,9 @@ A closed form, behind one function: from a split to its rates. Letters:
     Z      seconds of the longest answer, and until its engine has the weights
 
     step   A + B' + Z'            with S = 0, where nothing overlaps: the longer of B and Z counts
-           max(A, B, Z / S)       with S >= 1: an answer begun with version w is trained at w + S
+           max(A, B, (A + Z) / (S + 1))    with S >= 1: version w exists once step w - 1 has begun
+                                           and A passed, and an answer begun with it is trained
+                                           at w + S
 """
 
 import math
@@ -124,16 +126,20 @@ class Outcome:
         seconds = {
             "learner": rates.learner_s,
             "generators": rates.generate_s,
-            "longest": (rates.longest_s + rates.receive_s) / bound,
+            "longest": _longest_s(rates, bound),
         }
         return max(seconds, key=lambda name: seconds[name])
 
 
+def _longest_s(rates: Rates, bound: int) -> float:
+    """Return the seconds of a step that lets the longest answer be trained in time."""
+    return (rates.learner_s + rates.longest_s + rates.receive_s) / (bound + 1)
+
+
 def outcome(split: Split, rates: Rates, groups: int) -> Outcome:
     """Return the seconds of a step, and the groups in flight that suffice for them."""
-    waits = rates.longest_s + rates.receive_s
     if split.bound:
-        step_s = max(rates.learner_s, rates.generate_s, waits / split.bound)
+        step_s = max(rates.learner_s, rates.generate_s, _longest_s(rates, split.bound))
     else:
         step_s = rates.learner_s + max(rates.generate_s, rates.longest_s) + rates.receive_s
     # Little: as many are generated as answers take of a step, and G are trained or ready.

@@ -15,6 +15,7 @@ from slipstream.wire.errors import ConfigError
         ({"staleness_target": {"p95_lag": 2}}, "expected less than run.max_staleness_steps = 2"),
         ({"staleness_target": {"p95_lag": 0}, "mode": "sync"}, "which is 0"),
         ({"staleness_target": {"mismatch_kl": 0.0}}, "mismatch_kl"),
+        ({"staleness_target": {"p95_lag": 1}, "staleness_mode": "drop"}, "long answers first"),
     ],
 )
 def test_a_staleness_target_that_means_nothing_is_refused(run: dict[str, object], why: str):

@@ -26,7 +26,20 @@ def test_it_begins_with_what_the_bound_and_the_setting_allow():
         6, 448, 0, controller(p95_lag=1).throttle.reason
     )
     few = StalenessController(StalenessTarget(p95_lag=1), BOUND, max_in_flight=100)
-    assert (few.throttle.in_flight, few.throttle.bound) == (100, 1)
+    assert (few.throttle.in_flight, few.throttle.bound) == (100, 6)  # nothing is lowered yet
+    dropping = StalenessController(
+        StalenessTarget(p95_lag=1), StalenessBound(6, 64, reserves=False), max_in_flight=900
+    )
+    assert (dropping.throttle.in_flight, dropping.throttle.bound) == (900, 6)
+
+
+def test_after_a_learner_went_back_nothing_is_judged_until_its_old_batches_are_trained_again():
+    it = controller(mismatch_kl=0.01)
+    observe(it, 1, 12, kl=0.05)
+    held = it.throttle
+    it.went_back(4)
+    assert set(observe(it, 5, 12, kl=0.5)) == {held.in_flight}
+    assert observe(it, 12, 15, kl=0.5)[-1] < held.in_flight
 
 
 def test_far_above_its_target_half_of_what_is_over_one_step_goes_and_then_it_waits():
@@ -126,6 +139,7 @@ def test_groups_of_a_lowered_bound_fall_due_earlier_and_the_learner_waits_for_th
     later = lease(ledger)
     assert len(later) == 6
     assert {ledger.book.groups[one.group_id].deadline(rules.bound) for one in later} == {3}
+    assert ledger.book.index.lags(2) == ({2: 8}, {}), "by when they began, not when they fall due"
     make_ready(ledger, later[:3])
     waits = ledger.training.deliver(ledger.book.version)
     assert isinstance(waits, NotYet)

@@ -38,6 +38,21 @@ def test_a_second_hello_on_a_connection_ends_the_first_session():
     assert known.find(second.token, peer(1)) is second
 
 
+def test_clients_of_a_role_are_counted_until_they_say_goodbye_or_are_replaced():
+    known = Sessions()
+    first = known.hello(peer(1), hello("worker-0"))
+    other = known.hello(peer(2), hello("worker-1"))
+    known.hello(peer(3), Hello(role="observer", name="desk"))
+    assert known.num_of("reward_worker") == 2
+    known.leaves(other)
+    known.leaves(other)
+    assert known.num_of("reward_worker") == 1
+    known.hello(peer(1), hello("worker-0", incarnation="second"))
+    assert known.find(first.token, peer(1)) is None
+    known.hello(peer(2), hello("worker-2"))  # on the connection of the one that left
+    assert known.num_of("reward_worker") == 2
+
+
 def test_full_session_table_evicts_the_oldest_client(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
     known = Sessions()

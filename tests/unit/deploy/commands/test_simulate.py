@@ -108,6 +108,9 @@ def test_the_run_folder_is_read_by_the_tools_of_ended_runs(settings: Path, tmp_p
     ("words", "why"),
     [
         (("--mfu", "0"), "--mfu is 0"),
+        (("--nic-gb-s", "0"), "--nic-gb-s is 0"),
+        (("--engine-mtbf-h", "-1"), "--engine-mtbf-h is -1"),
+        (("run.staleness_target.mismatch_kl=0.1",), "--kl-per-lag"),
         (("--engines", "0"), "--engines is 0"),
         (("--gpu", "H9000"), "--gpu is 'H9000'"),
         (("--mean-response", "5000"), "--mean-response is 5000"),

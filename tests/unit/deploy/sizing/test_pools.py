@@ -4,6 +4,10 @@ import itertools
 
 import pytest
 
+from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.lengths import Fixed
+from slipstream.deploy.simulate.scenario import Scenario
+from slipstream.deploy.simulate.world import simulate
 from slipstream.deploy.sizing.engines import EngineSize
 from slipstream.deploy.sizing.figure import Figure
 from slipstream.deploy.sizing.pools import Demand, Rates, Split, best_splits, closed_form, outcome
@@ -56,8 +60,29 @@ def test_with_a_bound_the_slower_pool_is_the_step():
 def test_the_longest_answer_has_as_many_steps_as_the_bound():
     long = rates(longest_s=99)
     by_bound = [outcome(split(bound=bound), long, 32) for bound in (1, 2, 3)]
-    assert [one.step_s for one in by_bound] == [100, 50, 40]
+    assert [one.step_s for one in by_bound] == pytest.approx([140 / 2, 140 / 3, 40])
     assert [one.limit for one in by_bound] == ["longest", "longest", "learner"]
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_the_closed_form_is_what_the_ledger_does_in_virtual_time(bound: int):
+    """Engines with room for everything, answers of one length: the longest answer decides."""
+    learner_s, answer_s = 3.0, 20.0
+    scenario = Scenario(
+        steps=60,
+        groups_per_step=4,
+        group_size=2,
+        max_staleness_steps=bound,
+        engines=4,
+        max_sequences=1000,
+        engine=EngineLaw(base_s=0.01),
+        learner=LearnerLaw(step_s=learner_s),
+        publish=PublishLaw(recomputes=False),
+        lengths=Fixed(round(answer_s / 0.01)),
+    )
+    long = rates(learner_s=learner_s, generate_s=0.1, longest_s=answer_s, receive_s=0.0)
+    predicted = outcome(split(bound=bound), long, 4)
+    assert simulate(scenario).mean_step_s(20) == pytest.approx(predicted.step_s, rel=0.05)
 
 
 def test_without_a_bound_one_follows_the_other():
@@ -113,7 +138,7 @@ def test_of_splits_that_wait_for_the_longest_answer_the_one_with_most_to_spare_i
     found = best_splits(
         splits,
         lambda one: rates(
-            learner_s=160 / one.learner.gpus, generate_s=480 / one.engines, longest_s=500
+            learner_s=160 / one.learner.gpus, generate_s=480 / one.engines, longest_s=5000
         ),
         32,
     )
