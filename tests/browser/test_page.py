@@ -60,6 +60,7 @@ def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: Sample
     show(browser, server)
 
     assert figure(browser, "step") == "60 / 500"
+    assert re.search(r"12%; .+ a step, about .+ left", text(browser, "#verdict-step"))
     assert figure(browser, "evaluation") == f"{status.eval[-1].mean:.3f}"
     lags = status.staleness_histogram
     mean = sum(int(lag) * tokens for lag, tokens in lags.items()) / sum(lags.values())

@@ -36,7 +36,7 @@ class StalenessTargetTable(Section, frozen=True, kw_only=True):
     """
 
     mismatch_kl: Positive | None = None
-    """Held near this, and tried above now and then: staleness/mismatch_kl of the learner steps, in nats per token."""
+    """Held near this, and tried above now and then: staleness/mismatch_kl, in nats per token."""
     p95_lag: AtLeast0 | None = None
     """At most 5% of the trained tokens are older, in learner steps."""
 

@@ -91,12 +91,18 @@ function boundOf(s) {
   return s.throttle && s.throttle.bound < s.max_staleness_steps ? `${bound}, ${s.throttle.bound} in force` : bound;
 }
 
+/** Return how long the rest takes at the pace of the newest step. */
+function left(s, seconds) {
+  const steps = s.total_steps - s.steps;
+  return steps > 0 ? `, about ${duration(steps * seconds)} left` : "";
+}
+
 function figures(view) {
   const s = view.status, mean = meanStaleness(s.staleness_histogram);
   const done = s.total_steps ? percent(s.steps / s.total_steps) : "-";
   const quick = view.live ? view.steps.last("time/step") : null;
   return [
-    { name: "Step", id: "step", value: `${fixed(s.steps)} / ${fixed(s.total_steps)}`, more: quick === null ? done : `${done}; ${duration(quick)} a step` },
+    { name: "Step", id: "step", value: `${fixed(s.steps)} / ${fixed(s.total_steps)}`, more: quick === null ? done : `${done}; ${duration(quick)} a step${left(s, quick)}` },
     learns(view),
     busy(view),
     { name: "Staleness", id: "staleness", value: mean === null ? "-" : `${fixed(mean, 2)} steps`,
