@@ -2,5 +2,5 @@
 
 Pure, but for reading config.json. `answer` calls the rest: `proposals` of the learner's layouts,
 `engines`, `pools`, `publishes`. `recipes` predicts published ones. Memory is learner/memory.py's.
-Imported by deploy.commands.
+Imported by deploy.commands and deploy.simulate.
 """
