@@ -91,7 +91,7 @@ _FIT, _PREDICTED, _LOSING = "#8a8a8a", "#0b62c4", "#b3003c"
 
 def svg(told: Sequence[Predicted]) -> str:
     """Return predicted against published seconds of a step, on logarithmic scales."""
-    width, height = _LEFT + _SIZE + 200, _TOP + _SIZE + 60
+    width, height = _LEFT + _SIZE + 230, _TOP + _SIZE + 60
     bottom, right = _TOP + _SIZE, _LEFT + _SIZE
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
