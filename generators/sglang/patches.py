@@ -10,16 +10,12 @@ import importlib.abc
 import importlib.util
 import os
 import random
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Any
 
 from typing_extensions import override
 
@@ -47,8 +43,6 @@ _LORA_MANAGER = "sglang.srt.lora.lora_manager"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-_LISTEN_S = 60.0  # of a server whose application has started, until its socket listens
-_LISTEN_POLL_S = 0.05
 
 
 def install() -> None:
@@ -83,7 +77,7 @@ def install() -> None:
         _UPDATES_OF_RANK: correct_updates_of_rank,
         _WEIGHT_CHECKER: hash_on_host,
         _TOKENIZER: adoption.adopt_in_tokenizer,
-        _HTTP_SERVER: _freeze_once_it_listens,
+        _HTTP_SERVER: _freeze_nothing,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
@@ -119,31 +113,17 @@ def _bound_waits_in_groups(module: ModuleType) -> None:
         replace(module, "default_pg_timeout", datetime.timedelta(seconds=float(seconds)))
 
 
-def _freeze_once_it_listens(module: ModuleType) -> None:
-    """Let a server freeze its garbage collectors once it can be asked to.
+def _freeze_nothing(module: ModuleType) -> None:
+    """Keep a server from asking itself to freeze its garbage collectors.
 
-    SGLang asks itself over HTTP after its warm-up. Without one it asks before its socket listens,
-    most of the time: its log gets four tracebacks, and nothing is frozen.
+    SGLang asks over HTTP after its warm-up. Without one it asks before its socket listens, most of
+    the time: its log gets four tracebacks, and nothing is frozen.
     """
-    freeze = module._freeze_gc_after_server_warmup
 
-    def _freeze_gc_after_server_warmup(server_args: _HasUrl) -> None:
-        until_it_listens(server_args.url(), _LISTEN_S)
-        freeze(server_args)
+    def _freeze_gc_after_server_warmup(server_args: object) -> None:
+        """Do nothing."""
 
     replace(module, "_freeze_gc_after_server_warmup", _freeze_gc_after_server_warmup)
-
-
-def until_it_listens(url: str, timeout_s: float) -> bool:
-    """Wait until something accepts connections at the host and port of a URL; return whether."""
-    address = urlsplit(url)
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        with suppress(OSError):
-            socket.create_connection((address.hostname, address.port), timeout_s).close()
-            return True
-        time.sleep(_LISTEN_POLL_S)
-    return False
 
 
 def _correct_weight_updates(module: ModuleType) -> None:
@@ -483,12 +463,6 @@ def _check_adapters(module: ModuleType) -> None:
                     yield f"{manager.lora_refs[uid].lora_name}/{name}", tensor
 
     replace(checker, "_model_state", _model_state)
-
-
-class _HasUrl(Protocol):
-    def url(self) -> str:
-        """Return where a server listens."""
-        ...
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -1,4 +1,3 @@
-import socket
 import types
 from types import SimpleNamespace as Request
 
@@ -11,7 +10,6 @@ from slipstream.generators.sglang.patches import (
     Retractions,
     check_version,
     sample_by_seed,
-    until_it_listens,
 )
 from slipstream.generators.sglang.replacing import replace
 from slipstream.wire.errors import ConfigError
@@ -199,10 +197,3 @@ def test_a_scheduler_without_what_is_counted_is_refused():
     batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (), {})
     with pytest.raises((AttributeError, ConfigError), match="retract_decode"):
         Retractions().count(batches)
-
-
-def test_a_server_is_waited_for_until_it_listens_and_no_longer_than_the_limit():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert until_it_listens(url, 5.0)
-    assert not until_it_listens(url, 0.1)
