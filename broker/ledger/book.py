@@ -61,13 +61,10 @@ class Book:
         return self.state.leases
 
     @property
-    def lowered_bound(self) -> int:
-        """The staleness bound in force, in learner steps; -1 where it is the run's own."""
-        if self.controller is None or self.controller.throttle.bound >= (
-            self.rules.bound.max_staleness_steps
-        ):
-            return -1
-        return self.controller.throttle.bound
+    def bound_in_force(self) -> int:
+        """The staleness bound that groups are started under, in learner steps."""
+        bound = self.rules.bound.max_staleness_steps
+        return bound if self.controller is None else min(bound, self.controller.throttle.bound)
 
     @property
     def finished(self) -> bool:

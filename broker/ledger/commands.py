@@ -115,6 +115,8 @@ class Ledger:
         if adopted.step > self.book.step:
             return []  # no learner has made these weights: a deadline that far would never come
         granted: list[LeasedGroup] = []
+        bound = self.book.bound_in_force
+        lowered = bound if bound < self.book.rules.bound.max_staleness_steps else -1
         room = max_sequences
         most = -(-self.issuing.num_available(adopted) // num_sharing) if num_sharing > 1 else room
         while room > 0 and len(granted) < max(1, most):
@@ -129,7 +131,7 @@ class Ledger:
                     group_id=group.group_id,
                     holder=holder,
                     adopted_step=adopted.step,
-                    bound=self.book.lowered_bound,
+                    bound=lowered,
                 )
             )
             self._terms.begin(lease_id, now_s)

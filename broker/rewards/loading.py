@@ -55,7 +55,8 @@ def load_function(
     wanted = _accepted(target, options, offered or {}, f"{setting}.options", name)
     if "sandbox" in wanted:
         sandbox.check(wanted["sandbox"])
-    is_verls_batch = takes is None and _takes_verls_batch(target)
+    named = _signature(target, name, setting).parameters
+    is_verls_batch = takes is None and set(_VERL_BATCH_ARGUMENTS) <= set(named)
     info = FunctionInfo(
         name=name,
         version=version or _digest(target, file),
@@ -131,16 +132,6 @@ def _of_verl(
         f"({', '.join(_VERL_ARGUMENTS)}) and the names in {setting}.options, or a function "
         "decorated with @reward"
     )
-
-
-def _takes_verls_batch(target: Target) -> bool:
-    """True if a function names verl's arguments of a batch, one list each."""
-    if inspect.isclass(target):
-        return False
-    try:
-        return set(_VERL_BATCH_ARGUMENTS) <= set(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return False
 
 
 def _of_verls_batch(

@@ -194,11 +194,12 @@ class Learner:
         if sampled is not None:
             metrics["reward/sampled"] = sampled
         batch = [self._book.groups[i] for i in self._book.state.batches.get(before, ())]
-        metrics |= throttle_figures(self._book.controller)  # that this step's groups were under
-        held = self._book.controller.throttle if self._book.controller else None
+        controller = self._book.controller
+        metrics |= throttle_figures(controller)  # in force until this commit
+        held = controller.throttle if controller is not None else None
         self._training.commit(request.version, metrics)
-        if self._book.controller is not None and self._book.controller.throttle is not held:
-            _log.info("step %d: %s", self._book.step, self._book.controller.throttle.reason)
+        if controller is not None and controller.throttle is not held:
+            _log.info("step %d: %s", self._book.step, controller.throttle.reason)
         if self._book.step > before:
             for group in batch:
                 self._frames.discard(group.trajectory_keys())  # the store has them until sealed

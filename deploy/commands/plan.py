@@ -7,29 +7,31 @@ deploy/sizing/, rates are those of data sheets. It needs the model's config.json
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
+from slipstream.deploy.commands.imagined import (
+    add_model,
+    add_shares,
+    mean_tokens,
+    refuse_numbers,
+    run_and_shape,
+)
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import GIB
 from slipstream.deploy.sizing.answer import Answer, Asked, answer
 from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.sizing.pools import Outcome
 from slipstream.deploy.sizing.proposals import Proposal
-from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import MemoryPart, total_bytes
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.weightbus.version.arithmetic import Cost
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
-from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import model_folder
 
 EXAMPLES = """examples:
   slipstream plan run.toml                                 on the GPUs that the file names
@@ -59,30 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-node", type=int, help="GPUs of a host; default deploy.gpus_per_host, or 8"
     )
-    parser.add_argument(
-        "--model",
-        help="instead of run.model: a folder with config.json, such a file, or one of "
-        + ", ".join(shipped_names()),
-    )
-    parser.add_argument("--mean-prompt", type=float, help="tokens; default half of the most")
-    parser.add_argument("--mean-response", type=float, help="tokens; default half of the most")
+    add_model(parser)
     parser.add_argument("--nics", type=int, default=8, help="network cards of each host, default 8")
     parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
     parser.add_argument(
         "--pcie-gb-s", type=float, default=50.0, help="GB/s of each GPU, default 50"
     )
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        default=0.4,
-        help="share of the peak while a rank computes, default 0.4",
-    )
-    parser.add_argument(
-        "--engine-share",
-        type=float,
-        default=0.6,
-        help="share of peak and memory's rate that an engine reaches, default 0.6",
-    )
+    add_shares(parser)
     parser.add_argument(
         "--reserve-gib",
         type=float,
@@ -113,50 +98,25 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
     Raises:
         ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
     """
-    _refuse_numbers(arguments)
-    overrides = list(arguments.overrides)
-    if arguments.model is not None:
-        overrides.append(f"run.model={shape_folder(arguments.model)}")
-    config = run_config(load_table(arguments.config, overrides))
-    hf = load_hf_config(model_folder(config.run))
+    refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib"})
+    config, hf = run_and_shape(arguments)
     from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
 
     algorithm = algorithm_of(config.learner)
-    generators, sampling = config.generators.generators, config.generators.sampling
-    for name, mean, most in (
-        ("prompt", arguments.mean_prompt, sampling.max_prompt_tokens),
-        ("response", arguments.mean_response, sampling.max_response_tokens),
-    ):
-        if mean is not None and mean > most:
-            raise ConfigError(
-                f"--mean-{name} is {mean:g}: expected at most {most:,} (sampling.max_{name}_tokens)"
-            )
+    generators = config.generators.generators
+    prompt_tokens, response_tokens = mean_tokens(arguments, config.generators.sampling)
     in_file = config.learner.learner.ranks + generators.count * generators.num_ranks
     return Asked(
         config=config,
         hf=hf,
         cluster=_cluster(arguments, config),
         gpus=in_file if arguments.gpus is None else arguments.gpus,
-        prompt_tokens=arguments.mean_prompt or sampling.max_prompt_tokens / 2,
-        response_tokens=arguments.mean_response or sampling.max_response_tokens / 2,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
         frozen=frozen_policies(algorithm, config.learner),
         has_critic=algorithm.choice.needs_values,
         host_bytes=arguments.host_gb * GB,
     )
-
-
-def _refuse_numbers(arguments: argparse.Namespace) -> None:
-    for name, value in vars(arguments).items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        least = 0.0 if name in {"host_gb", "reserve_gib"} else 1e-9
-        most = 1.0 if name in {"mfu", "engine_share"} else math.inf
-        if not (least <= value <= most and math.isfinite(value)):
-            bound = "of at most 1 " if most == 1.0 else ""
-            zero = ", or 0" if least == 0.0 else ""
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {value:g}: expected a number {bound}above 0{zero}"
-            )
 
 
 def _cluster(arguments: argparse.Namespace, config: RunConfig) -> Cluster:

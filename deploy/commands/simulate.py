@@ -7,7 +7,6 @@ is predicted. With --out it writes a run folder for `slipstream dashboard`, `met
 """
 
 import argparse
-import math
 import time
 from pathlib import Path
 
@@ -15,9 +14,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.deploy.commands.imagined import (
+    add_model,
+    add_shares,
+    mean_tokens,
+    refuse_numbers,
+    run_and_shape,
+)
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.simulate.hardware import Gpu
+from slipstream.deploy.config import RunConfig
 from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal
 from slipstream.deploy.simulate.of_run import Hardware, scenario_of
 from slipstream.deploy.simulate.outcome import Outcome, StepRecord
@@ -25,13 +30,9 @@ from slipstream.deploy.simulate.run_folder import SimulatedFolder
 from slipstream.deploy.simulate.scenario import Faults, Scenario
 from slipstream.deploy.simulate.world import World
 from slipstream.deploy.sizing.gpus import gpu_named
-from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
 from slipstream.deploy.terminal.console import make_console
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
-from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import model_folder
 
 EXAMPLES = """examples:
   slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4
@@ -40,6 +41,7 @@ EXAMPLES = """examples:
       --engine-mtbf-h 24 --out runs/predicted       a page: slipstream dashboard runs/predicted
 """
 _SAY_EVERY_S = 2.0
+_MAY_BE_ZERO = frozenset({"spread", "engine_mtbf_h", "kl_per_lag", "slow_share", "seed"})
 _MOST_WARM = 5  # learner steps that means leave out: engines begin with nothing under way
 
 
@@ -77,35 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learner-gpus", type=int, help="GPUs of the learner, default learner.ranks"
     )
-    parser.add_argument(
-        "--model",
-        help="instead of run.model: a folder with config.json, such a file, or one of "
-        + ", ".join(shipped_names()),
-    )
-    parser.add_argument(
-        "--mean-prompt", type=int, help="tokens of a prompt, default half of the most"
-    )
-    parser.add_argument(
-        "--mean-response", type=float, help="tokens of a response, default half of the most"
-    )
+    add_model(parser)
     parser.add_argument(
         "--spread",
         type=float,
         default=0.8,
         help="deviation of response lengths over their mean; 0: all are equal; default 0.8",
     )
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        default=0.4,
-        help="share of the peak that the learner reaches, default 0.4",
-    )
-    parser.add_argument(
-        "--engine-share",
-        type=float,
-        default=0.6,
-        help="share of peak and memory's rate that an engine reaches, default 0.6",
-    )
+    add_shares(parser)
     parser.add_argument(
         "--passes",
         type=float,
@@ -172,31 +153,15 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     Raises:
         ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
     """
-    overrides = list(arguments.overrides)
-    if arguments.model is not None:
-        overrides.append(f"run.model={shape_folder(arguments.model)}")
-    config = run_config(load_table(arguments.config, overrides))
-    hf = load_hf_config(model_folder(config.run))
-    sheet = gpu_named(arguments.gpu)
+    refuse_numbers(arguments, may_be_zero=_MAY_BE_ZERO)
+    config, hf = run_and_shape(arguments)
     generators, sampling = config.generators.generators, config.generators.sampling
-    _refuse_numbers(arguments)
-    counts = {
-        "--engines": generators.count if arguments.engines is None else arguments.engines,
-        "--gpus-per-engine": arguments.gpus_per_engine
-        if arguments.gpus_per_engine is not None
-        else generators.num_ranks,
-        "--learner-gpus": config.learner.learner.ranks
-        if arguments.learner_gpus is None
-        else arguments.learner_gpus,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} is {count}: expected at least 1")
+    prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
     hardware = Hardware(
-        gpu=Gpu(sheet.name, sheet.memory_gib * 2**30, sheet.hbm_bytes_s, sheet.peak_flops),
-        engines=counts["--engines"],
-        gpus_per_engine=counts["--gpus-per-engine"],
-        learner_gpus=counts["--learner-gpus"],
+        gpu=gpu_named(arguments.gpu),
+        engines=arguments.engines or generators.count,
+        gpus_per_engine=arguments.gpus_per_engine or generators.num_ranks,
+        learner_gpus=arguments.learner_gpus or config.learner.learner.ranks,
         bandwidth_share=arguments.engine_share,
         flops_share=arguments.engine_share,
         mfu=arguments.mfu,
@@ -207,8 +172,8 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
         config,
         hf,
         hardware,
-        lengths=_lengths(arguments, sampling.max_response_tokens),
-        prompt_tokens=arguments.mean_prompt or max(1, sampling.max_prompt_tokens // 2),
+        lengths=_lengths(response_tokens, arguments.spread, sampling.max_response_tokens),
+        prompt_tokens=max(1, round(prompt_tokens)),
         passes=arguments.passes,
         steps=arguments.steps,
         faults=Faults(
@@ -222,32 +187,12 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     )
 
 
-def _refuse_numbers(arguments: argparse.Namespace) -> None:
-    shares = ("mfu", "engine_share")
-    positive = ("mean_prompt", "mean_response", "nic_gb_s", "pcie_gb_s", "passes", *shares)
-    others = ("spread", "engine_mtbf_h", "kl_per_lag", "slow_share")
-    for name in (*positive, *others):
-        value = getattr(arguments, name)
-        most = 1.0 if name in {*shares, "slow_share"} else math.inf
-        least = "above 0" if name in positive else "at least 0"
-        is_wrong = value is not None and not (
-            (value > 0 or (name in others and value == 0)) and value <= most and value < math.inf
-        )
-        if is_wrong:
-            upper = ", at most 1" if most == 1 else ""
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}: expected {least}{upper}")
-
-
-def _lengths(arguments: argparse.Namespace, longest: int) -> Lengths:
-    mean = arguments.mean_response or longest / 2
-    if not 1 <= mean <= longest:
-        raise ConfigError(
-            f"--mean-response is {mean:g}: expected from 1 to {longest:,} "
-            "(sampling.max_response_tokens)"
-        )
-    if not arguments.spread or mean > 0.95 * longest:
+def _lengths(mean: float, spread: float, longest: int) -> Lengths:
+    if mean < 1:
+        raise ConfigError(f"--mean-response is {mean:g}: expected at least 1")
+    if not spread or mean > 0.95 * longest:
         return Fixed(round(mean))
-    return LogNormal(mean, arguments.spread, longest)
+    return LogNormal(mean, spread, longest)
 
 
 def prediction_of(outcome: Outcome) -> Prediction:

@@ -32,11 +32,11 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.deploy.simulate.hardware import Gpu, gpu_of
 from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import LogNormal
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.gpus import Gpu, gpu_named
 from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 
@@ -249,9 +249,15 @@ def measured_of(row: Row) -> int:
 
 def _gpu(row: Row) -> Gpu:
     if row.sheet is None:
-        return gpu_of(row.gpu, row.name)
+        return gpu_named(row.gpu)
     memory, bandwidth, flops = row.sheet
-    return Gpu(row.gpu, memory * 1e9, bandwidth * 1e12, flops * 1e12)
+    return Gpu(
+        name=row.gpu,
+        memory_gib=memory * 1e9 / 2**30,
+        hbm_bytes_s=bandwidth * 1e12,
+        nvlink_bytes_s=0.0,  # no law here has it
+        peak_flops=flops * 1e12,
+    )
 
 
 def _layer_s(row: Row, parameters: Parameters) -> float:
@@ -333,11 +339,10 @@ def solved(system: System, searched: Parameters) -> tuple[dict[str, float], floa
         probe = {**base, row.mfu_key: 1.0}
         told = predict(system, row, probe, measured=2)
         fixed = scenario_of(system, row, probe).learner.step_s
-        of_mfu = (told.train_s - fixed) * 1.0
+        of_mfu = told.train_s - fixed
         turns.append((row, told.generate_s, fixed, of_mfu))
         if not row.step_s:
-            mfus_given = base[row.mfu_key]
-            logs.setdefault(row.mfu_key, []).append(math.log(mfus_given))
+            logs.setdefault(row.mfu_key, []).append(math.log(base[row.mfu_key]))
             continue
         rest = (row.train_s or row.step_s - told.generate_s) - fixed
         logs.setdefault(row.mfu_key, []).append(

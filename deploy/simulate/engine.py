@@ -49,7 +49,6 @@ class SimulatedEngine:
         "now_s",
         "num_generated",
         "num_sequences",
-        "speed_law",
         "stalled_s",
         "step",
     )
@@ -66,7 +65,7 @@ class SimulatedEngine:
             now_s: virtual time.
             kept: versions that a sequence may have, at most.
         """
-        self._law = self.speed_law = law
+        self._law = law
         self.holder = holder
         self._kept = kept
         self.step = step
@@ -93,10 +92,6 @@ class SimulatedEngine:
     def has_room(self) -> bool:
         """Whether the cache has room for more."""
         return self.context < self._law.max_cached_tokens
-
-    def groups(self) -> list[int]:
-        """Return the groups under way."""
-        return list(self._of_group)
 
     def set_law(self, law: EngineLaw) -> None:
         """Go on at another pace; ``advance`` first."""

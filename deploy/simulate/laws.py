@@ -13,8 +13,8 @@ with the weights; reading and multiplying overlap, what remains of a step is the
 from dataclasses import dataclass, replace
 from typing import Self
 
-from slipstream.deploy.launch.memory import kv_bytes_per_token
-from slipstream.deploy.simulate.hardware import Gpu
+from slipstream.deploy.launch.memory import GIB, kv_bytes_per_token
+from slipstream.deploy.sizing.gpus import Gpu
 from slipstream.learner.model.flops import SequenceCost, num_multiplied_parameters
 from slipstream.learner.model.hf_config import HfConfig
 
@@ -66,16 +66,16 @@ class EngineLaw:
             memory_share: of the memory that weights and cache have.
             weight_bytes: of one parameter.
         """
-        bandwidth = gpu.bandwidth * bandwidth_share * num_gpus
-        flops = gpu.flops * flops_share * num_gpus
+        bandwidth = gpu.hbm_bytes_s * bandwidth_share * num_gpus
+        flops = gpu.peak_flops * flops_share * num_gpus
         active = num_multiplied_parameters(hf)
         routed = hf.num_routed_experts
         experts = _expert_parameters(hf)
         kv_bytes = kv_bytes_per_token(hf)
-        cache = memory_share * gpu.memory * num_gpus - weight_bytes * hf.num_parameters
+        cache = memory_share * gpu.memory_gib * GIB * num_gpus - weight_bytes * hf.num_parameters
         if cache <= 0:
             raise ValueError(
-                f"{num_gpus} GPUs of {gpu.memory / 1e9:.0f} GB do not hold "
+                f"{num_gpus} GPUs of {gpu.memory_gib:g} GiB do not hold "
                 f"{weight_bytes * hf.num_parameters / 1e9:.0f} GB of weights"
             )
         return cls(
@@ -150,7 +150,7 @@ class LearnerLaw:
                 pass alone (proximal logprobs, a reference) is a third more.
         """
         cost = SequenceCost.of(hf)
-        flops = gpu.flops * mfu * num_gpus
+        flops = gpu.peak_flops * mfu * num_gpus
         return cls(
             step_s=step_s,
             token_s=passes * cost.linear / flops,

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.simulate.hardware import Gpu
 from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Lengths
 from slipstream.deploy.simulate.scenario import Faults, Scenario
+from slipstream.deploy.sizing.gpus import Gpu
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
 

@@ -357,7 +357,7 @@ class World:
         assert batch is not None  # noqa: S101 it is the end of its training
         self._version = self._version.next()
         training, step = self.ledger.training, self._version.step
-        bound = self._in_force  # when these groups were begun, about
+        bound = self.ledger.book.bound_in_force  # when these groups were begun, about
         training.commit(self._version, self._figures(batch))
         if step % self.scenario.publish_every == 0:
             self._at(self.now_s + self.scenario.publish.transfer_s, self._publishes, step)
@@ -411,12 +411,6 @@ class World:
     def _all_engines(self) -> list[SimulatedEngine]:
         """Return the engines that run and those that have ended."""
         return [*self._ended_engines, *(one for one in self._engines if one is not None)]
-
-    @property
-    def _in_force(self) -> int:
-        controller = self.ledger.book.controller
-        most = self.scenario.max_staleness_steps
-        return most if controller is None else min(most, controller.throttle.bound)
 
     # ---- publishes -----------------------------------------------------------
 

@@ -386,13 +386,15 @@ def test_verls_arguments_of_a_batch_are_lists_and_so_is_what_it_returns(
 
 def test_an_exception_says_where_in_a_file_of_ones_own_it_was_raised(tmp_path: Path):
     file = tmp_path / "mine.py"
-    file.write_text("import json\n\ndef parse(text):\n    return json.loads(text)\n")
-    names: dict[str, object] = {}
-    exec(compile(file.read_text(), str(file), "exec"), names)  # noqa: S102 a file of the test
-    try:
-        names["parse"]("no json")  # type: ignore[operator]
-    except ValueError as error:
-        outcome = failure(error)
+    file.write_text(
+        "import json\n\n"
+        "def parse(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return json.loads(solution_str)\n"
+    )
+    parse = load_function(f"{file}:parse", {})
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        parse.call([transcript("no json")])
+    outcome = failure(raised.value)
     assert outcome.unavailable.endswith("(mine.py, line 4)")
     assert outcome.unavailable.startswith("raised JSONDecodeError: Expecting value")
 
