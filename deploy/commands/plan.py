@@ -13,18 +13,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from slipstream.deploy.commands.imagined import (
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.memory import GIB
+from slipstream.deploy.sizing.answer import Answer, Asked, answer
+from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
+from slipstream.deploy.sizing.options import (
     add_model,
     add_shares,
     mean_tokens,
     refuse_numbers,
     run_and_shape,
 )
-from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.memory import GIB
-from slipstream.deploy.sizing.answer import Answer, Asked, answer
-from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.sizing.pools import Outcome
 from slipstream.deploy.sizing.proposals import Proposal
 from slipstream.deploy.terminal.console import make_console

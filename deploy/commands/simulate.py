@@ -14,13 +14,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.deploy.commands.imagined import (
-    add_model,
-    add_shares,
-    mean_tokens,
-    refuse_numbers,
-    run_and_shape,
-)
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal
@@ -30,6 +23,13 @@ from slipstream.deploy.simulate.run_folder import SimulatedFolder
 from slipstream.deploy.simulate.scenario import Faults, Scenario
 from slipstream.deploy.simulate.world import World
 from slipstream.deploy.sizing.gpus import gpu_named
+from slipstream.deploy.sizing.options import (
+    add_model,
+    add_shares,
+    mean_tokens,
+    refuse_numbers,
+    run_and_shape,
+)
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
