@@ -1,3 +1,5 @@
+import contextlib
+import os
 import socket
 
 from slipstream.deploy.check.network import (
@@ -27,11 +29,20 @@ def test_an_address_of_another_host_is_refused_with_those_of_this_one():
 
 def test_the_port_after_the_one_that_is_set_must_be_free_too():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = _bind_after_a_free_port(taken)
         taken.listen()
-        port = taken.getsockname()[1]
         first = Listener("weightbus.listen", "weightbus.listen", "127.0.0.1", port - 1, count=2)
         assert f"port {port}" in see_listener(first).why_not
+
+
+def _bind_after_a_free_port(taken: socket.socket) -> int:
+    """Bind where no system picks ports for others, after a port that nobody has."""
+    for port in range(20_001 + os.getpid() % 5_000, 32_000, 2):
+        with contextlib.suppress(OSError), socket.socket() as before:
+            before.bind(("127.0.0.1", port - 1))
+            taken.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no two free ports")
 
 
 def test_a_name_that_nobody_knows_is_no_traceback():
