@@ -18,6 +18,7 @@ from slipstream.generators.engine import EngineLoad
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Booking, Lanes
+from slipstream.generators.pace import EnginePace
 from slipstream.generators.probe_audit import ProbeAudit
 from slipstream.generators.rollout import (
     Sampler,
@@ -105,6 +106,7 @@ class GeneratorWorker:
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
+        self._pace = EnginePace(self._stood_s, counts_calls=not siblings_together)
         self._counters = dict.fromkeys(_COUNTED, 0.0)
         self._usage = ProcessUsage(gpus=True)
         if turn_sampler is not None:
@@ -131,6 +133,10 @@ class GeneratorWorker:
         self._situation_changed.set()
         self._enter_phase()
         _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
+
+    def _stood_s(self) -> float:
+        """Seconds that the engine has stood still for new weights."""
+        return self._clock.seconds().get("adopt", 0.0)
 
     def _enter_phase(self) -> None:
         if self._paused:
@@ -299,7 +305,10 @@ class GeneratorWorker:
     ) -> list[Submission]:
         """Return some siblings; of several turns they are one."""
         if self._turn_sampler is None:
-            return await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            with self._pace.call() as call:
+                sampled = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+                call.num_tokens = max(one.header.num_response_tokens for one, _ in sampled)
+            return sampled
         async with booking.by_call() as lanes:
             try:
                 return [await self._turn_sampler.run(work, sibling, lanes) for sibling in siblings]
@@ -348,6 +357,7 @@ class GeneratorWorker:
                 fails = False
                 self._load = load
                 self._counters["retracted"] = load.num_retractions
+                self._pace.observe(load.num_running)
                 if not self._paused:
                     self._lanes.observe(load)
             await asyncio.sleep(every_s)
@@ -364,7 +374,7 @@ class GeneratorWorker:
             gauges["kv_use"] = self._load.kv_use
         if self._turn_sampler is not None:
             gauges["acting"] = lanes.acting
-        counters = {**self._counters, **self.more_counters()}
+        counters = {**self._counters, **self._pace.counters, **self.more_counters()}
         if self._audit is not None:
             counters |= self._audit.counters
             gauges |= self._audit.gauges

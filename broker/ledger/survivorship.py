@@ -73,7 +73,15 @@ def survivorship_of(
         cancelled=sum(cancelled.values()),
         quartiles=quartiles,
         alarm=_alarm(quartiles, finished + lost, drops=drops),
+        lengths=_by_length(all_lengths),
     )
+
+
+def _by_length(counts: Mapping[int, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()  # short buckets may have one length
+    for bucket in sorted(counts):
+        found[str(upper_tokens(bucket))] += counts[bucket]
+    return dict(found)
 
 
 def _mean(counts: Mapping[int, int]) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from slipstream.wire.messages.broker import Hello, RoleReport
-from slipstream.wire.messages.status import RoleStatus
+from slipstream.wire.messages.status import Pace, RoleStatus
 from slipstream.wire.process.phases import busy_share
 
 
@@ -52,8 +52,21 @@ class RoleRecord:
             environment_failed=self.report.counters.get("environment_failed", 0.0),
             engine_s=self.report.counters.get("engine_s", 0.0),
             environment_s=self.report.counters.get("environment_s", 0.0),
+            pace=self._pace(),
             cpu_cores=self.report.gauges.get("cpu_cores"),
             memory_bytes=self.report.gauges.get("memory_bytes"),
             gpu_bytes=self.report.gauges.get("gpu_bytes"),
             gpu_busy=self.report.gauges.get("gpu_busy"),
+        )
+
+    def _pace(self) -> Pace | None:
+        counters = self.report.counters
+        if not counters.get("pace_tokens"):
+            return None
+        return Pace(
+            tokens=counters["pace_tokens"],
+            sequences=counters.get("pace_sequences", 0.0),
+            squares=counters.get("pace_squares", 0.0),
+            seconds=counters.get("pace_s", 0.0),
+            sequence_seconds=counters.get("pace_sequence_s", 0.0),
         )

@@ -59,6 +59,27 @@ class Survivorship(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int  # answers that were not finished when their group was dropped
     quartiles: list[LengthQuartile]
     alarm: str  # what is wrong and which setting changes it, or empty
+    lengths: dict[str, int] = {}  # up to so many response tokens -> answers, of any fate
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over an engine's answers: their tokens L, seconds D, and the sequences n meanwhile."""
+
+    tokens: float  # L
+    sequences: float  # L n
+    squares: float  # L n^2
+    seconds: float  # D
+    sequence_seconds: float  # D n
+
+    def __add__(self, other: "Pace") -> "Pace":
+        """Return the sums over the answers of both."""
+        return Pace(
+            tokens=self.tokens + other.tokens,
+            sequences=self.sequences + other.sequences,
+            squares=self.squares + other.squares,
+            seconds=self.seconds + other.seconds,
+            sequence_seconds=self.sequence_seconds + other.sequence_seconds,
+        )
 
 
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +108,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     environment_failed: float = 0.0  # trajectories whose environment could not go on
     engine_s: float = 0.0  # of all trajectories of several turns, in calls of the engine
     environment_s: float = 0.0  # and outside of it
+    pace: Pace | None = None  # of its engine; None: nothing is known
     cpu_cores: float | None = None  # CPU seconds per second, lately, with its children
     memory_bytes: float | None = None  # resident, with its children
     gpu_bytes: float | None = None  # of GPU memory, with its children

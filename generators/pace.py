@@ -1,0 +1,94 @@
+"""How fast an engine's sequences advance, by how many it computes meanwhile: sums for a line.
+
+Each answer says how many seconds its tokens took, and how many sequences the engine computed on
+average in that time. Weighted by tokens, least squares of seconds per token on sequences need no
+more than five sums (deploy/advise fits them), which cost a few additions an answer.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of the engine."""
+
+    num_tokens: int = 0  # of its longest response; 0 until it is answered
+
+
+class EnginePace:
+    """Adds up what answers say."""
+
+    def __init__(
+        self,
+        stood_s: Callable[[], float],
+        *,
+        counts_calls: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with an engine that computes nothing.
+
+        Args:
+            stood_s: returns how long the engine has stood still, ever.
+            counts_calls: each call is one sequence; else ``observe`` says how many there are.
+            now: a clock in seconds.
+        """
+        self._stood_s = stood_s
+        self._counts_calls = counts_calls
+        self._now = now
+        self._num_running = 0
+        self._is_known = counts_calls
+        self._since_s = now()
+        self._sequence_s = 0.0  # integral of the sequences until then
+        self._sums = dict.fromkeys(
+            ("pace_tokens", "pace_sequences", "pace_squares", "pace_s", "pace_sequence_s"), 0.0
+        )
+
+    def observe(self, num_running: int) -> None:
+        """The engine says that it computes this many sequences."""
+        if not self._counts_calls:
+            self._is_known = True
+            self._set(num_running)
+
+    def _set(self, num_running: int) -> None:
+        now_s = self._now()
+        self._sequence_s += self._num_running * (now_s - self._since_s)
+        self._num_running, self._since_s = num_running, now_s
+
+    @contextmanager
+    def call(self) -> Iterator[Call]:
+        """Count a call of the engine, whose ``num_tokens`` is set once it is answered."""
+        if self._counts_calls:
+            self._set(self._num_running + 1)
+        is_known, began_s, stood_s = self._is_known, self._now(), self._stood_s()
+        before = self._until(began_s)
+        call = Call()
+        try:
+            yield call
+        finally:
+            now_s = self._now()
+            elapsed = now_s - began_s
+            seconds = elapsed - (self._stood_s() - stood_s)
+            if is_known and seconds > 0.0 and call.num_tokens:
+                sequences = max(1.0, (self._until(now_s) - before) / elapsed)
+                self._add(call.num_tokens, seconds, sequences)
+            if self._counts_calls:
+                self._set(self._num_running - 1)
+
+    def _until(self, now_s: float) -> float:
+        return self._sequence_s + self._num_running * (now_s - self._since_s)
+
+    def _add(self, num_tokens: int, seconds: float, sequences: float) -> None:
+        sums = self._sums
+        sums["pace_tokens"] += num_tokens
+        sums["pace_sequences"] += num_tokens * sequences
+        sums["pace_squares"] += num_tokens * sequences**2
+        sums["pace_s"] += seconds
+        sums["pace_sequence_s"] += seconds * sequences
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """The sums, to report."""
+        return dict(self._sums)
