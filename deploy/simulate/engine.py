@@ -47,6 +47,7 @@ class SimulatedEngine:
         "debt_s",
         "holder",
         "now_s",
+        "num_behind",
         "num_generated",
         "num_sequences",
         "stalled_s",
@@ -72,6 +73,7 @@ class SimulatedEngine:
         self.now_s = now_s
         self.debt_s = 0.0  # seconds to stand still or to compute prompts before the next step
         self.num_sequences = 0
+        self.num_behind = 0  # ended, of groups that have others under way
         self.busy_s = 0.0  # decoding
         self.stalled_s = 0.0  # standing still, or computing prompts, with work under way
         self.num_generated = 0.0  # tokens
@@ -80,7 +82,7 @@ class SimulatedEngine:
         self._flat_s = 0.0
         self._order = 0
         self._heap: list[tuple[float, int, int, int, int, float, int, int]] = []
-        self._of_group: dict[int, tuple[int, float]] = {}  # sequences left, their part of C
+        self._of_group: dict[int, tuple[int, float, int]] = {}  # left, their part of C, ended
         self._boundaries: list[tuple[float, int]] = [(0.0, step)]  # (v, version from there on)
 
     @property
@@ -133,7 +135,7 @@ class SimulatedEngine:
                 (now + length, self._order, group_id, sibling, lease_id, now, prompt, length),
             )
         part = prompt - now
-        self._of_group[group_id] = (len(lengths), part)
+        self._of_group[group_id] = (len(lengths), part, 0)
         self._constant += len(lengths) * part
         self.num_sequences += len(lengths)
         self._flat_s = self._law.flat_s(self.num_sequences)
@@ -188,11 +190,13 @@ class SimulatedEngine:
             self._remove(group_id, self._of_group[group_id][0])
 
     def _remove(self, group_id: int, num: int) -> None:
-        left, part = self._of_group[group_id]
+        left, part, ended = self._of_group[group_id]
         if left > num:
-            self._of_group[group_id] = (left - num, part)
+            self._of_group[group_id] = (left - num, part, ended + num)
+            self.num_behind += num
         else:
             del self._of_group[group_id]
+            self.num_behind -= ended
         self._constant -= num * part
         self.num_sequences -= num
         if not self.num_sequences:

@@ -48,6 +48,7 @@ class Scenario:
     lengths: Lengths
     prompt_tokens: int = 256
     max_in_flight: int | None = None  # groups; None is what the bound allows
+    siblings_together: bool = False  # a group holds its lanes until its last answer
     staleness_mode: Literal["wait", "drop"] = "wait"
     prefetch: bool = True  # the next batch is bound while one is trained
     publish_every: int = 1  # learner steps

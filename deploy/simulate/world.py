@@ -212,7 +212,8 @@ class World:
         if engine is None or self._pending[number] >= 0:
             return False
         scenario = self.scenario
-        room = scenario.max_sequences - engine.num_sequences
+        held = engine.num_sequences + (engine.num_behind if scenario.siblings_together else 0)
+        room = scenario.max_sequences - held
         if room < scenario.group_size or not engine.has_room:
             self._waits_at[number] = -1
             return False
