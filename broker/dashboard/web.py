@@ -14,6 +14,7 @@ from aiohttp import web
 from slipstream.broker.dashboard.compare.runs import sampling_of
 from slipstream.broker.dashboard.compare.settings_diff import read_settings
 from slipstream.broker.dashboard.encoding import EventEncoder, Source, StateEncoder
+from slipstream.broker.dashboard.expected import Expected
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.logs import newest_lines
 from slipstream.broker.dashboard.metrics import render_metrics
@@ -54,6 +55,7 @@ class Dashboard:
         self._site = Site("page.html", host=host, port=port, folder=folder, patience_s=patience_s)
         self._events_of = EventEncoder()
         self._states = StateEncoder(source)
+        self._expected = Expected(items.folder)
         self.num_viewers = 0  # of the stream
         for path, handler in {
             "/status.json": self._json,
@@ -63,6 +65,7 @@ class Dashboard:
             "/dead_letters": self._letters,
             "/logs.json": self._logs,
             "/about.json": self._about,
+            "/expected.json": self._expect,
             "/metrics": self._metrics,
         }.items():
             self._site.get(path, handler)
@@ -84,6 +87,7 @@ class Dashboard:
 
     async def stop(self) -> None:
         """Close all connections."""
+        await self._expected.stop()
         await self._site.stop()
 
     async def _why(self, _request: web.Request) -> web.StreamResponse:
@@ -133,6 +137,9 @@ class Dashboard:
     async def _logs(self, _request: web.Request) -> web.StreamResponse:
         logs = await self._reader.read(lambda: newest_lines(self._items.folder))
         return json_answer({"logs": logs})
+
+    async def _expect(self, _request: web.Request) -> web.StreamResponse:
+        return json_answer(self._expected.ask())
 
     async def _about(self, _request: web.Request) -> web.StreamResponse:
         settings = await self._reader.read(lambda: read_settings(self._items.folder))

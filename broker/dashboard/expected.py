@@ -1,0 +1,107 @@
+"""What the simulator expects of changes to this run, for the page; another process computes it."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+_COMMAND = (sys.executable, "-m", "slipstream.deploy.main", "advise")
+_RENEW_S = 60.0  # an answer that is older is computed again when it is asked for
+_LONGEST_S = 600.0
+_NICENESS = 10  # the run goes first
+_MAX_CHARS = 500  # of what a failed one says
+
+
+class Expectation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known now."""
+
+    state: Literal["computing", "known", "failed"]
+    advice: msgspec.Raw = msgspec.Raw(b"null")  # as `slipstream advise --json` prints it
+    reason: str = ""  # why there is none
+    age_s: float = 0.0
+
+
+class Expected:
+    """Computes it when it is asked for, one at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        command: Sequence[str] = _COMMAND,
+        now: Callable[[], float] = time.monotonic,
+        longest_s: float = _LONGEST_S,
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            folder: of the run.
+            command: that prints an advice about it as JSON.
+            now: a clock in seconds.
+            longest_s: it may take.
+        """
+        self._command = (*command, str(folder), "--json")
+        self._now = now
+        self._longest_s = longest_s
+        self._known = Expectation(state="computing")
+        self._known_s = -_RENEW_S
+        self._computing: asyncio.Task[None] | None = None
+
+    def ask(self) -> Expectation:
+        """Return what is known; what is not, or no longer true, is computed from now on."""
+        age_s = self._now() - self._known_s
+        if self._computing is None and age_s >= _RENEW_S:
+            self._computing = asyncio.create_task(self._compute())
+        if self._computing is not None:
+            return Expectation(state="computing")
+        return msgspec.structs.replace(self._known, age_s=age_s)
+
+    async def stop(self) -> None:
+        """End what is under way."""
+        if self._computing is not None:
+            self._computing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._computing
+
+    async def _compute(self) -> None:
+        try:
+            self._known = await self._run()
+        except OSError as error:
+            self._known = Expectation(state="failed", reason=str(error)[:_MAX_CHARS])
+        finally:
+            self._known_s = self._now()
+            self._computing = None
+
+    async def _run(self) -> Expectation:
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            with suppress(OSError):  # it may have ended
+                os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+            async with asyncio.timeout(self._longest_s):
+                printed, said = await process.communicate()
+        except TimeoutError:
+            return Expectation(state="failed", reason=f"it took more than {self._longest_s:g} s")
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        text = said.decode(errors="replace").strip()
+        if process.returncode:
+            reason = text.splitlines()[-1] if text else f"exit code {process.returncode}"
+            return Expectation(state="failed", reason=reason[:_MAX_CHARS])
+        try:
+            return Expectation(state="known", advice=msgspec.json.decode(printed, type=msgspec.Raw))
+        except msgspec.DecodeError as error:
+            return Expectation(state="failed", reason=f"its answer cannot be read: {error}")
