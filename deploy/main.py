@@ -25,6 +25,7 @@ COMMANDS = {
     "align": ("align", "compare learner, SGLang and transformers, layer by layer"),
     "memory": ("memory", "estimate the memory of the learner's ranks, or measure it"),
     "simulate": ("simulate", "predict a run in virtual time, with the real ledger"),
+    "advise": ("advise", "what to expect of one generator or one step of bound more or less"),
     "plan": ("plan", "size a run: GPUs, layouts that fit, seconds, a split between the pools"),
     "weights": ("weights", "compute what publishing a version costs, at given sizes and rates"),
     "render": ("render", "write files for Slurm, Kubernetes, compose or SkyPilot"),

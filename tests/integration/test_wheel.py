@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printe
     "slipstream scale generators=2": (2, NO_RUN),
     "slipstream status": (2, NO_RUN),
     "slipstream top": (2, NO_RUN),
+    "slipstream advise": (2, NO_RUN),
     "slipstream dashboard": (2, NO_RUN),
     "slipstream metrics": (2, NO_RUN),
     "slipstream metrics --csv": (2, NO_RUN),

@@ -130,6 +130,7 @@ class TinyRun:
         *,
         options: Sequence[str] = (),
         before: Callable[[Path], None] = lambda _folder: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start a run; ``before`` may spoil the inputs in ``folder``."""
         self.folder = folder / "runs" / "tiny"
@@ -151,7 +152,7 @@ class TinyRun:
                 cwd=ROOT,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
+                env={**os.environ, "COLUMNS": "200", **(environment or {})},  # noqa: TID251
             )
         self.descendants: set[psutil.Process] = set()
         self.listeners: set[Listener] = set()  # of all its processes, at any time

@@ -1,0 +1,30 @@
+"""Real runs on few cores, whose real engines have the pace of a device each."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.tiny_run import ROOT, TinyRun
+
+BASE_S, SEQUENCE_S = 0.01, 0.001  # of a decode step, and of each of its sequences
+_PASSED_ON = '["PYTHONPATH", "PACED_BASE_S", "PACED_SEQUENCE_S"]'
+
+
+def paced_run(folder: Path, settings: Mapping[str, object]) -> TinyRun:
+    """Start a run whose engines take at least ``BASE_S + n SEQUENCE_S`` for a step."""
+    paths = (ROOT / "tests" / "support" / "paced", ROOT / "src", ROOT)
+    return TinyRun(
+        folder,
+        {
+            "run.group_size": 4,
+            "run.groups_per_step": 8,
+            "generators.max_sequences": 32,
+            "generators.concurrency": "fixed",
+            "generators.environment": _PASSED_ON,
+            **settings,
+        },
+        environment={
+            "PYTHONPATH": ":".join(map(str, paths)),
+            "PACED_BASE_S": str(BASE_S),
+            "PACED_SEQUENCE_S": str(SEQUENCE_S),
+        },
+    )

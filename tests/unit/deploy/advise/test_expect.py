@@ -1,0 +1,102 @@
+import dataclasses
+
+import msgspec
+import pytest
+
+from slipstream.deploy.advise.expect import Advice, advise
+from slipstream.deploy.advise.fit import fit, lengths_of
+from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw
+from slipstream.deploy.simulate.lengths import Fixed
+from slipstream.deploy.simulate.scenario import Scenario
+from slipstream.deploy.simulate.world import simulate
+from tests.support.recorded_runs import LAW, a_scenario, pace_of, recorded
+
+SLOW_LEARNER = LearnerLaw(step_s=60.0)
+
+
+def test_the_laws_that_a_run_followed_are_found():
+    found = fit(recorded(a_scenario()))
+    (law,) = found.engines
+    assert law.base_s == pytest.approx(LAW.base_s)
+    assert law.sequence_s == pytest.approx(LAW.sequence_s)
+    assert found.learner.step_s == pytest.approx(1.0, rel=0.02)
+    assert found.learner.token_s == pytest.approx(1e-4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"engines": 3}, "one more generator"),
+        ({"engines": 1}, "one fewer generator"),
+        ({"max_staleness_steps": 1}, "a bound of 1"),
+        ({"max_staleness_steps": 3}, "a bound of 3"),
+        ({"publish_every": 2}, "a publish every 2 steps"),
+    ],
+)
+@pytest.mark.parametrize("learner", [LearnerLaw(step_s=1.0, token_s=1e-4), SLOW_LEARNER])
+def test_a_run_with_one_change_is_predicted(
+    change: dict[str, int], named: str, learner: LearnerLaw
+):
+    scenario = a_scenario(learner=learner)
+    told = advise(recorded(scenario))
+    other: Scenario = dataclasses.replace(scenario, seed=9, **change)
+    truth_s = simulate(other).mean_step_s(8)
+    (found,) = [one for one in told.changes if one.change.startswith(named)]
+    assert found.step_s == pytest.approx((truth_s, truth_s), rel=0.1)
+    assert not told.cautions
+
+
+def test_what_more_generators_bring_is_said_in_a_sentence():
+    assert "one more generator, 3 in all makes it" in advise(recorded(a_scenario())).sentence
+    learner_bound = advise(recorded(a_scenario(learner=SLOW_LEARNER))).sentence
+    assert "none of these changes" in learner_bound
+    assert "one fewer generator, 1 in all costs next to nothing" in learner_bound
+
+
+def test_engines_that_always_computed_as_many_leave_a_range_that_holds_the_truth():
+    scenario = a_scenario()
+    told = advise(recorded(scenario, sequences=(50, 50)))
+    truth_s = simulate(dataclasses.replace(scenario, engines=3)).mean_step_s(8)
+    more = next(one for one in told.changes if one.change.startswith("one more"))
+    assert more.step_s[0] < more.step_s[1]
+    assert more.step_s[0] * 0.97 < truth_s < more.step_s[1] * 1.03
+    assert any("figures are a range" in text for text in told.cautions)
+
+
+def test_a_run_that_its_laws_do_not_explain_is_no_advice():
+    record = msgspec.structs.replace(recorded(a_scenario()), pace=pace_of(LAW.slower(3), (40, 60)))
+    assert any("worth little" in text for text in advise(record).cautions)
+
+
+def test_what_is_not_simulated_is_said():
+    record = msgspec.structs.replace(recorded(a_scenario()), mean_turns=3.5, shared_cores=2)
+    cautions = " ".join(advise(record).cautions)
+    assert "share 2 CPU cores" in cautions
+    assert "several turns" in cautions
+
+
+def test_a_bound_of_0_gets_no_smaller_and_one_generator_no_fewer():
+    told = advise(recorded(a_scenario(max_staleness_steps=0, engines=1)))
+    assert [one.change for one in told.changes] == ["one more generator, 2 in all", "a bound of 1"]
+
+
+def test_an_advice_survives_its_json():
+    told = advise(recorded(a_scenario()))
+    assert msgspec.json.decode(msgspec.json.encode(told), type=Advice) == told
+
+
+def test_lengths_have_the_mean_that_the_run_reports():
+    record = recorded(a_scenario())
+    drawn = lengths_of(record)
+    assert not isinstance(drawn, Fixed)
+    tokens = drawn.tokens  # type: ignore[attr-defined]
+    assert sum(tokens) / len(tokens) == pytest.approx(record.mean_tokens, rel=0.02)
+    without = msgspec.structs.replace(record, lengths={})
+    assert lengths_of(without) == Fixed(round(record.mean_tokens))
+
+
+def test_a_slope_below_0_is_none():
+    falling = pace_of(EngineLaw(base_s=0.1), (40, 60))
+    falling = msgspec.structs.replace(falling, sequence_seconds=0.99 * falling.sequence_seconds)
+    (law,) = fit(msgspec.structs.replace(recorded(a_scenario()), pace=falling)).engines
+    assert law.sequence_s == 0.0
