@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.bars import Bars
+from benchmarks.scale.advisor import advisor_bars
+from benchmarks.scale.controller import controller_bars
 from benchmarks.scale.planner import planner_bars
 from benchmarks.scale.published import (
     all_predictions,
@@ -117,7 +119,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("published", "schedules", "planner", "large"))
+    parser.add_argument(
+        "--only", choices=("published", "schedules", "planner", "advisor", "controller", "large")
+    )
     parser.add_argument("--schedules", type=int, default=_SCHEDULES, metavar="N")
     parser.add_argument("--large", action="store_true", help="10,000 engines and 10^6 groups too")
     output = parser.add_mutually_exclusive_group()
@@ -141,6 +145,10 @@ def main() -> int:
     if only in (None, "planner"):
         for bar in planner_bars():
             bars.at_most(bar.name, bar.value, bar.unit, needs=bar.need)
+    if only in (None, "advisor"):
+        advisor_bars(bars)
+    if only in (None, "controller"):
+        controller_bars(bars)
     if only in (None, "schedules"):
         schedules(bars, arguments.schedules)
     if only == "large" or arguments.large:
