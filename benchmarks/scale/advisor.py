@@ -19,10 +19,10 @@ _NEEDS = 15.0  # per cent
 def advisor_bars(bars: Bars) -> None:
     """Run both, three minutes; a bar of the error of what the first predicts of the second."""
     with tempfile.TemporaryDirectory(prefix="advise-") as name:
-        first = _run(Path(name) / "one", {"run.max_staleness_steps": 0})
+        first = _run(Path(name) / "one", 1)
         told = advise(first)
         (more,) = [one for one in told.changes if one.setting == "generators.count = 2"]
-        second = _run(Path(name) / "two", {"run.max_staleness_steps": 0, "generators.count": 2})
+        second = _run(Path(name) / "two", 2)
     simulated_s = told.simulated_s[0]
     print(
         f"one generator: {told.measured_s:.2f} s a step, simulated {simulated_s:.2f} s; two: "
@@ -32,8 +32,10 @@ def advisor_bars(bars: Bars) -> None:
     bars.at_most("scale_advice_error", error, "%", needs=_NEEDS)
 
 
-def _run(folder: Path, settings: dict[str, object]) -> Record:
-    run = paced_run(folder, {"run.steps": _STEPS, **settings})
+def _run(folder: Path, generators: int) -> Record:
+    folder.mkdir()
+    settings = {"run.steps": _STEPS, "run.max_staleness_steps": 0, "generators.count": generators}
+    run = paced_run(folder, settings)
     if run.wait() != 0:
         raise RuntimeError(run.output)
     return record_of(run.folder)

@@ -94,7 +94,7 @@ def variants_of(scenario: Scenario) -> Iterator[_Variant]:
     for number in (engines - 1, engines + 1):
         if number >= 1:
             yield _Variant(
-                f"one {'more' if number > engines else 'fewer'} generator, {number} in all",
+                f"one {'more' if number > engines else 'fewer'} generator ({number} in all)",
                 f"generators.count = {number}",
                 replace(scenario, engines=number),
             )

@@ -1,5 +1,5 @@
 """Runs in virtual time: the real ledger among engines, a learner and publishes that follow laws.
 
 No sockets, processes or clocks; a seed decides everything.
-Imported by deploy.commands.
+Imported by deploy.advise and deploy.commands.
 """

@@ -451,6 +451,8 @@ class World:
                 if number is not None and engine is not None:
                     engine.advance(self.now_s)
                     engine.cancel(event.group_id)
+                    if self._pending[number] >= 0 and not engine.num_sequences:
+                        self._adopt(number, engine, self._pending[number])
                     self._ask(number)
                     self._schedule(number, engine)
 

@@ -15,7 +15,9 @@ STEPS = 26
 
 
 def test_a_run_predicts_a_second_one_with_another_generator(tmp_path: Path):
-    settings = {"run.steps": STEPS, "run.max_staleness_steps": 0}
+    settings = {"run.steps": STEPS, "run.max_staleness_steps": 0, "generators.count": 1}
+    for name in "ab":
+        (tmp_path / name).mkdir()
     first = paced_run(tmp_path / "a", settings)
     assert first.wait() == 0, first.output
     told = advise(record_of(first.folder))

@@ -15,6 +15,7 @@ def paced_run(folder: Path, settings: Mapping[str, object]) -> TinyRun:
     return TinyRun(
         folder,
         {
+            "learner.lr": 0.0,  # answers stay as long
             "run.group_size": 4,
             "run.groups_per_step": 8,
             "generators.max_sequences": 32,

@@ -47,10 +47,10 @@ def test_a_run_with_one_change_is_predicted(
 
 
 def test_what_more_generators_bring_is_said_in_a_sentence():
-    assert "one more generator, 3 in all makes it" in advise(recorded(a_scenario())).sentence
+    assert "one more generator (3 in all) makes it" in advise(recorded(a_scenario())).sentence
     learner_bound = advise(recorded(a_scenario(learner=SLOW_LEARNER))).sentence
     assert "none of these changes" in learner_bound
-    assert "one fewer generator, 1 in all costs next to nothing" in learner_bound
+    assert "one fewer generator (1 in all) costs next to nothing" in learner_bound
 
 
 def test_engines_that_always_computed_as_many_leave_a_range_that_holds_the_truth():
@@ -77,7 +77,7 @@ def test_what_is_not_simulated_is_said():
 
 def test_a_bound_of_0_gets_no_smaller_and_one_generator_no_fewer():
     told = advise(recorded(a_scenario(max_staleness_steps=0, engines=1)))
-    assert [one.change for one in told.changes] == ["one more generator, 2 in all", "a bound of 1"]
+    assert [one.change for one in told.changes] == ["one more generator (2 in all)", "a bound of 1"]
 
 
 def test_an_advice_survives_its_json():

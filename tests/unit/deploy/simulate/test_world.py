@@ -40,6 +40,20 @@ def test_in_random_schedules_the_account_closes_and_no_token_passes_the_bound(fi
         assert outcome.max_staleness() <= scenario.max_staleness_steps, seed
 
 
+def test_an_engine_that_drains_takes_its_version_when_its_last_answer_is_dropped():
+    scenario = random_scenario(10209)  # of 10^5, the one that stood still
+    assert scenario.publish.drains
+    assert scenario.staleness_mode == "drop"
+    assert len(simulate(scenario).steps) == scenario.steps
+
+
+def test_groups_whose_siblings_are_sampled_together_hold_their_lanes():
+    few = replace(RUN, max_sequences=16, steps=10)  # two groups at a time
+    together = simulate(replace(few, siblings_together=True))
+    assert together.mean_step_s(3) > 1.2 * simulate(few).mean_step_s(3)
+    assert together.unaccounted == 0
+
+
 def test_the_same_seed_is_the_same_run_and_another_is_not():
     assert simulate(RUN) == simulate(RUN)
     assert simulate(RUN).seconds != simulate(replace(RUN, seed=1)).seconds
