@@ -17,7 +17,7 @@ _NEEDS = 15.0  # per cent
 
 
 def advisor_bars(bars: Bars) -> None:
-    """Run both, three minutes; a bar of the error of what the first predicts of the second."""
+    """Run both, four minutes; a bar of the error of what the first predicts of the second."""
     with tempfile.TemporaryDirectory(prefix="advise-") as name:
         first = _run(Path(name) / "one", 1)
         told = advise(first)

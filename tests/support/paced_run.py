@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.support.tiny_run import ROOT, TinyRun
 
-BASE_S, SEQUENCE_S = 0.01, 0.001  # of a decode step, and of each of its sequences
+BASE_S, SEQUENCE_S = 0.02, 0.002  # of a decode step, and of each of its sequences
 _PASSED_ON = '["PYTHONPATH", "PACED_BASE_S", "PACED_SEQUENCE_S"]'
 
 
