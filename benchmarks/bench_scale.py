@@ -30,6 +30,7 @@ from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
 
 _SCHEDULES = 100_000
+_SAID_EVERY = 10_000
 _EXAMPLES = """examples:
   python -m benchmarks.bench_scale                       # all bars, about 15 minutes
   python -m benchmarks.bench_scale --only published      # the table and its bars
@@ -57,7 +58,11 @@ def published(bars: Bars) -> None:
 def schedules(bars: Bars, number: int) -> None:
     """Run random scenarios; a bar of those whose account or bound fails."""
     began = time.perf_counter()
-    failed = sum(not holds(seed) for seed in range(number))
+    failed = 0
+    for seed in range(number):
+        failed += not holds(seed)
+        if (seed + 1) % _SAID_EVERY == 0:
+            print(f"{seed + 1:,} of {number:,}, {failed} failed", flush=True)
     print(f"{number:,} random schedules in {time.perf_counter() - began:.0f} s")
     bars.at_least("scale_random_schedules", number - failed, f"of {number}", needs=number)
 

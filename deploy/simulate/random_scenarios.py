@@ -25,6 +25,8 @@ def random_scenario(seed: int) -> Scenario:
         lengths = LogNormal(mean=longest / 2, spread=rng.uniform(0.1, 2.0), longest=longest)
     allowed = groups * (bound + 1)
     fails = rng.random() < 0.3
+    # Engines that fail many times in the time of an answer never answer, and a run never ends.
+    least_mtbf_s = 0.5 * longest * law.step_s(8, 8.0 * longest)
     target = None
     if bound and rng.random() < 0.4:
         target = rng.choice(
@@ -57,7 +59,7 @@ def random_scenario(seed: int) -> Scenario:
         target=target,
         kl_per_lag=0.01,
         faults=Faults(
-            engine_mtbf_s=rng.uniform(1.0, 60.0) if fails else 0.0,
+            engine_mtbf_s=max(rng.uniform(1.0, 60.0), least_mtbf_s) if fails else 0.0,
             restart_s=rng.uniform(0.1, 5.0),
             lease_s=rng.uniform(0.1, 5.0),
             slow_share=rng.choice([0.0, 0.5]),
