@@ -1,6 +1,7 @@
 """What the simulator expects of changes to this run, for the page; another process computes it."""
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+_log = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "slipstream.deploy.main", "advise")
 _RENEW_S = 60.0  # an answer that is older is computed again when it is asked for
@@ -52,11 +55,12 @@ class Expected:
         self._known = Expectation(state="computing")
         self._known_s = -_RENEW_S
         self._computing: asyncio.Task[None] | None = None
+        self._is_over = False
 
     def ask(self) -> Expectation:
         """Return what is known; what is not, or no longer true, is computed from now on."""
         age_s = self._now() - self._known_s
-        if self._computing is None and age_s >= _RENEW_S:
+        if self._computing is None and age_s >= _RENEW_S and not self._is_over:
             self._computing = asyncio.create_task(self._compute())
         if self._computing is not None:
             return Expectation(state="computing")
@@ -64,6 +68,7 @@ class Expected:
 
     async def stop(self) -> None:
         """End what is under way."""
+        self._is_over = True
         if self._computing is not None:
             self._computing.cancel()
             with suppress(asyncio.CancelledError):
@@ -74,6 +79,9 @@ class Expected:
             self._known = await self._run()
         except OSError as error:
             self._known = Expectation(state="failed", reason=str(error)[:_MAX_CHARS])
+        except Exception as error:  # noqa: BLE001 the page says why
+            _log.exception("advice failed")
+            self._known = Expectation(state="failed", reason=f"{error}"[:_MAX_CHARS])
         finally:
             self._known_s = self._now()
             self._computing = None

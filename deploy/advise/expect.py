@@ -10,10 +10,12 @@ from slipstream.deploy.advise.record import Record
 from slipstream.deploy.simulate.outcome import Outcome
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.wire.errors import ConfigError
 
 TRUSTED = 0.15  # by how much the simulated run as it is may miss the measured one
 _EVERY = (2, 4)  # learner steps between two publishes
 _NOTABLE = 0.02
+_BY_HAND = "slipstream scale, start-generator"  # where they are not all of this file's
 OnChange = Callable[[str], None]
 
 
@@ -33,7 +35,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What a run's own figures say of it; all of it but ``measured_s`` is predicted."""
 
     run: str
-    step: int  # steps that it was fitted on
+    num_steps: int  # that it was fitted on
     measured_s: float  # mean of a learner step
     simulated_s: tuple[float, float]  # the same, by the laws
     now: Expected
@@ -61,23 +63,23 @@ def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice
     """
     found = fit(record)
     scenarios = [scenario_of_record(record, found, law) for law in found.engines]
-    warm = warm_steps(record.max_staleness_steps + 1)
+    warm = warm_steps(record)
     on_change("as it is")
-    before = [simulate(one) for one in scenarios]
+    before = [_simulated(one) for one in scenarios]
     before_s = [outcome.mean_step_s(warm) for outcome in before]
     now = _expected("as it is", "", record.step_s, before_s, before, warm)
     changes = []
-    for variants in zip(*(tuple(variants_of(one)) for one in scenarios), strict=True):
+    for variants in zip(*(tuple(variants_of(record, one)) for one in scenarios), strict=True):
         first = variants[0]
         on_change(first.change)
-        outcomes = [simulate(one.scenario) for one in variants]
+        outcomes = [_simulated(one.scenario) for one in variants]
         changes.append(
             _expected(first.change, first.setting, record.step_s, before_s, outcomes, warm)
         )
     simulated = (min(before_s), max(before_s))
     return Advice(
         run=record.run,
-        step=len(record.wait_s),
+        num_steps=len(record.wait_s) * record.every_steps,
         measured_s=record.step_s,
         simulated_s=simulated,
         now=now,
@@ -88,25 +90,34 @@ def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice
     )
 
 
-def variants_of(scenario: Scenario) -> Iterator[_Variant]:
-    """Return a scenario with one change at a time."""
+def _simulated(scenario: Scenario) -> Outcome:
+    try:
+        return simulate(scenario)
+    except RuntimeError as error:
+        raise ConfigError(f"the simulation of this run stands still: {error}") from error
+
+
+def variants_of(record: Record, scenario: Scenario) -> Iterator[_Variant]:
+    """Return a scenario with one change at a time, with the settings that make it."""
     engines, bound = scenario.engines, scenario.max_staleness_steps
     for number in (engines - 1, engines + 1):
         if number >= 1:
             yield _Variant(
                 f"one {'more' if number > engines else 'fewer'} generator ({number} in all)",
-                f"generators.count = {number}",
+                f"generators.count = {number}" if record.count == engines else _BY_HAND,
                 replace(scenario, engines=number),
             )
     for steps in (bound - 1, bound + 1):
-        if steps >= 0:
+        if steps >= 0 and (record.p95_lag is None or steps > record.p95_lag):
+            mode = 'run.mode = "async", ' if record.mode == "sync" else ""
             yield _Variant(
                 f"a bound of {steps}",
-                f"run.max_staleness_steps = {steps}",
+                f"{mode}run.max_staleness_steps = {steps}",
                 replace(scenario, max_staleness_steps=steps),
             )
     for every in _EVERY:
-        if every <= bound + 1:
+        # With a target the bound in force may fall below what rarer publishes need.
+        if every <= bound + 1 and record.p95_lag is None:
             yield _Variant(
                 f"a publish every {every} steps", "", replace(scenario, publish_every=every)
             )
@@ -137,7 +148,7 @@ def _expected(
 
 
 def _sentence(changes: list[Expected]) -> str:
-    best = max(changes, key=lambda one: one.gain[0])
+    best = max((one for one in changes if one.setting), key=lambda one: one.gain[0])
     if best.gain[0] < _NOTABLE:
         text = "none of these changes makes the run notably faster"
     else:
@@ -191,5 +202,4 @@ def _cautions(record: Record, found: Fit, simulated: tuple[float, float]) -> Ite
             f"all processes share {record.shared_cores} CPU cores: one more generator slows down "
             "the others, which is not simulated"
         )
-    if record.mean_turns > 1.0:
-        yield "trajectories have several turns: their environments are not simulated"
+    yield from record.notes

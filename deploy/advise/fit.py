@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
+from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.deploy.advise.record import Record
 from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Fixed, Lengths, Recorded
@@ -13,7 +14,8 @@ from slipstream.wire.errors import ConfigError
 _TOLD_APART = 0.1  # deviation of the sequences over their mean from which on a slope is known
 _DRAWN = 1_000  # lengths that stand for all
 _MOST_TRAJECTORIES = 20_000  # of a simulation: a second
-_MEASURED = 24  # learner steps of it, at least
+_MEASURED = (8, 240)  # learner steps of it, after those in which it fills: at least, at most
+_TOO_MANY = 4_000_000  # trajectories of a simulation: minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def fit(record: Record) -> Fit:
     if variance >= (_TOLD_APART * mean) ** 2:
         slope = (pace.sequence_seconds / pace.tokens - mean * per_token) / variance
         slope = min(max(0.0, slope), per_token / mean)
-        laws = (EngineLaw(base_s=per_token - slope * mean, sequence_s=slope),)
+        laws = (EngineLaw(base_s=max(0.0, per_token - slope * mean), sequence_s=slope),)
     else:
         laws = (EngineLaw(base_s=per_token), EngineLaw(sequence_s=per_token / mean))
     return Fit(laws, _learner(record), mean, math.sqrt(variance))
@@ -56,7 +58,7 @@ def _learner(record: Record) -> LearnerLaw:
         pairs = zip(record.tokens, seconds, strict=True)
         slope = fmean((t - mean_tokens) * (s - mean_s) for t, s in pairs) / variance
         slope = min(max(0.0, slope), mean_s / mean_tokens)
-    return LearnerLaw(step_s=mean_s - slope * mean_tokens, token_s=slope)
+    return LearnerLaw(step_s=max(0.0, mean_s - slope * mean_tokens), token_s=slope)
 
 
 def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:
@@ -65,9 +67,15 @@ def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:
     Raises:
         ConfigError: its figures contradict each other.
     """
-    a_step = record.groups_per_step * record.group_size
-    warm = warm_steps(record.max_staleness_steps)
-    steps = warm + max(_MEASURED, min(10 * _MEASURED, _MOST_TRAJECTORIES // a_step))
+    useless = min(record.useless_share, 0.95) if record.group_size > 1 else 0.0
+    a_step = record.groups_per_step * record.group_size / (1 - useless)
+    least, most = _MEASURED
+    steps = warm_steps(record) + max(least, min(most, round(_MOST_TRAJECTORIES / a_step)))
+    if steps * a_step > _TOO_MANY:
+        raise ConfigError(
+            f"a step of {a_step:,.0f} trajectories (run.groups_per_step x run.group_size, useless "
+            "ones included) is too large to be simulated in minutes"
+        )
     return Scenario(
         steps=steps,
         groups_per_step=record.groups_per_step,
@@ -87,13 +95,14 @@ def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:
         lengths=lengths_of(record),
         prompt_tokens=round(record.prompt_tokens),
         score_s=record.score_s,
-        useless_share=min(record.useless_share, 0.95) if record.group_size > 1 else 0.0,
+        useless_share=useless,
+        target=None if record.p95_lag is None else StalenessTarget(p95_lag=record.p95_lag),
     )
 
 
-def warm_steps(bound: int) -> int:
-    """Return the learner steps in which a run fills."""
-    return 2 * (bound + 1) + 2
+def warm_steps(record: Record) -> int:
+    """Return the learner steps in which a run fills, also one with a step of bound more."""
+    return 2 * (record.max_staleness_steps + 2) + 2
 
 
 def lengths_of(record: Record) -> Lengths:

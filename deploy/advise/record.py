@@ -1,26 +1,33 @@
 """What a run recorded of itself, as far as laws are fitted on it."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from pathlib import Path
 from statistics import fmean, median
 
 import msgspec
 
+from slipstream.broker.config import BrokerSection
 from slipstream.broker.dashboard.columns import StepColumns, StoredState, TimeColumns, read_state
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import DeploySection
+from slipstream.generators.config import GeneratorsSection
+from slipstream.learner.config import LearnerSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE, SETTINGS
 from slipstream.wire.messages.status import GONE_S, Pace, RoleStatus
+from slipstream.wire.messages.weightbus import PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME, WAIT
-from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.settings.sections import EnvironmentSection, EvalSection, RunSection
 
 MOST_STEPS = 200  # the newest: a run's answers change while it learns
 FEWEST_STEPS = 4
 _WAIT = PHASE_TIME + WAIT
 _EXPORT = PHASE_TIME + "export"
+_PAUSED = ("pause", "load", "verify", "commit")  # phases of a publish in which an engine stands
+_NEEDED = (PHASE_TIME + WAIT, "throughput/tokens_per_s", "response/tokens")
 _QUEUED = ("queue:waiting_for_reward", "queue:being_scored")
 _USELESS = "zero_variance"
 
@@ -29,6 +36,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A run's settings and figures; seconds are the clock's, lists are by learner step."""
 
     run: str
+    mode: str = "async"  # run.mode
+    count: int = 0  # generators.count
     groups_per_step: int
     group_size: int
     max_staleness_steps: int
@@ -50,8 +59,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float  # for which an engine stands still, of a publish
     score_s: float  # from an answer to its reward
     useless_share: float  # of groups
-    mean_turns: float = 1.0
+    p95_lag: int | None = None  # run.staleness_target, in learner steps
+    every_steps: int = 1  # learner steps that an item of the lists is the mean of
     shared_cores: int = 0  # that all processes share; 0: they do not, or it is unknown
+    notes: list[str] = []  # what the run has and no simulation
 
     @property
     def step_s(self) -> float:
@@ -65,52 +76,72 @@ def record_of(folder: Path) -> Record:
     Raises:
         ConfigError: it recorded too little.
     """
-    config = run_config(load_table(folder / SETTINGS, []))
+    table = load_table(folder / SETTINGS, [])
     state = read_state(folder / PAGE_STATE)
     if state is None:
         raise ConfigError(
             f"{folder} has no {PAGE_STATE} that can be read: the broker writes it every few seconds"
         )
-    return record_of_state(config, state)
+    return record_of_state(table, state)
 
 
-def record_of_state(config: RunConfig, state: StoredState) -> Record:
-    """Return what a run's state says, with its settings.
+def record_of_state(table: Table, state: StoredState) -> Record:
+    """Return what a run's state says, with its settings, which may be of another host.
 
     Raises:
         ConfigError: it says too little.
     """
-    status, generators = state.status, config.generators.generators
-    roles = _generators(status.roles)
+    status, run = state.status, section(table, "run", RunSection)
+    generators = section(table, "generators", GeneratorsSection)
+    if section(table, "environment", EnvironmentSection).is_named:
+        raise ConfigError(
+            f"{status.run_name} has an environment (environment.function): what environments take "
+            "is not simulated"
+        )
+    roles = _generators(status.roles, is_over=status.outcome != "running")
     if not (paces := [role.pace for role in roles if role.pace is not None]):
         raise ConfigError(
             f"no generator of {status.run_name} has reported how fast its engine is: none has "
-            "answered yet, its trajectories have several turns, or an earlier version recorded it"
+            "answered yet, or an earlier version recorded it"
         )
-    steps = _steps(state.history.steps, warm=status.max_staleness_steps + 2)
+    columns = state.history.steps
+    steps = _steps(columns, warm=status.max_staleness_steps + 2)
     if len(steps) < FEWEST_STEPS:
         raise ConfigError(
             f"{status.run_name} has {status.steps} learner steps: expected at least "
             f"{FEWEST_STEPS} after the first {status.max_staleness_steps + 2}, in which it fills"
         )
+    notes = list(_notes(table))
+    started_s = status.elapsed_s - min(role.age_s for role in roles)  # of the youngest
+    late = [step for step in steps if step["at_s"] > started_s]
+    if len(late) >= FEWEST_STEPS:
+        steps = late
+    elif late != steps:
+        notes.append(
+            f"a generator began {min(role.age_s for role in roles):,.0f} s ago, when most of the "
+            "steps were trained already: they are of another number of generators"
+        )
     phases = [_phases(step) for step in steps]
     wait_s = [phase.get(_WAIT, 0.0) for phase in phases]
     step_s = [sum(phase.values()) for phase in phases]
     tokens = [
-        step.get("throughput/tokens_per_s", 0.0) * seconds
+        step["throughput/tokens_per_s"] * seconds
         for step, seconds in zip(steps, step_s, strict=True)
     ]
     trajectories = status.groups_per_step * status.group_size
-    mean_tokens = fmean(step.get("response/tokens", 0.0) for step in steps)
+    mean_tokens = fmean(step["response/tokens"] for step in steps)
+    pause_s = _pause_s(status.publish_history)
     return Record(
         run=status.run_name,
+        mode=run.mode,
+        count=generators.count,
         groups_per_step=status.groups_per_step,
         group_size=status.group_size,
         max_staleness_steps=status.max_staleness_steps,
-        max_in_flight=config.broker.broker.max_in_flight,
-        staleness_mode=config.run.staleness_mode,
+        max_in_flight=section(table, "broker", BrokerSection).max_in_flight,
+        staleness_mode=run.staleness_mode,
         siblings_together=generators.siblings_together,
-        prefetch=config.learner.learner.prefetch,
+        prefetch=section(table, "learner", LearnerSection).prefetch,
         engines=len(roles),
         max_sequences=_lanes(roles, most=generators.max_sequences, least=status.group_size),
         wait_s=wait_s,
@@ -121,18 +152,34 @@ def record_of_state(config: RunConfig, state: StoredState) -> Record:
         lengths=status.survivorship.lengths,
         pace=reduce(add, paces),
         stall_s=fmean(phase.get(_EXPORT, 0.0) for phase in phases),
-        transfer_s=_transfer_s([one.adopted_by for one in status.publish_history]),
-        pause_s=_pause_s(roles, status.publishes),
+        transfer_s=max(0.0, _transfer_s(status.publish_history) - pause_s),
+        pause_s=pause_s,
         score_s=_score_s(state.history.time),
         useless_share=_useless_share(status.dropped, status.trained),
-        mean_turns=fmean(step.get("turns/mean", 1.0) for step in steps),
+        p95_lag=run.staleness_target.p95_lag,
+        every_steps=columns.every_steps,
         shared_cores=state.history.shared_cores,
+        notes=notes,
     )
 
 
-def _generators(roles: Sequence[RoleStatus]) -> list[RoleStatus]:
+def _notes(table: Table) -> Iterator[str]:
+    """Return what a run has and no simulation."""
+    if section(table, "run", RunSection).staleness_target.mismatch_kl is not None:
+        yield (
+            "run.staleness_target.mismatch_kl holds back what is under way, which is not simulated"
+        )
+    if section(table, "deploy", DeploySection).share_gpus:
+        yield (
+            "deploy.share_gpus: learner and engines take turns on the GPUs, which is not simulated"
+        )
+    if section(table, "eval", EvalSection).enabled:
+        yield "evaluations take time of engines and of the learner: it counts to all steps alike"
+
+
+def _generators(roles: Sequence[RoleStatus], *, is_over: bool) -> list[RoleStatus]:
     """Return the generators that run, or ran at the end."""
-    found = [role for role in roles if role.role == "generator"]
+    found = [role for role in roles if role.role == "generator" and (is_over or not role.has_left)]
     newest_s = min((role.silent_s for role in found), default=0.0)
     return [role for role in found if role.silent_s <= newest_s + GONE_S]
 
@@ -143,15 +190,15 @@ def _lanes(roles: Sequence[RoleStatus], *, most: int, least: int) -> int:
 
 
 def _steps(columns: StepColumns, *, warm: int) -> list[dict[str, float]]:
-    """Return the figures of the newest steps, all of which are known."""
+    """Return the newest rows of which all that is needed is known, with their ``at_s``."""
     found: list[dict[str, float]] = []
     for place, step in enumerate(columns.step):
         if step <= warm:
             continue
         row = {name: series[place] for name, series in columns.series.items()}
         known = {name: float(value) for name, value in row.items() if value is not None}
-        if _WAIT in known:
-            found.append(known)
+        if all(name in known for name in _NEEDED):
+            found.append({**known, "at_s": columns.at_s[place]})
     return found[-MOST_STEPS:]
 
 
@@ -159,29 +206,31 @@ def _phases(step: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds for name, seconds in step.items() if name.startswith(PHASE_TIME)}
 
 
-def _transfer_s(adopted: Sequence[Mapping[str, float]]) -> float:
-    seconds = [max(one.values()) for one in adopted if one]
+def _transfer_s(publishes: Sequence[PublishRecord]) -> float:
+    """Return the median time from the offer to the slowest engine's commit."""
+    seconds = [max(one.adopted_by.values()) for one in publishes if one.adopted_by]
     return median(seconds) if seconds else 0.0
 
 
-def _pause_s(roles: Sequence[RoleStatus], publishes: int) -> float:
-    if not publishes:
-        return 0.0
-    return fmean(role.phase_seconds.get("adopt", 0.0) for role in roles) / publishes
+def _pause_s(publishes: Sequence[PublishRecord]) -> float:
+    """Return the median time for which the slowest engine stands still."""
+    phases = [one.phase_seconds for one in publishes if one.adopted_by]
+    return median([sum(p.get(name, 0.0) for name in _PAUSED) for p in phases]) if phases else 0.0
 
 
 def _score_s(time: TimeColumns) -> float:
     """Return the mean time to a reward: those that wait for one over their rate (Little)."""
-    answers = [value for value in time.series.get("answers", ()) if value is not None]
-    if len(answers) < 2 or answers[-1] <= answers[0]:
+    queued, answered = 0.0, 0.0  # trajectories x seconds, trajectories
+    known = [time.series.get(name) for name in ("answers", *_QUEUED)]
+    rows = list(zip(time.at_s, *(column for column in known if column is not None), strict=True))
+    if any(column is None for column in known):
         return 0.0
-    seconds = time.at_s[-1] - time.at_s[0]
-    waiting = [
-        sum(value or 0.0 for value in row)
-        for row in zip(*(time.series.get(name, ()) for name in _QUEUED), strict=False)
-    ]
-    mean_s = fmean(waiting) * seconds / (answers[-1] - answers[0]) if waiting else 0.0
-    return mean_s if math.isfinite(mean_s) else 0.0
+    for (before_s, before, *_), (at_s, answers, *waiting) in pairwise(rows):
+        if before is None or answers is None or answers < before:
+            continue  # a generator began anew, or nobody watched
+        queued += sum(value or 0.0 for value in waiting) * (at_s - before_s)
+        answered += answers - before
+    return queued / answered if answered else 0.0
 
 
 def _useless_share(dropped: Mapping[str, int], trained: int) -> float:

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def print_advice(told: Advice, console: Console) -> None:
     """Print what is expected."""
-    table = Table(title=f"{told.run}: predicted from its last {told.step} steps, not measured")
+    table = Table(title=f"{told.run}: predicted from its last {told.num_steps} steps, not measured")
     table.add_column("change")
     for name in ("s a step", "faster", "learner waits", "staleness, p95"):
         table.add_column(name, justify="right", no_wrap=True)

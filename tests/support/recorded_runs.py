@@ -58,6 +58,7 @@ def recorded(scenario: Scenario, sequences: Sequence[float] = (40, 50, 60)) -> R
     answers = len(steps) * scenario.groups_per_step * scenario.group_size
     return Record(
         run="recorded",
+        count=scenario.engines,
         groups_per_step=scenario.groups_per_step,
         group_size=scenario.group_size,
         max_staleness_steps=scenario.max_staleness_steps,

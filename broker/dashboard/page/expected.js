@@ -21,7 +21,7 @@ function row(one, isNow) {
 
 function show(advice) {
   const simulated = span(advice.simulated_s, (s) => fixed(s, 2));
-  setText(byId("expected-note"), `${advice.sentence[0].toUpperCase()}${advice.sentence.slice(1)}. Predicted from the last ${fixed(advice.step)} steps, `
+  setText(byId("expected-note"), `${advice.sentence[0].toUpperCase()}${advice.sentence.slice(1)}. Predicted from the last ${fixed(advice.num_steps)} steps, `
     + `not measured: they took ${fixed(advice.measured_s, 2)} s each, the same run simulated ${simulated} s.`);
   fillTable(byId("expected-changes"), HEAD, [row(advice.now, true), ...advice.changes.map((one) => row(one, false))]);
   byId("expected-notes").replaceChildren(...advice.cautions.map((text) => element("li", { text: `Caution: ${text}.` })),

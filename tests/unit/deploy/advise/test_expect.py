@@ -9,9 +9,11 @@ from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw
 from slipstream.deploy.simulate.lengths import Fixed
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.wire.errors import ConfigError
 from tests.support.recorded_runs import LAW, a_scenario, pace_of, recorded
 
 SLOW_LEARNER = LearnerLaw(step_s=60.0)
+SHORT = recorded(a_scenario(steps=10))
 
 
 def test_the_laws_that_a_run_followed_are_found():
@@ -69,10 +71,10 @@ def test_a_run_that_its_laws_do_not_explain_is_no_advice():
 
 
 def test_what_is_not_simulated_is_said():
-    record = msgspec.structs.replace(recorded(a_scenario()), mean_turns=3.5, shared_cores=2)
+    record = msgspec.structs.replace(recorded(a_scenario()), notes=["eval is"], shared_cores=2)
     cautions = " ".join(advise(record).cautions)
     assert "share 2 CPU cores" in cautions
-    assert "several turns" in cautions
+    assert "eval is" in cautions
 
 
 def test_a_bound_of_0_gets_no_smaller_and_one_generator_no_fewer():
@@ -100,3 +102,48 @@ def test_a_slope_below_0_is_none():
     falling = msgspec.structs.replace(falling, sequence_seconds=0.99 * falling.sequence_seconds)
     (law,) = fit(msgspec.structs.replace(recorded(a_scenario()), pace=falling)).engines
     assert law.sequence_s == 0.0
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_time_that_grows_faster_than_sequences_is_all_slope(number: int):
+    per_token, mean = 0.001 + 0.00137 * number, 3.0 + 0.7 * number
+    spread = pace_of(LAW, (mean - 1, mean + 1))
+    pace = msgspec.structs.replace(
+        spread,
+        sequences=spread.tokens * mean,
+        squares=spread.tokens * mean**2 * 1.2,
+        seconds=spread.tokens * per_token,
+        sequence_seconds=spread.tokens * per_token * mean * 3,
+    )
+    (law,) = fit(msgspec.structs.replace(SHORT, pace=pace)).engines
+    assert law.base_s == pytest.approx(0.0, abs=1e-12)
+    assert law.sequence_s == pytest.approx(per_token / mean)
+
+
+def test_settings_are_those_that_make_the_change():
+    record = msgspec.structs.replace(
+        recorded(a_scenario(max_staleness_steps=0)), mode="sync", count=0
+    )
+    told = advise(record)
+    assert [one.setting for one in told.changes] == [
+        "slipstream scale, start-generator",
+        "slipstream scale, start-generator",
+        'run.mode = "async", run.max_staleness_steps = 1',
+    ]
+
+
+def test_a_target_is_simulated_and_no_bound_below_it_is_proposed():
+    scenario = a_scenario(max_staleness_steps=4, learner=SLOW_LEARNER)
+    free = recorded(scenario)
+    held = msgspec.structs.replace(free, p95_lag=3)
+    changes = [one.change for one in advise(held).changes]
+    assert "a bound of 3" not in changes
+    assert "a bound of 5" in changes
+    tight = advise(msgspec.structs.replace(free, p95_lag=1)).now
+    assert tight.p95_staleness < advise(free).now.p95_staleness
+
+
+def test_steps_too_large_to_be_simulated_in_minutes_are_refused():
+    record = msgspec.structs.replace(SHORT, groups_per_step=100_000, max_in_flight=None)
+    with pytest.raises(ConfigError, match=r"run\.groups_per_step x run\.group_size"):
+        advise(record)
