@@ -76,10 +76,15 @@ def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_reads(
             thrown_out = (await it.engine.load()).num_retractions
             assert thrown_out > 0
             await until_reported(it, "retracted", thrown_out)
-            sample = Rates().take(it.broker.status)
-            assert (sample["answers"], sample["retracted"]) == (6, thrown_out)
+            await until_async(lambda: answered_and_thrown_out(it) == (6, thrown_out))
 
     asyncio.run(scenario())
+
+
+def answered_and_thrown_out(it: Working) -> tuple[float | None, float | None]:
+    """Return what the broker's state, which it renews now and then, makes of the reports."""
+    sample = Rates().take(it.broker.status)
+    return sample["answers"], sample["retracted"]
 
 
 def test_cache_use_and_lanes_are_reported_as_of_now(tmp_path: Path):
