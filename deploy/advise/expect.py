@@ -84,7 +84,7 @@ def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice
         simulated_s=simulated,
         now=now,
         changes=changes,
-        sentence=_sentence(changes),
+        sentence=_sentence(changes, shares_cores=record.shared_cores > 0),
         laws=list(_laws(record, found)),
         cautions=list(_cautions(record, found, simulated)),
     )
@@ -147,9 +147,14 @@ def _expected(
     )
 
 
-def _sentence(changes: list[Expected]) -> str:
-    best = max((one for one in changes if one.setting), key=lambda one: one.gain[0])
-    if best.gain[0] < _NOTABLE:
+def _sentence(changes: list[Expected], *, shares_cores: bool) -> str:
+    possible = [
+        one
+        for one in changes
+        if one.setting and not (shares_cores and one.change.startswith("one more"))
+    ]
+    best = max(possible, key=lambda one: one.gain[0], default=None)
+    if best is None or best.gain[0] < _NOTABLE:
         text = "none of these changes makes the run notably faster"
     else:
         text = f"{best.change} makes it {span(best.gain, '{:.0%}')} faster"

@@ -72,7 +72,9 @@ def test_a_run_that_its_laws_do_not_explain_is_no_advice():
 
 def test_what_is_not_simulated_is_said():
     record = msgspec.structs.replace(recorded(a_scenario()), notes=["eval is"], shared_cores=2)
-    cautions = " ".join(advise(record).cautions)
+    told = advise(record)
+    cautions = " ".join(told.cautions)
+    assert "one more generator" not in told.sentence
     assert "share 2 CPU cores" in cautions
     assert "eval is" in cautions
 
