@@ -12,7 +12,6 @@ from slipstream.deploy.advise.expect import advise
 from slipstream.deploy.advise.record import Record, record_of
 from tests.support.paced_run import paced_run
 
-_STEPS = 26
 _NEEDS = 15.0  # per cent
 
 
@@ -33,9 +32,7 @@ def advisor_bars(bars: Bars) -> None:
 
 
 def _run(folder: Path, generators: int) -> Record:
-    folder.mkdir()
-    settings = {"run.steps": _STEPS, "run.max_staleness_steps": 0, "generators.count": generators}
-    run = paced_run(folder, settings)
+    run = paced_run(folder, generators=generators)
     if run.wait() != 0:
         raise RuntimeError(run.output)
     return record_of(run.folder)

@@ -40,9 +40,9 @@ def fit(record: Record) -> Fit:
     per_token = pace.seconds / pace.tokens
     laws: tuple[EngineLaw, ...]
     if variance >= (_TOLD_APART * mean) ** 2:
-        slope = (pace.sequence_seconds / pace.tokens - mean * per_token) / variance
-        slope = min(max(0.0, slope), per_token / mean)
-        laws = (EngineLaw(base_s=max(0.0, per_token - slope * mean), sequence_s=slope),)
+        covariance = pace.sequence_seconds / pace.tokens - mean * per_token
+        base_s, slope = _line(mean, per_token, covariance, variance)
+        laws = (EngineLaw(base_s=base_s, sequence_s=slope),)
     else:
         laws = (EngineLaw(base_s=per_token), EngineLaw(sequence_s=per_token / mean))
     return Fit(laws, _learner(record), mean, math.sqrt(variance))
@@ -52,13 +52,19 @@ def _learner(record: Record) -> LearnerLaw:
     """Return a line through the steps, neither part of it below 0; the stall is the publish's."""
     seconds = [max(0.0, active - record.stall_s) for active in record.active_s]
     mean_s, mean_tokens = fmean(seconds), fmean(record.tokens)
+    pairs = zip(record.tokens, seconds, strict=True)
+    covariance = fmean((tokens - mean_tokens) * (s - mean_s) for tokens, s in pairs)
     variance = fmean((tokens - mean_tokens) ** 2 for tokens in record.tokens)
-    slope = 0.0
-    if variance and mean_tokens:
-        pairs = zip(record.tokens, seconds, strict=True)
-        slope = fmean((t - mean_tokens) * (s - mean_s) for t, s in pairs) / variance
-        slope = min(max(0.0, slope), mean_s / mean_tokens)
-    return LearnerLaw(step_s=max(0.0, mean_s - slope * mean_tokens), token_s=slope)
+    base_s, slope = _line(mean_tokens, mean_s, covariance, variance)
+    return LearnerLaw(step_s=base_s, token_s=slope)
+
+
+def _line(mean_x: float, mean_y: float, covariance: float, variance: float) -> tuple[float, float]:
+    """Return base and slope of the least-squares line, neither of them below 0."""
+    if not variance or not mean_x:
+        return mean_y, 0.0
+    slope = min(max(0.0, covariance / variance), mean_y / mean_x)
+    return max(0.0, mean_y - slope * mean_x), slope
 
 
 def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:

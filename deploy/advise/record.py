@@ -111,15 +111,15 @@ def record_of_state(table: Table, state: StoredState) -> Record:
             f"{status.run_name} has {status.steps} learner steps: expected at least "
             f"{FEWEST_STEPS} after the first {status.max_staleness_steps + 2}, in which it fills"
         )
-    notes = list(_notes(table))
-    started_s = status.elapsed_s - min(role.age_s for role in roles)  # of the youngest
-    late = [step for step in steps if step["at_s"] > started_s]
+    notes = list(_notes(table, run))
+    youngest_s = min(role.age_s for role in roles)
+    late = [step for step in steps if step["at_s"] > status.elapsed_s - youngest_s]
     if len(late) >= FEWEST_STEPS:
         steps = late
     elif late != steps:
         notes.append(
-            f"a generator began {min(role.age_s for role in roles):,.0f} s ago, when most of the "
-            "steps were trained already: they are of another number of generators"
+            f"a generator began {youngest_s:,.0f} s ago, when most of the steps were trained "
+            "already: they are of another number of generators"
         )
     phases = [_phases(step) for step in steps]
     wait_s = [phase.get(_WAIT, 0.0) for phase in phases]
@@ -163,9 +163,9 @@ def record_of_state(table: Table, state: StoredState) -> Record:
     )
 
 
-def _notes(table: Table) -> Iterator[str]:
+def _notes(table: Table, run: RunSection) -> Iterator[str]:
     """Return what a run has and no simulation."""
-    if section(table, "run", RunSection).staleness_target.mismatch_kl is not None:
+    if run.staleness_target.mismatch_kl is not None:
         yield (
             "run.staleness_target.mismatch_kl holds back what is under way, which is not simulated"
         )
@@ -221,10 +221,10 @@ def _pause_s(publishes: Sequence[PublishRecord]) -> float:
 def _score_s(time: TimeColumns) -> float:
     """Return the mean time to a reward: those that wait for one over their rate (Little)."""
     queued, answered = 0.0, 0.0  # trajectories x seconds, trajectories
-    known = [time.series.get(name) for name in ("answers", *_QUEUED)]
-    rows = list(zip(time.at_s, *(column for column in known if column is not None), strict=True))
-    if any(column is None for column in known):
+    names = ("answers", *_QUEUED)
+    if not time.series.keys() >= set(names):
         return 0.0
+    rows = zip(time.at_s, *(time.series[name] for name in names), strict=True)
     for (before_s, before, *_), (at_s, answers, *waiting) in pairwise(rows):
         if before is None or answers is None or answers < before:
             continue  # a generator began anew, or nobody watched

@@ -148,11 +148,15 @@ class World:
         ended = engine.take_ended()
         for one in ended:
             self._submit(engine, one)
+        self._go_on(number, engine)
+        self._cancel_dropped()
+
+    def _go_on(self, number: int, engine: SimulatedEngine) -> None:
+        """Have an engine with fewer sequences take its version if it drains, and work."""
         if self._pending[number] >= 0 and not engine.num_sequences:
             self._adopt(number, engine, self._pending[number])
         self._ask(number)
         self._schedule(number, engine)
-        self._cancel_dropped()
 
     def _submit(self, engine: SimulatedEngine, one: Ended) -> None:
         runs = tuple(VersionRun(first, self._policy(step)) for first, step in one.versions)
@@ -451,10 +455,7 @@ class World:
                 if number is not None and engine is not None:
                     engine.advance(self.now_s)
                     engine.cancel(event.group_id)
-                    if self._pending[number] >= 0 and not engine.num_sequences:
-                        self._adopt(number, engine, self._pending[number])
-                    self._ask(number)
-                    self._schedule(number, engine)
+                    self._go_on(number, engine)
 
     def _outcome(self) -> Outcome:
         book = self.ledger.book

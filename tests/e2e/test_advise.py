@@ -11,21 +11,17 @@ from tests.support.paced_run import paced_run
 from tests.support.tiny_run import slipstream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-STEPS = 26
 
 
 def test_a_run_predicts_a_second_one_with_another_generator(tmp_path: Path):
-    settings = {"run.steps": STEPS, "run.max_staleness_steps": 0, "generators.count": 1}
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    first = paced_run(tmp_path / "a", settings)
+    first = paced_run(tmp_path / "a", generators=1)
     assert first.wait() == 0, first.output
     told = advise(record_of(first.folder))
     assert told.simulated_s == pytest.approx((told.measured_s, told.measured_s), rel=TRUSTED)
     (more,) = [one for one in told.changes if one.setting == "generators.count = 2"]
     printed = json.loads(slipstream("advise", first.folder, "--json"))
     assert printed["measured_s"] == told.measured_s
-    second = paced_run(tmp_path / "b", {**settings, "generators.count": 2})
+    second = paced_run(tmp_path / "b", generators=2)
     assert second.wait() == 0, second.output
     measured_s = record_of(second.folder).step_s
     assert measured_s < 0.9 * told.measured_s, "another split made no difference to be predicted"
