@@ -23,11 +23,12 @@ from benchmarks.scale.published import (
     svg,
 )
 from slipstream.deploy.simulate.calibration import Predicted, fit, systems
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import LogNormal
 from slipstream.deploy.simulate.random_scenarios import random_scenario
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 
 _SCHEDULES = 100_000
 _SAID_EVERY = 10_000

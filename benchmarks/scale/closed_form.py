@@ -10,10 +10,11 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from slipstream.deploy.simulate.closed_form import oldest_staleness, token_staleness
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import LogNormal
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 
 _GROUP = 4
 _TOKEN_S = 0.01

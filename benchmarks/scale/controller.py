@@ -5,10 +5,11 @@ from itertools import pairwise
 
 from benchmarks.bars import Bars
 from slipstream.broker.ledger.throttle import StalenessTarget
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import LogNormal
 from slipstream.deploy.simulate.scenario import Change, Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 
 TARGET, BOUND, STEPS, LATE = 2, 6, 250, 60
 _RUN = Scenario(

@@ -6,9 +6,10 @@ from statistics import fmean
 
 from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.deploy.advise.record import Record
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Fixed, Lengths, Recorded
 from slipstream.deploy.simulate.scenario import Scenario
+from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.wire.errors import ConfigError
 
 _TOLD_APART = 0.1  # deviation of the sequences over their mean from which on a slope is known

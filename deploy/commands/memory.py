@@ -21,6 +21,7 @@ from slipstream.deploy.commands.options import add_config, add_json, add_overrid
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import GIB
 from slipstream.deploy.launch.ranks import run_ranks
+from slipstream.deploy.sizing.options import policies_beside
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.division import refuse_layout
@@ -81,17 +82,9 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             print_measured(ranks, console)
         return 0
-    from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
-
-    algorithm = algorithm_of(config.learner)
+    frozen, has_critic = policies_beside(config)
     on_gpu = config.generators.device != "cpu"
-    stages = learner_stages(
-        hf,
-        config.learner,
-        on_gpu=on_gpu,
-        frozen=frozen_policies(algorithm, config.learner),
-        has_critic=algorithm.choice.needs_values,
-    )
+    stages = learner_stages(hf, config.learner, on_gpu=on_gpu, frozen=frozen, has_critic=has_critic)
     available = config.deploy.gpu_memory_gib * GIB
     fits = not on_gpu or max(map(total_bytes, stages)) <= available
     if arguments.json:

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import GIB
 from slipstream.deploy.sizing.answer import Answer, Asked, answer
-from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.sizing.options import (
+    add_hardware,
     add_model,
-    add_shares,
+    cluster_of,
     mean_tokens,
+    policies_beside,
     refuse_numbers,
     run_and_shape,
 )
@@ -30,7 +30,6 @@ from slipstream.deploy.sizing.proposals import Proposal
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import MemoryPart, total_bytes
 from slipstream.weightbus.version.arithmetic import Cost
-from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
 
 EXAMPLES = """examples:
@@ -55,19 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=int, help="GPUs of all pools; default those of the file's roles"
     )
-    parser.add_argument(
-        "--gpu", help='a name such as "H100", or GiB; default deploy.gpu_memory_gib'
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="GPUs of a host; default deploy.gpus_per_host, or 8"
-    )
     add_model(parser)
-    parser.add_argument("--nics", type=int, default=8, help="network cards of each host, default 8")
-    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
-    parser.add_argument(
-        "--pcie-gb-s", type=float, default=50.0, help="GB/s of each GPU, default 50"
-    )
-    add_shares(parser)
+    add_hardware(parser)
     parser.add_argument(
         "--reserve-gib",
         type=float,
@@ -98,44 +86,22 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
     Raises:
         ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
     """
-    refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib"})
+    refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib", "engine_base_ms"})
     config, hf = run_and_shape(arguments)
-    from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
-
-    algorithm = algorithm_of(config.learner)
+    frozen, has_critic = policies_beside(config)
     generators = config.generators.generators
     prompt_tokens, response_tokens = mean_tokens(arguments, config.generators.sampling)
     in_file = config.learner.learner.ranks + generators.count * generators.num_ranks
     return Asked(
         config=config,
         hf=hf,
-        cluster=_cluster(arguments, config),
+        cluster=cluster_of(arguments, config, reserve_gib=arguments.reserve_gib),
         gpus=in_file if arguments.gpus is None else arguments.gpus,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
-        frozen=frozen_policies(algorithm, config.learner),
-        has_critic=algorithm.choice.needs_values,
+        frozen=frozen,
+        has_critic=has_critic,
         host_bytes=arguments.host_gb * GB,
-    )
-
-
-def _cluster(arguments: argparse.Namespace, config: RunConfig) -> Cluster:
-    named = arguments.gpu
-    gpu = gpu_named(named) if named else gpu_of(config.deploy.gpu_memory_gib)
-    if arguments.reserve_gib >= gpu.memory_gib:
-        raise ConfigError(
-            f"--reserve-gib is {arguments.reserve_gib:g}: expected less than the "
-            f"{gpu.memory_gib:g} GiB of a GPU (--gpu)"
-        )
-    return Cluster(
-        gpu=gpu,
-        gpus_per_host=arguments.gpus_per_node or config.deploy.gpus_per_host or 8,
-        nics=arguments.nics,
-        nic_bytes_s=arguments.nic_gb_s * GB,
-        pcie_bytes_s=arguments.pcie_gb_s * GB,
-        learner_share=arguments.mfu,
-        engine_share=arguments.engine_share,
-        reserve_gib=arguments.reserve_gib,
     )
 
 

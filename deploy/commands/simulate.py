@@ -14,19 +14,23 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.deploy.advise.fit import lengths_of
+from slipstream.deploy.advise.record import record_of
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal
-from slipstream.deploy.simulate.of_run import Hardware, scenario_of
+from slipstream.deploy.simulate.of_run import Hardware, Imagined, scenario_of
 from slipstream.deploy.simulate.outcome import Outcome, StepRecord
 from slipstream.deploy.simulate.run_folder import SimulatedFolder
 from slipstream.deploy.simulate.scenario import Faults, Scenario
 from slipstream.deploy.simulate.world import World
-from slipstream.deploy.sizing.gpus import gpu_named
+from slipstream.deploy.sizing.learner_step import passes_of
 from slipstream.deploy.sizing.options import (
+    add_hardware,
     add_model,
-    add_shares,
+    cluster_of,
     mean_tokens,
+    policies_beside,
     refuse_numbers,
     run_and_shape,
 )
@@ -39,9 +43,22 @@ EXAMPLES = """examples:
   slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4 run.max_staleness_steps=4
   slipstream simulate run.toml --gpu H20 --engines 64 --learner-gpus 64 --mean-response 10000 \\
       --engine-mtbf-h 24 --out runs/predicted       a page: slipstream dashboard runs/predicted
+  slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4 --like runs/demo
 """
 _SAY_EVERY_S = 2.0
-_MAY_BE_ZERO = frozenset({"spread", "engine_mtbf_h", "kl_per_lag", "slow_share", "seed"})
+_MAY_BE_ZERO = frozenset(
+    {
+        "spread",
+        "engine_mtbf_h",
+        "kl_per_lag",
+        "slow_share",
+        "seed",
+        "engine_base_ms",
+        "reward_s",
+        "useless_share",
+    }
+)
+_SPREAD = 0.8
 _MOST_WARM = 5  # learner steps that means leave out: engines begin with nothing under way
 
 
@@ -63,13 +80,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]
     unaccounted: int
     restarted_trajectories: int
+    retractions: int  # sequences that a full cache gave up for a while
     seconds: float  # of the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument("--gpu", required=True, help='a name such as "H100", or GiB of memory')
     parser.add_argument("--engines", type=int, help="number of engines, default generators.count")
     parser.add_argument(
         "--gpus-per-engine",
@@ -80,21 +97,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--learner-gpus", type=int, help="GPUs of the learner, default learner.ranks"
     )
     add_model(parser)
+    add_hardware(parser)
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN",
+        help="a run's folder: lengths, useless groups and seconds to a reward are as it had them",
+    )
     parser.add_argument(
         "--spread",
         type=float,
-        default=0.8,
         help="deviation of response lengths over their mean; 0: all are equal; default 0.8",
     )
-    add_shares(parser)
     parser.add_argument(
         "--passes",
         type=float,
-        default=1.0,
-        help="passes of the learner over a batch; a forward pass alone is 0.33; default 1",
+        help="passes of the learner over a batch; a forward pass alone is 0.33; default those of "
+        "the settings",
     )
-    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s into a host, default 50")
-    parser.add_argument("--pcie-gb-s", type=float, default=50.0, help="GB/s into a GPU, default 50")
+    parser.add_argument(
+        "--publish-every", type=int, default=1, help="learner steps between publishes, default 1"
+    )
+    parser.add_argument(
+        "--reward-s", type=float, help="seconds from an answer to its reward, default 0"
+    )
+    parser.add_argument(
+        "--useless-share",
+        type=float,
+        help="share of groups with equal rewards, which are dropped; default 0",
+    )
     parser.add_argument(
         "--engine-mtbf-h", type=float, default=0.0, help="hours between failures of one engine"
     )
@@ -155,41 +186,67 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     """
     refuse_numbers(arguments, may_be_zero=_MAY_BE_ZERO)
     config, hf = run_and_shape(arguments)
-    generators, sampling = config.generators.generators, config.generators.sampling
-    prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
+    generators, given = config.generators.generators, arguments
+    engine_gpus = given.gpus_per_engine or generators.num_ranks
+    if engine_gpus % generators.attention_groups:
+        raise ConfigError(
+            f"--gpus-per-engine is {engine_gpus}: expected a multiple of the "
+            f"{generators.attention_groups} of generators.sglang.attn_dp_size"
+        )
     hardware = Hardware(
-        gpu=gpu_named(arguments.gpu),
-        engines=arguments.engines or generators.count,
-        gpus_per_engine=arguments.gpus_per_engine or generators.num_ranks,
-        learner_gpus=arguments.learner_gpus or config.learner.learner.ranks,
-        bandwidth_share=arguments.engine_share,
-        flops_share=arguments.engine_share,
-        mfu=arguments.mfu,
-        link=arguments.nic_gb_s * 1e9,
-        to_device=arguments.pcie_gb_s * 1e9,
+        cluster=cluster_of(given, config),
+        engines=given.engines or generators.count,
+        gpus_per_engine=engine_gpus,
+        learner_gpus=given.learner_gpus or config.learner.learner.ranks,
     )
-    return config, scenario_of(
-        config,
-        hf,
-        hardware,
-        lengths=_lengths(response_tokens, arguments.spread, sampling.max_response_tokens),
+    return config, scenario_of(config, hf, hardware, _imagined(given, config))
+
+
+def _imagined(arguments: argparse.Namespace, config: RunConfig) -> Imagined:
+    """Return what the options say of a run beside its settings."""
+    sampling, broker = config.generators.sampling, config.broker.broker
+    like = None if arguments.like is None else record_of(arguments.like)
+    prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
+    lengths: Lengths
+    if like is None or arguments.mean_response is not None or arguments.spread is not None:
+        lengths = _lengths(response_tokens, arguments.spread, sampling.max_response_tokens)
+    else:
+        lengths = lengths_of(like)
+    if like is not None and arguments.mean_prompt is None:
+        prompt_tokens = like.prompt_tokens
+    passes = arguments.passes
+    if passes is None:
+        frozen, has_critic = policies_beside(config)
+        per_step = passes_of(config.learner, frozen=len(frozen), has_critic=has_critic)
+        passes = per_step.in_trainings
+    return Imagined(
+        lengths=lengths,
         prompt_tokens=max(1, round(prompt_tokens)),
-        passes=arguments.passes,
+        passes=passes,
         steps=arguments.steps,
+        publish_every=arguments.publish_every,
+        score_s=_first(arguments.reward_s, None if like is None else like.score_s),
+        useless_share=_first(arguments.useless_share, None if like is None else like.useless_share),
+        kl_per_lag=arguments.kl_per_lag,
         faults=Faults(
             engine_mtbf_s=3600 * arguments.engine_mtbf_h,
-            lease_s=config.broker.broker.lease_s,
+            lease_s=broker.lease_s,
             slow_share=arguments.slow_share,
-            max_attempts=config.broker.broker.max_attempts,
+            max_attempts=broker.max_attempts,
         ),
-        kl_per_lag=arguments.kl_per_lag,
         seed=arguments.seed,
     )
 
 
-def _lengths(mean: float, spread: float, longest: int) -> Lengths:
+def _first(*given: float | None) -> float:
+    """Return the first number that is known, or 0."""
+    return next((number for number in given if number is not None), 0.0)
+
+
+def _lengths(mean: float, spread: float | None, longest: int) -> Lengths:
     if mean < 1:
         raise ConfigError(f"--mean-response is {mean:g}: expected at least 1")
+    spread = _SPREAD if spread is None else spread
     if not spread or mean > 0.95 * longest:
         return Fixed(round(mean))
     return LogNormal(mean, spread, longest)
@@ -216,6 +273,7 @@ def prediction_of(outcome: Outcome) -> Prediction:
         dropped={str(reason): count for reason, count in outcome.dropped.items()},
         unaccounted=outcome.unaccounted,
         restarted_trajectories=outcome.restarted_trajectories,
+        retractions=outcome.num_retractions,
         seconds=outcome.seconds,
     )
 
@@ -249,6 +307,8 @@ def print_prediction(found: Prediction, scenario: Scenario, console: Console) ->
             f"{found.unaccounted} unaccounted",
         ),
     ]
+    if found.retractions:
+        rows.append(("retracted", f"{found.retractions:,}", "times a sequence, by a full cache"))
     for row in rows:
         table.add_row(*row)
     console.print(table)

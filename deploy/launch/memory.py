@@ -7,6 +7,7 @@ P parameters, t ranks of an engine.
 from collections.abc import Sequence
 
 from slipstream.deploy.config import RunConfig
+from slipstream.generators.config import GeneratorsSection
 from slipstream.learner.memory import MemoryPart, learner_stages, most_memory
 from slipstream.learner.model.hf_config import HfConfig
 
@@ -19,6 +20,21 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
     if hf.family.is_latent:  # engines keep it compressed, and expand it when it is read
         return hf.num_hidden_layers * hf.sizes["key_rank_and_rotary"] * element_bytes
     return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
+
+
+def kv_copies(hf: HfConfig, ranks: int) -> int:
+    """Return how many of the ranks that share an attention keep the same part of a token's cache.
+
+    Heads of keys and values are divided among them, as far as there are any; what latent attention
+    keeps has no heads, so that each has all of it.
+    """
+    return ranks if hf.family.is_latent else max(1, ranks // hf.num_query_groups)
+
+
+def static_share(generators: GeneratorsSection) -> float:
+    """Return the share of a GPU's memory that an engine takes for weights and cache."""
+    given = generators.sglang.get("mem_fraction_static")
+    return float(given) if given is not None else _DEFAULT_STATIC_SHARE
 
 
 def learner_memory(
@@ -48,10 +64,10 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     if groups > 1:
         count += hf.num_attention_parameters * (groups - 1) / ranks
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
-    given = generators.sglang.get("mem_fraction_static")
-    fraction = float(given) if given is not None else _DEFAULT_STATIC_SHARE
+    fraction = static_share(generators)
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
-    per_token = kv_bytes_per_token(hf) * groups // ranks
+    of_group = ranks // groups
+    per_token = kv_bytes_per_token(hf) * kv_copies(hf, of_group) // of_group
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     return [

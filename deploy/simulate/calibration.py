@@ -7,6 +7,7 @@ parameters, the others are predicted with them:
 
     layer_s        seconds of a layer in a decode step beside reading and multiplying
     eager_s        the same where the engine has no graphs of its kernels
+    lane_s         seconds of each sequence in a decode step: scheduling, sampling, detokenizing
     message_s      seconds of a layer for its messages, where an engine has several GPUs
     network_s      the same where it spans hosts
     share          of bandwidth and peak that an engine reaches; share/... of a kind of GPU
@@ -16,6 +17,7 @@ parameters, the others are predicted with them:
     mean           of the responses' lengths, where it is not published
     sequences      of one engine at most
     spread         of lengths: their standard deviation over their mean
+    link           of a NIC's rate that tokens on their way to experts reach
     gain           of a learner with GPUs of its own, over the MFU of one that shares them
     mfu/...        of a learner, per software, kind of GPU and model; solved, not searched for
 """
@@ -32,20 +34,24 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import LogNormal
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
-from slipstream.deploy.sizing.gpus import Gpu, gpu_named
+from slipstream.deploy.sizing.engine_law import EngineLaw
+from slipstream.deploy.sizing.gpus import Cluster, Gpu, gpu_named
 from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 
-_GPUS_PER_HOST = {"GB200": 72}  # that NVLink connects
-_DEFAULT_GPUS_PER_HOST = 8
+_GPUS_PER_NODE = {"GB200": 4}
+_GPUS_PER_DOMAIN = {"GB200": 72}  # that NVLink connects
+_GPUS = 8  # of others' nodes, which are their domains
+_NIC_BYTES_S = 50e9  # of each GPU
 _MEASURED = 8  # publishes: batches that were begun together end together, every second one
 _MEASURED_BY_TURNS = 3  # every step is like the last
 _FIRST_STEP, _LAST_STEP = 0.5, 0.05  # of a search, of logarithms
 _FEWEST_ANSWERS = 256  # of a step of a part of a run
+_ELEMENT = 2  # bytes of an activation
 _BEST_MFU = 0.5  # no learner reaches more of the peak
 Parameters = Mapping[str, float]
 
@@ -72,6 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     staleness: float = 0.0  # publishes
     pieces: int = 1  # learner steps between two publishes
     train_ranks: int = 1  # tensor x context
+    expert_ranks: int = 1
     stages: int = 1
     generate_s: float | None = None  # of it; of an asynchronous run what the learner waits
     train_s: float | None = None  # of it, with logprobs
@@ -83,6 +90,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     memory_share: float = 0.85
     is_eager: bool = False
     update_samples: int = 0  # of an optimizer step; 0: the system's
+    part_of_gpus: int = 0  # of the run that this is a part of
 
     @property
     def is_shared(self) -> bool:
@@ -107,6 +115,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_tokens: int
     passes: float
     update_samples: int
+    trials: int = 60  # of the search
     assumed: dict[str, float] = msgspec.field(default_factory=dict)
     searched: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)  # bounds
     fitted: dict[str, float] = msgspec.field(default_factory=dict)
@@ -120,8 +129,10 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 DEFAULTS: Parameters = {
     "layer_s": 1e-4,
     "eager_s": 1e-3,
-    "message_s": 3e-5,  # as deploy/sizing/engines.py has it
+    "lane_s": 0.0,
+    "message_s": 3e-5,  # as deploy/sizing/engine_law.py has it
     "network_s": 7e-5,
+    "link": 1.0,
     "share": 0.6,
     "switch_s": 0.0,
     "refit_s": 0.0,
@@ -140,6 +151,7 @@ class Predicted:
     step_s: float
     generate_s: float  # that the learner waits
     train_s: float
+    num_tokens: float  # that it trains
 
     @property
     def error(self) -> float:
@@ -196,6 +208,7 @@ def scenario_of(
         gpu,
         num_gpus=row.engine_ranks,
         base_s=hf.num_hidden_layers * _layer_s(row, parameters),
+        lane_s=parameters["lane_s"],
         bandwidth_share=share,
         flops_share=share,
         memory_share=row.memory_share,
@@ -209,6 +222,7 @@ def scenario_of(
         step_s=(fixed + row.publish_s) / pieces,
         passes=row.passes or system.passes,
     )
+    learner = replace(learner, token_s=learner.token_s + _exchange_s(system, row, parameters))
     warm = 1 + math.ceil(row.staleness)
     return Scenario(
         steps=(warm + measured) * pieces,
@@ -235,6 +249,7 @@ def balanced(law: EngineLaw, engines: int) -> EngineLaw:
     return replace(
         law,
         expert_share=1 - (1 - law.expert_share) ** (1 / engines),
+        lane_s=law.lane_s / engines,
         sequence_s=law.sequence_s / engines,
         context_s=law.context_s / engines,
         prefill_s=law.prefill_s / engines,
@@ -265,9 +280,41 @@ def _layer_s(row: Row, parameters: Parameters) -> float:
     seconds = parameters["eager_s" if row.is_eager else "layer_s"]
     if row.engine_ranks > 1:
         seconds += parameters["message_s"]
-    if row.engine_ranks > _GPUS_PER_HOST.get(row.gpu, _DEFAULT_GPUS_PER_HOST):
+    if row.engine_ranks > _neighbors(row):
         seconds += parameters["network_s"]
     return seconds
+
+
+def _neighbors(row: Row) -> int:
+    """Return the GPUs of a group that NVLink surely connects.
+
+    Nodes of a run that one domain does not hold were put into groups whichever domain they were in
+    (NVIDIA-NeMo/RL, pull requests 2612 and 2986).
+    """
+    domain = _GPUS_PER_DOMAIN.get(row.gpu, _GPUS)
+    return (
+        domain if (row.part_of_gpus or row.gpus) <= domain else _GPUS_PER_NODE.get(row.gpu, _GPUS)
+    )
+
+
+def _exchange_s(system: System, row: Row, parameters: Parameters) -> float:
+    """Return the seconds of one token's way to its experts and back, on the learner's GPUs.
+
+    Forward, backward, and forward alone, as deploy/sizing/learner_step.py has it.
+    """
+    hf, group = shape(row.model), row.expert_ranks
+    if group == 1:
+        return 0.0
+    passes = 2 + 3 * ((row.passes or system.passes) - 1)
+    sent = 2 * passes * _ELEMENT * hf.hidden_size * hf.experts_per_token
+    sent *= hf.num_sparse_layers * (group - 1) / group
+    cluster = Cluster(
+        gpu=_gpu(row),
+        gpus_per_host=_neighbors(row),
+        nics=_neighbors(row),
+        nic_bytes_s=parameters["link"] * _NIC_BYTES_S,
+    )
+    return cluster.exchange_s(sent / (row.gpus - row.generate_gpus), group)
 
 
 def predict(
@@ -288,32 +335,28 @@ def predict(
         step_s=seconds,
         generate_s=sum(one.waited_s for one in counted) / measured,
         train_s=sum(one.trained_s for one in counted) / measured,
+        num_tokens=sum(one.num_tokens for one in counted) / measured,
     )
 
 
 # ---- the fit ---------------------------------------------------------------------
 
 
-def fit(
-    system: System, report: Callable[[str], None] = lambda _line: None, *, trials: int = 60
-) -> dict[str, float]:
+def fit(system: System, report: Callable[[str], None] = lambda _line: None) -> dict[str, float]:
     """Return the parameters that fit the system's rows of that role.
 
-    Those of ``searched`` by a random walk from what is fitted already, or from the middle of their
-    bounds, whose steps become smaller; MFUs are solved for each set of them. Errors are of
+    Those of ``searched`` by a random walk from the middle of their bounds, whose steps become
+    smaller, and which is the same each time; MFUs are solved for each set of them. Errors are of
     logarithms, squared: of steps, and of the generation of a synchronous run where it is published.
     Searched with are runs of a part of the engines with a part of the batch, which take as long but
     for the longest answer; the last MFUs are of whole runs.
     """
     part = msgspec.structs.replace(system, rows=[part_of(system, row) for row in system.rows])
     rng = random.Random(0)  # noqa: S311 no secret
-    best = {
-        name: system.fitted.get(name, math.sqrt(low * high))
-        for name, (low, high) in system.searched.items()
-    }
+    best = {name: math.sqrt(low * high) for name, (low, high) in system.searched.items()}
     loss = solved(part, best)[1]
-    for trial in range(trials if best else 0):
-        reach = max(_LAST_STEP, _FIRST_STEP * (1 - trial / trials))
+    for trial in range(system.trials if best else 0):
+        reach = max(_LAST_STEP, _FIRST_STEP * (1 - trial / system.trials))
         moved = dict(best)
         for name in rng.sample(sorted(best), rng.randint(1, len(best))):
             low, high = system.searched[name]
@@ -339,6 +382,7 @@ def solved(system: System, searched: Parameters) -> tuple[dict[str, float], floa
         probe = {**base, row.mfu_key: 1.0}
         told = predict(system, row, probe, measured=2)
         fixed = scenario_of(system, row, probe).learner.step_s
+        fixed += told.num_tokens * _exchange_s(system, row, base)
         of_mfu = told.train_s - fixed
         turns.append((row, told.generate_s, fixed, of_mfu))
         if not row.step_s:
@@ -359,8 +403,11 @@ def solved(system: System, searched: Parameters) -> tuple[dict[str, float], floa
             squares.append(math.log(generate_s / row.generate_s) ** 2)
     for row in rows:
         if row.staleness or row.pieces > 1:
-            step_s = predict(system, row, {**base, **mfus}).step_s
-            squares.append(math.log(step_s / row.step_s) ** 2)
+            told = predict(system, row, {**base, **mfus})
+            squares.append(math.log(told.step_s / row.step_s) ** 2)
+            if row.generate_s:
+                waited = max(told.generate_s, 0.01 * told.step_s)
+                squares.append(math.log(waited / row.generate_s) ** 2)
     return mfus, fmean(squares) if squares else 0.0
 
 
@@ -377,6 +424,7 @@ def part_of(system: System, row: Row) -> Row:
             break
         found = msgspec.structs.replace(
             row,
+            part_of_gpus=row.gpus,
             gpus=row.gpus // parts,
             generate_gpus=row.generate_gpus // parts,
             prompts=row.prompts // parts,

@@ -7,16 +7,22 @@ steps take (see EngineLaw)
     flat(n) d + k (C d + n d^2 / 2)      seconds
 
 which is solved for d where the time is given. The cost of an event does not depend on n.
+
+A full cache is retracted from, as SGLang and vLLM do: the sequences that were begun last give up
+their keys and values, and compute them again once there is room, before anything new is begun.
 """
 
 import math
 from bisect import bisect_right
+from collections import deque
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from slipstream.deploy.simulate.laws import EngineLaw
+from slipstream.deploy.sizing.engine_law import EngineLaw
 
 _CLOSE = 1e-6  # steps: two ends nearer than that are one
+_FREED_STEPS = 16  # for which all sequences have room after a retraction
+_SPARE = 0.1  # of the cache that is free where one begins or goes on
 
 
 class Ended(NamedTuple):
@@ -30,18 +36,58 @@ class Ended(NamedTuple):
     versions: tuple[tuple[int, int], ...]  # (index of the first token, step of the version)
 
 
+class _Sequence:
+    """One response under way."""
+
+    __slots__ = (
+        "began",
+        "group_id",
+        "is_running",
+        "lease_id",
+        "length",
+        "order",
+        "prompt",
+        "sibling",
+        "since",
+        "versions",
+    )
+
+    def __init__(
+        self, group_id: int, sibling: int, lease_id: int, prompt: int, length: int
+    ) -> None:
+        self.group_id = group_id
+        self.sibling = sibling
+        self.lease_id = lease_id
+        self.prompt = prompt
+        self.length = length
+        self.began = 0.0  # v at which it would have begun, had it never been retracted
+        self.since = 0.0  # v at which it was last begun
+        self.order = 0  # in which it was last begun
+        self.is_running = False
+        self.versions: list[tuple[int, int]] = []  # of its tokens before it was last begun
+
+    @property
+    def part(self) -> float:
+        """Its part of C that v is not."""
+        return self.prompt - self.began
+
+
 class SimulatedEngine:
     """An engine and what it has under way."""
 
     __slots__ = (
         "_boundaries",
         "_constant",
+        "_due",
         "_flat_s",
+        "_groups",
         "_heap",
         "_kept",
         "_law",
-        "_of_group",
         "_order",
+        "_retracted",
+        "_running",
+        "_stack",
         "_steps",
         "busy_s",
         "debt_s",
@@ -49,6 +95,7 @@ class SimulatedEngine:
         "now_s",
         "num_behind",
         "num_generated",
+        "num_retractions",
         "num_sequences",
         "stalled_s",
         "step",
@@ -72,33 +119,39 @@ class SimulatedEngine:
         self.step = step
         self.now_s = now_s
         self.debt_s = 0.0  # seconds to stand still or to compute prompts before the next step
-        self.num_sequences = 0
+        self.num_sequences = 0  # retracted ones included
         self.num_behind = 0  # ended, of groups that have others under way
         self.busy_s = 0.0  # decoding
         self.stalled_s = 0.0  # standing still, or computing prompts, with work under way
         self.num_generated = 0.0  # tokens
+        self.num_retractions = 0
         self._steps = 0.0  # v
         self._constant = 0.0  # C = constant + n v
+        self._running = 0  # n
         self._flat_s = 0.0
         self._order = 0
-        self._heap: list[tuple[float, int, int, int, int, float, int, int]] = []
-        self._of_group: dict[int, tuple[int, float, int]] = {}  # left, their part of C, ended
+        self._due = math.inf  # v of the end that comes next, if that is what comes next
+        self._heap: list[tuple[float, int, _Sequence]] = []
+        self._stack: list[_Sequence] = []  # in the order in which they were begun; ended ones too
+        self._retracted: deque[_Sequence] = deque()  # the one to go on with first
+        self._groups: dict[int, tuple[list[_Sequence], int]] = {}  # under way, ended
         self._boundaries: list[tuple[float, int]] = [(0.0, step)]  # (v, version from there on)
 
     @property
     def context(self) -> float:
         """Tokens in the cache."""
-        return self._constant + self.num_sequences * self._steps
+        return self._constant + self._running * self._steps
 
     @property
     def has_room(self) -> bool:
         """Whether the cache has room for more."""
-        return self.context < self._law.max_cached_tokens
+        most = (1 - _SPARE) * self._law.max_cached_tokens
+        return not self._retracted and (not self._running or self.context < most)
 
     def set_law(self, law: EngineLaw) -> None:
         """Go on at another pace; ``advance`` first."""
         self._law = law
-        self._flat_s = law.flat_s(self.num_sequences)
+        self._flat_s = law.flat_s(self._running)
 
     def advance(self, now_s: float) -> None:
         """Let time pass."""
@@ -109,13 +162,13 @@ class SimulatedEngine:
             elapsed -= paid
             if self.num_sequences:
                 self.stalled_s += paid
-        if elapsed <= 0.0 or not self.num_sequences:
+        if elapsed <= 0.0 or not self._running:
             return
         linear = self._flat_s + self._law.context_s * self.context
-        square = self._law.context_s * self.num_sequences / 2
+        square = self._law.context_s * self._running / 2
         steps = 2 * elapsed / (linear + math.sqrt(linear * linear + 4 * square * elapsed))
         self._steps += steps
-        self.num_generated += steps * self.num_sequences
+        self.num_generated += steps * self._running
         self.busy_s += elapsed
 
     def admit(self, group_id: int, lease_id: int, prompt: int, lengths: dict[int, int]) -> None:
@@ -127,18 +180,15 @@ class SimulatedEngine:
             prompt: its tokens.
             lengths: of the responses, by sibling.
         """
-        now = self._steps
-        for sibling, length in lengths.items():
-            self._order += 1
-            heappush(
-                self._heap,
-                (now + length, self._order, group_id, sibling, lease_id, now, prompt, length),
-            )
-        part = prompt - now
-        self._of_group[group_id] = (len(lengths), part, 0)
-        self._constant += len(lengths) * part
-        self.num_sequences += len(lengths)
-        self._flat_s = self._law.flat_s(self.num_sequences)
+        begun = [
+            _Sequence(group_id, sibling, lease_id, prompt, length)
+            for sibling, length in lengths.items()
+        ]
+        self._groups[group_id] = (begun, 0)
+        self.num_sequences += len(begun)
+        for one in begun:
+            self._begin(one, 0.0)
+        self._flat_s = self._law.flat_s(self._running)
         self.debt_s += prompt * self._law.prefill_s
 
     def stall(self, seconds: float, *, recomputes: bool = False) -> None:
@@ -158,62 +208,143 @@ class SimulatedEngine:
             del self._boundaries[: -self._kept]
 
     def next_end_s(self) -> float:
-        """Return when the next sequence ends, if nothing happens before; infinity without one."""
-        heap, of_group = self._heap, self._of_group
-        while heap and heap[0][2] not in of_group:
-            heappop(heap)  # it was cancelled
+        """Return when a sequence ends or the cache is full, if nothing happens before.
+
+        Infinity where nothing is under way.
+        """
+        heap = self._heap
+        while heap and not _is_current(heap[0]):
+            heappop(heap)  # it was cancelled or retracted
         if not heap:
             return math.inf
         steps = max(0.0, heap[0][0] - self._steps)
+        self._due = heap[0][0]
+        if self._running > 1:
+            left = (self._law.max_cached_tokens - self.context) / self._running
+            if left < steps:
+                steps, self._due = max(0.0, left), math.inf
         flat = self._flat_s + self._law.context_s * self.context
-        square = self._law.context_s * self.num_sequences / 2
+        square = self._law.context_s * self._running / 2
         return self.now_s + self.debt_s + (flat + square * steps) * steps
 
     def take_ended(self) -> list[Ended]:
-        """Take out the sequence whose end the present time is, and those that end with it."""
+        """Take out the sequence whose end the present time is, and those that end with it.
+
+        Of a full cache, some are retracted; of one with room, retracted ones go on.
+        """
         ended: list[Ended] = []
-        heap, of_group = self._heap, self._of_group
-        if heap and heap[0][2] in of_group:
-            self._steps = max(self._steps, heap[0][0])
+        heap = self._heap
+        if self._due < math.inf and heap and _is_current(heap[0]):
+            self._steps = max(self._steps, min(self._due, heap[0][0]))
+        self._due = math.inf
         while heap and heap[0][0] <= self._steps + _CLOSE:
-            _, _, group_id, sibling, lease_id, began, prompt, length = heappop(heap)
-            if group_id not in of_group:
+            entry = heappop(heap)
+            if not _is_current(entry):
                 continue
-            self._remove(group_id, 1)
-            versions = self._versions(began, prompt, length)
-            ended.append(Ended(group_id, sibling, lease_id, prompt, prompt + length, versions))
+            one = entry[2]
+            self._remove(one)
+            versions = tuple(self._versions(one, one.length))
+            ended.append(
+                Ended(
+                    one.group_id,
+                    one.sibling,
+                    one.lease_id,
+                    one.prompt,
+                    one.prompt + one.length,
+                    versions,
+                )
+            )
+        self._keep_within()
+        self._flat_s = self._law.flat_s(self._running)
         return ended
 
     def cancel(self, group_id: int) -> None:
         """Give up what is left of a group."""
-        if group_id in self._of_group:
-            self._remove(group_id, self._of_group[group_id][0])
+        if group_id in self._groups:
+            for one in list(self._groups[group_id][0]):
+                self._remove(one)
+            self._keep_within()
+            self._flat_s = self._law.flat_s(self._running)
 
-    def _remove(self, group_id: int, num: int) -> None:
-        left, part, ended = self._of_group[group_id]
-        if left > num:
-            self._of_group[group_id] = (left - num, part, ended + num)
-            self.num_behind += num
+    # ---- one sequence ----------------------------------------------------------------
+
+    def _begin(self, one: _Sequence, done: float) -> None:
+        """Begin a sequence, or go on with one of which so many tokens are done."""
+        self._order += 1
+        one.since, one.began = self._steps, self._steps - done
+        one.order, one.is_running = self._order, True
+        heappush(self._heap, (one.began + one.length, one.order, one))
+        self._stack.append(one)
+        if len(self._stack) > 4 * self.num_sequences + 64:
+            self._stack = [other for other in self._stack if other.is_running]
+        self._constant += one.part
+        self._running += 1
+
+    def _stop(self, one: _Sequence) -> None:
+        """Have a sequence leave the cache."""
+        one.is_running = False
+        self._running -= 1
+        self._constant = self._constant - one.part if self._running else 0.0
+
+    def _remove(self, one: _Sequence) -> None:
+        """Take out a sequence for good."""
+        if one.is_running:
+            self._stop(one)
         else:
-            del self._of_group[group_id]
+            self._retracted.remove(one)
+        self.num_sequences -= 1
+        left, ended = self._groups[one.group_id]
+        left.remove(one)
+        if left:
+            self._groups[one.group_id] = (left, ended + 1)
+            self.num_behind += 1
+        else:
+            del self._groups[one.group_id]
             self.num_behind -= ended
-        self._constant -= num * part
-        self.num_sequences -= num
-        if not self.num_sequences:
-            self._constant = 0.0
-        self._flat_s = self._law.flat_s(self.num_sequences)
 
-    def _versions(self, began: float, prompt: int, length: int) -> tuple[tuple[int, int], ...]:
-        """Return where the versions of a response begin."""
-        boundaries = self._boundaries
-        at = max(0, bisect_right(boundaries, (began, math.inf)) - 1)
-        runs = [(prompt, boundaries[at][1])]
-        for began_at, step in boundaries[at + 1 :]:
-            token = math.ceil(began_at - began - _CLOSE)
-            if token >= length:
+    def _keep_within(self) -> None:
+        """Retract from a full cache what was begun last; go on with what has room again."""
+        most = self._law.max_cached_tokens
+        if self._running > 1 and self.context >= most - _CLOSE * self._running:
+            while self._running > 1 and self.context + _FREED_STEPS * self._running > most:
+                one = self._stack.pop()
+                if one.is_running:
+                    self._retract(one)
+            return
+        while self._retracted:
+            one = self._retracted[0]
+            done = -one.began
+            needed = self.context + one.prompt + done + _FREED_STEPS * (self._running + 1)
+            if self._running and needed > (1 - _SPARE) * most:
                 break
-            if prompt + token == runs[-1][0]:
-                runs[-1] = (prompt + token, step)
-            else:
-                runs.append((prompt + token, step))
-        return tuple(runs)
+            self._retracted.popleft()
+            self._begin(one, done)
+            self.debt_s += (one.prompt + done) * self._law.prefill_s
+
+    def _retract(self, one: _Sequence) -> None:
+        done = max(0.0, self._steps - one.began)
+        one.versions = self._versions(one, math.ceil(done - _CLOSE))
+        self._stop(one)
+        one.began = -done  # until it goes on
+        self._retracted.appendleft(one)
+        self.num_retractions += 1
+
+    def _versions(self, one: _Sequence, length: int) -> list[tuple[int, int]]:
+        """Return where the versions of a response begin, of its first ``length`` tokens."""
+        boundaries, runs = self._boundaries, list(one.versions)
+        at = max(0, bisect_right(boundaries, (one.since, math.inf)) - 1)
+        begun = (one.since, boundaries[at][1])
+        for began_at, step in (begun, *boundaries[at + 1 :]):
+            token = max(0, math.ceil(began_at - one.began - _CLOSE))
+            if token >= max(1, length):
+                break
+            if runs and one.prompt + token <= runs[-1][0]:
+                runs[-1] = (runs[-1][0], step)
+            elif not runs or step != runs[-1][1]:
+                runs.append((one.prompt + token, step))
+        return runs
+
+
+def _is_current(entry: tuple[float, int, _Sequence]) -> bool:
+    """Return whether a sequence is still to end as this entry of the heap says."""
+    return entry[2].is_running and entry[2].order == entry[1]

@@ -53,6 +53,7 @@ class Outcome:
     num_refused: int  # answers that came too late
     restarted_trajectories: int
     num_generated: float  # tokens, by all engines
+    num_retractions: int  # sequences that a full cache gave up for a while
     engine_busy_s: float  # of all engines
     engine_stalled_s: float
     engine_seconds: float  # that engines existed

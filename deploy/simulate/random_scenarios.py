@@ -3,9 +3,10 @@
 import random
 
 from slipstream.broker.ledger.throttle import StalenessTarget
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal
 from slipstream.deploy.simulate.scenario import Change, Faults, Scenario
+from slipstream.deploy.sizing.engine_law import EngineLaw
 
 
 def random_scenario(seed: int) -> Scenario:

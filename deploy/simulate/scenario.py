@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.broker.ledger.throttle import StalenessTarget
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Lengths
+from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.wire.errors import ConfigError
 
 

@@ -473,6 +473,7 @@ class World:
             num_refused=self._num_refused,
             restarted_trajectories=book.state.restarted_trajectories,
             num_generated=sum(engine.num_generated for engine in engines),
+            num_retractions=sum(engine.num_retractions for engine in engines),
             engine_busy_s=sum(engine.busy_s for engine in engines),
             engine_stalled_s=sum(engine.stalled_s for engine in engines),
             engine_seconds=self.now_s * len(self._engines),

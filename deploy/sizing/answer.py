@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.sizing.engines import Decoding, EngineSize, engine_size, larger_engines
+from slipstream.deploy.sizing.engine_law import engine_law
+from slipstream.deploy.sizing.engines import EngineSize, engine_size, larger_engines
 from slipstream.deploy.sizing.figure import Figure
 from slipstream.deploy.sizing.gpus import Cluster
 from slipstream.deploy.sizing.learner_step import Work
@@ -168,7 +169,9 @@ def _splits(asked: Asked, engines: Sequence[EngineSize], best: Sequence[Proposal
     fanout = asked.config.learner.weightbus.fanout
     law = closed_form(
         demand,
-        lambda size: Decoding(hf=asked.hf, cluster=asked.cluster, ranks=size.ranks),
+        lambda size: engine_law(
+            asked.hf, asked.cluster, ranks=size.ranks, attention_groups=size.groups
+        ),
         lambda split: _publish(asked, split, fanout=fanout),
     )
     bounds = range(min(run.staleness_bound, _MOST_BOUND) + 1)

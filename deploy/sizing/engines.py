@@ -1,30 +1,14 @@
-"""Pure: the ranks of an engine that hold a model, and how fast it generates, by a roofline.
+"""Pure: the ranks of an engine that hold a model. How fast they are is engine_law.py's."""
 
-A decoding step of B sequences at a mean context of l tokens, on an engine of t ranks:
-
-    reads       2 (D + E u) + B l kv bytes, of t GPUs' memory, at a share of its rate
-    computes    2 P' B FLOPs on t GPUs, at the same share of their peak
-
-and takes the longer of both, and 2 L messages of its ranks. D parameters without experts', E
-experts', u the share of them that B tokens touch, 1 - (1 - k / n)^B of n experts, P' parameters of
-a token, kv bytes of its cache.
-Prompts are computed once for each group. Nothing is added for kernels' starts or sampling.
-"""
-
-import math
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.memory import generator_memory, kv_bytes_per_token
+from slipstream.deploy.launch.memory import generator_memory, kv_bytes_per_token, kv_copies
 from slipstream.deploy.sizing.gpus import Cluster
 from slipstream.learner.memory import MemoryPart
-from slipstream.learner.model.flops import num_multiplied_parameters
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
 
-_ELEMENT = 2
-_MESSAGE_S = 15e-6  # a small sum over an engine's ranks on one host
-_FAR_MESSAGE_S = 50e-6  # and over hosts
 _FEWEST_SEQUENCES = 4  # of the longest kind that the cache of an engine must hold
 
 
@@ -110,7 +94,8 @@ def _size(
     except ConfigError:
         return None
     parts = tuple(generator_memory(hf, sized))
-    per_token = kv_bytes_per_token(hf) * groups // ranks
+    of_group = ranks // groups
+    per_token = kv_bytes_per_token(hf) * kv_copies(hf, of_group) / of_group
     return EngineSize(
         ranks=ranks,
         groups=groups,
@@ -118,46 +103,3 @@ def _size(
         memory=parts,
         cached_tokens=parts[1].num_bytes / per_token * groups,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoding:
-    """The laws of one engine."""
-
-    hf: HfConfig
-    cluster: Cluster
-    ranks: int
-
-    def step_s(self, sequences: float, context: float) -> float:
-        """Return the seconds of a decoding step: one token for each sequence."""
-        cluster, hf = self.cluster, self.hf
-        share = cluster.engine_share * self.ranks
-        cache = sequences * context * kv_bytes_per_token(hf)
-        reads = _ELEMENT * touched_parameters(hf, sequences) + cache
-        flops = 2 * num_multiplied_parameters(hf) * sequences
-        computing = max(
-            reads / (share * cluster.gpu.hbm_bytes_s), flops / (share * cluster.gpu.peak_flops)
-        )
-        return computing + self._messages_s()
-
-    def _messages_s(self) -> float:
-        """Return the seconds of messages between ranks: two of a layer."""
-        if self.ranks == 1:
-            return 0.0
-        each = _MESSAGE_S if self.ranks <= self.cluster.gpus_per_host else _FAR_MESSAGE_S
-        return 2 * self.hf.num_hidden_layers * each
-
-    def prompt_s(self, tokens: float) -> float:
-        """Return the seconds in which prompts of so many tokens are computed."""
-        rate = self.cluster.engine_share * self.ranks * self.cluster.gpu.peak_flops
-        return 2 * num_multiplied_parameters(self.hf) * tokens / rate
-
-
-def touched_parameters(hf: HfConfig, sequences: float) -> float:
-    """Return the parameters that a decoding step of so many sequences reads."""
-    experts = hf.num_sparse_layers * hf.num_routed_experts * 3 * hf.hidden_size * hf.expert_inner
-    dense = hf.num_parameters - experts
-    if not experts:
-        return float(dense)
-    chosen = hf.experts_per_token / hf.num_routed_experts
-    return dense + experts * -math.expm1(sequences * math.log1p(-min(chosen, 1 - 1e-9)))

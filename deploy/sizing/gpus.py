@@ -92,6 +92,7 @@ class Cluster:
     host_memory_bytes_s: float = 300e9  # of each host
     learner_share: float = 0.4  # of the peak that a rank reaches while it computes
     engine_share: float = 0.6  # of peak and of memory's rate that an engine reaches
+    engine_base_s: float = 0.005  # of a decode step, beside reading and multiplying
     reserve_gib: float = 4.0  # of each GPU: CUDA, NCCL, the allocator's gaps
 
     @property

@@ -44,6 +44,31 @@ class Work:
         return self.trajectories * self.mean_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often a learner step computes its tokens."""
+
+    training: int  # forward and backward
+    forward: int  # alone
+
+    @property
+    def in_trainings(self) -> float:
+        """Both, in forward and backward passes."""
+        return self.training + _FORWARD * self.forward
+
+
+def passes_of(settings: LearnerSettings, *, frozen: int, has_critic: bool) -> Passes:
+    """Return the passes of a step: updates after the first need log-probabilities before it.
+
+    Args:
+        settings: of the learner.
+        frozen: policies that read each trajectory, too.
+        has_critic: whether a critic is trained beside the policy.
+    """
+    proximal = settings.learner.minibatches > 1
+    return Passes(training=1 + has_critic, forward=proximal * (1 + has_critic) + frozen)
+
+
 def step_figures(
     hf: HfConfig, settings: LearnerSettings, work: Work, cluster: Cluster
 ) -> list[Figure]:
@@ -51,20 +76,21 @@ def step_figures(
     learner = settings.learner
     sizes, ranks = learner.sizes, learner.ranks
     replicas = sizes.replicas(ranks)
-    passes = _passes(settings, work)
+    passes = passes_of(settings, frozen=work.frozen, has_critic=work.has_critic)
     kept = 1 + _again(hf, settings)
+    times = passes.training * kept + _FORWARD * passes.forward
     flops = work.trajectories * SequenceCost.of(hf, settings.adapters).flops(work.mean_tokens)
     layers = stage_layers(hf, learner)
     most = max(sum(layers[stage :: sizes.pipeline]) for stage in range(sizes.pipeline))
     uneven = most * sizes.pipeline / hf.num_hidden_layers
     rate = (learner.peak_tflops * 1e12 or cluster.gpu.peak_flops) * cluster.learner_share
-    compute = flops * passes * kept * uneven / (ranks * rate)
+    compute = flops * times * uneven / (ranks * rate)
     figures = [
         Figure(
             "compute",
             compute,
             "s",
-            f"{passes:.3g} x {kept:.3g} F / (R x {cluster.learner_share:g} of the peak), "
+            f"{times:.3g} F / (R x {cluster.learner_share:g} of the peak), "
             f"x {uneven:.3g} of the largest stage",
         )
     ]
@@ -79,16 +105,11 @@ def step_figures(
                 f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both",
             )
         )
-    tokens = work.tokens * passes / (replicas * sizes.context)
-    figures += _exchanges(hf, settings, cluster, tokens, kept)
+    exchanges = passes.training * (2 + 3 * (kept - 1)) + passes.forward
+    tokens = work.tokens / (replicas * sizes.context)
+    figures += _exchanges(hf, settings, cluster, tokens, exchanges)
     figures += _updates(hf, settings, cluster)
     return [figure for figure in figures if figure.value]
-
-
-def _passes(settings: LearnerSettings, work: Work) -> float:
-    """Return forward and backward passes over a step's tokens, in those of training once."""
-    proximal = _FORWARD if settings.learner.minibatches > 1 else 0.0
-    return (1 + proximal) * (1 + work.has_critic) + _FORWARD * work.frozen
 
 
 def _again(hf: HfConfig, settings: LearnerSettings) -> float:
@@ -119,15 +140,22 @@ def _microbatches(settings: LearnerSettings, work: Work, replicas: int) -> int:
 
 
 def _exchanges(
-    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, tokens: float, kept: float
+    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, tokens: float, passes: float
 ) -> list[Figure]:
-    """Return what the ranks of a replica exchange in the layers, of so many tokens of a rank."""
+    """Return what the ranks of a replica exchange in the layers.
+
+    Args:
+        hf: the policy's architecture.
+        settings: of the learner.
+        cluster: its hosts.
+        tokens: of a rank.
+        passes: over them in one direction, forward or backward, with those computed again.
+    """
     sizes, lengths = settings.learner.sizes, hf.sizes
     tensor, context, figures = sizes.tensor, sizes.context, list[Figure]()
-    again = 3 * (kept - 1)  # forward passes computed a second time
     layers = hf.num_hidden_layers / sizes.pipeline
     if tensor > 1:
-        times = 4 * (2 + again)
+        times = 4 * passes
         num_bytes = times * _ELEMENT * hf.hidden_size * tokens * layers * (tensor - 1) / tensor
         figures.append(
             Figure(
@@ -139,7 +167,7 @@ def _exchanges(
         )
     if context > 1:
         channels = (lengths["queries"] + 2 * lengths["keys"] + lengths["outputs"]) / tensor
-        times = 2 + again
+        times = passes
         num_bytes = times * _ELEMENT * channels * tokens * layers * (context - 1) / context
         figures.append(
             Figure(
@@ -151,7 +179,7 @@ def _exchanges(
         )
     group = sizes.expert * sizes.expert_tensor
     if group > 1:
-        times = 2 * (2 + again)
+        times = 2 * passes
         routed = times * _ELEMENT * hf.hidden_size * hf.experts_per_token * tokens / tensor
         num_bytes = routed * hf.num_sparse_layers / sizes.pipeline * (group - 1) / group
         where = "NVLink" if group <= cluster.gpus_per_host else "NVLink and NICs"

@@ -2,16 +2,17 @@
 
 import argparse
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import SamplingSection, model_folder
 
-_SHARES = frozenset({"mfu", "engine_share", "slow_share"})  # at most 1
+_SHARES = frozenset({"mfu", "engine_share", "slow_share", "useless_share"})  # at most 1
 _LEAST = 1e-9
 
 
@@ -27,8 +28,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--mean-{name}", type=float, help=text)
 
 
-def add_shares(parser: argparse.ArgumentParser) -> None:
-    """Add the shares of a data sheet's rates that are reached."""
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Add the GPUs, their hosts and links, and the shares of a data sheet's rates."""
+    parser.add_argument(
+        "--gpu", help='a name such as "H100", or GiB; default deploy.gpu_memory_gib'
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="GPUs of a host; default deploy.gpus_per_host, or 8"
+    )
+    parser.add_argument("--nics", type=int, default=8, help="network cards of each host, default 8")
+    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
+    parser.add_argument(
+        "--pcie-gb-s", type=float, default=50.0, help="GB/s of each GPU, default 50"
+    )
     parser.add_argument(
         "--mfu",
         type=float,
@@ -40,6 +52,40 @@ def add_shares(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.6,
         help="share of peak and memory's rate that an engine reaches, default 0.6",
+    )
+    parser.add_argument(
+        "--engine-base-ms",
+        type=float,
+        default=5.0,
+        help="ms of a decode step beside reading and multiplying, default 5",
+    )
+
+
+def cluster_of(
+    arguments: argparse.Namespace, config: RunConfig, *, reserve_gib: float = 4.0
+) -> Cluster:
+    """Return the hosts that the options describe; ``reserve_gib`` of each GPU is for no tensors.
+
+    Raises:
+        ConfigError: the GPU is unknown, or smaller than what is reserved.
+    """
+    named = arguments.gpu
+    gpu = gpu_named(named) if named else gpu_of(config.deploy.gpu_memory_gib)
+    if reserve_gib >= gpu.memory_gib:
+        raise ConfigError(
+            f"--reserve-gib is {reserve_gib:g}: expected less than the {gpu.memory_gib:g} GiB of a "
+            "GPU (--gpu)"
+        )
+    return Cluster(
+        gpu=gpu,
+        gpus_per_host=arguments.gpus_per_node or config.deploy.gpus_per_host or 8,
+        nics=arguments.nics,
+        nic_bytes_s=arguments.nic_gb_s * 1e9,
+        pcie_bytes_s=arguments.pcie_gb_s * 1e9,
+        learner_share=arguments.mfu,
+        engine_share=arguments.engine_share,
+        engine_base_s=arguments.engine_base_ms / 1e3,
+        reserve_gib=reserve_gib,
     )
 
 
@@ -72,6 +118,14 @@ def mean_tokens(arguments: argparse.Namespace, sampling: SamplingSection) -> tup
             )
         means.append(mean or most / 2)
     return means[0], means[1]
+
+
+def policies_beside(config: RunConfig) -> tuple[Sequence[HfConfig], bool]:
+    """Return the frozen policies that read each trajectory, and whether a critic is trained."""
+    from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
+
+    algorithm = algorithm_of(config.learner)
+    return frozen_policies(algorithm, config.learner), algorithm.choice.needs_values
 
 
 def refuse_numbers(arguments: argparse.Namespace, *, may_be_zero: Collection[str]) -> None:

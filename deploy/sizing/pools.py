@@ -17,7 +17,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from slipstream.deploy.sizing.engines import Decoding, EngineSize
+from slipstream.deploy.sizing.engine_law import EngineLaw
+from slipstream.deploy.sizing.engines import EngineSize
 from slipstream.deploy.sizing.proposals import Proposal
 from slipstream.weightbus.version.arithmetic import Cost
 
@@ -72,19 +73,19 @@ class Demand:
 
 
 def closed_form(
-    demand: Demand, decoding: Callable[[EngineSize], Decoding], publish: Callable[[Split], Cost]
+    demand: Demand, law: Callable[[EngineSize], EngineLaw], publish: Callable[[Split], Cost]
 ) -> RatesLaw:
     """Return the law of rates that this file states."""
 
     def rates(split: Split) -> Rates:
-        cost, engine = publish(split), decoding(split.engine)
+        cost, engine = publish(split), law(split.engine)
         context = demand.prompt_tokens + demand.response_tokens / 2
         allowed = (split.bound + 1) * demand.sequences / split.engines
         cached = split.engine.cached_tokens / context
         at_a_time = max(1.0, min(allowed, demand.max_sequences, cached))
-        token_s = engine.step_s(at_a_time, context)
+        token_s = engine.step_s(at_a_time, at_a_time * context)
         share = demand.sequences / split.engines
-        prompts = engine.prompt_s(share / demand.group_size * demand.prompt_tokens)
+        prompts = share / demand.group_size * demand.prompt_tokens * engine.prefill_s
         generate = share * demand.response_tokens * token_s / at_a_time + prompts
         return Rates(
             learner_s=split.learner.step_s + cost.stall_s,

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from slipstream.broker.ledger.survivorship import bucket_of, upper_tokens
 from slipstream.deploy.advise.record import Record
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import LogNormal
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.wire.messages.status import Pace
 
 LAW = EngineLaw(base_s=0.02, sequence_s=0.001)

@@ -25,7 +25,7 @@ ROW = Row(
 
 
 def of(told_s: float, **changes: object) -> Predicted:
-    return Predicted(msgspec.structs.replace(ROW, **changes), told_s, 10.0, told_s - 10.0)
+    return Predicted(msgspec.structs.replace(ROW, **changes), told_s, 10.0, told_s - 10.0, 1e6)
 
 
 TOLD = [

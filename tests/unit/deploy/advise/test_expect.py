@@ -5,10 +5,11 @@ import pytest
 
 from slipstream.deploy.advise.expect import Advice, advise
 from slipstream.deploy.advise.fit import fit, lengths_of
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw
+from slipstream.deploy.simulate.laws import LearnerLaw
 from slipstream.deploy.simulate.lengths import Fixed
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.wire.errors import ConfigError
 from tests.support.recorded_runs import LAW, a_scenario, pace_of, recorded
 

@@ -10,8 +10,10 @@ import pytest
 from slipstream.broker.dashboard.columns import read_state
 from slipstream.deploy.commands import simulate
 from slipstream.deploy.commands.options import take_config
+from slipstream.deploy.simulate.lengths import Fixed, Recorded
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import METRICS, PAGE_STATE, SETTINGS, SUMMARY
+from tests.support.recorded_runs import a_scenario, recorded
 
 SETTINGS_TEXT = """
 [run]
@@ -115,8 +117,53 @@ def test_the_run_folder_is_read_by_the_tools_of_ended_runs(settings: Path, tmp_p
         (("--gpu", "H9000"), "--gpu is 'H9000'"),
         (("--mean-response", "5000"), "--mean-response is 5000"),
         (("--gpu", "L4", "--gpus-per-engine", "1"), "do not hold"),
+        (("--useless-share", "1.5"), "--useless-share is 1.5"),
+        (("--publish-every", "5"), "publish_every is 5"),
+        (("--like", "/nowhere"), "nowhere"),
     ],
 )
 def test_numbers_that_are_none_are_refused(settings: Path, words: tuple[str, ...], why: str):
     with pytest.raises(ConfigError, match=why):
         simulate.main(arguments(settings, *words))
+
+
+def test_rewards_that_wait_useless_groups_and_rare_publishes_cost_steps(
+    settings: Path, capsys: pytest.CaptureFixture[str]
+):
+    plain = predicted(settings, capsys)
+    late = predicted(settings, capsys, "--reward-s", "600")
+    assert late["group_s_p50"] > plain["group_s_p50"] + 590
+    useless = predicted(settings, capsys, "--useless-share", "0.5")
+    assert useless["dropped"]["zero_variance"] > 20  # type: ignore[index]
+    assert useless["step_s"] > 1.3 * plain["step_s"]
+    rare = predicted(settings, capsys, "--publish-every", "4")
+    assert rare["step_s"] > plain["step_s"]
+
+
+def test_the_passes_of_a_step_are_those_of_the_settings(settings: Path):
+    def token_s(*words: str) -> float:
+        _, scenario = simulate.asked_of(arguments(settings, *words))
+        return scenario.learner.token_s
+
+    once = token_s()
+    assert token_s("learner.minibatches=2") == pytest.approx(4 / 3 * once)
+    assert token_s("--passes", "1", "learner.minibatches=2") == pytest.approx(once)
+
+
+def test_a_run_lends_its_lengths(settings: Path, monkeypatch: pytest.MonkeyPatch):
+    record = recorded(a_scenario(score_s=7.0))
+    monkeypatch.setattr(simulate, "record_of", lambda _folder: record)
+    _, scenario = simulate.asked_of(arguments(settings, "--like", "a run"))
+    assert isinstance(scenario.lengths, Recorded)
+    assert (scenario.prompt_tokens, scenario.score_s) == (40, 7.0)
+    words = ("--like", "a run", "--spread", "0", "--reward-s", "0")
+    _, scenario = simulate.asked_of(arguments(settings, *words))
+    assert scenario.score_s == 0
+    assert isinstance(scenario.lengths, Fixed)
+
+
+def test_a_cache_that_is_too_small_is_told(settings: Path, capsys: pytest.CaptureFixture[str]):
+    tight = ("--gpus-per-engine", "1", "--engines", "1", "generators.max_sequences=4000")
+    words = (*tight[:4], "--steps", "6", tight[4], "run.groups_per_step=200", "run.group_size=8")
+    assert simulate.main(arguments(settings, *words)) == 0
+    assert "by a full cache" in capsys.readouterr().out

@@ -115,6 +115,42 @@ def test_stages_that_wait_for_each_other_take_longer():
     assert staged.token_s == pytest.approx(flat.token_s * (1 + 3 / 4))
 
 
+def test_a_fit_is_the_same_each_time_whatever_is_stored():
+    few = msgspec.structs.replace(SYSTEM, trials=6)
+    stored = msgspec.structs.replace(few, fitted={"layer_s": 1.9e-3})
+    assert fit(few) == fit(stored)
+
+
+def test_what_is_stored_is_what_the_fit_finds():
+    marin = systems()["marin"]
+    assert fit(marin) == pytest.approx(dict(marin.fitted), rel=1e-3)
+
+
+def test_experts_on_other_nodes_cost_the_learner_messages_over_nics():
+    row = msgspec.structs.replace(
+        TURNS, gpu="GB200", gpus=64, model="Qwen3-30B-A3B", expert_ranks=16, engine_ranks=8
+    )
+    parameters = {**DEFAULTS, row.mfu_key: 0.3}
+
+    def seconds(**changes: object) -> tuple[float, float]:
+        changed = msgspec.structs.replace(row, **changes)
+        found = scenario_of(SYSTEM, changed, parameters)
+        gpus = changed.gpus
+        return found.learner.token_s * gpus, found.engine.base_s
+
+    alone, base_s = seconds(expert_ranks=1)
+    near, _ = seconds()
+    # Dispatch and combine of 8 copies of 2,048 channels in 48 layers: forward, backward, forward.
+    sent = 2 * 3 * 2 * 2048 * 8 * 48 * 15 / 16
+    assert near - alone == pytest.approx(sent / 900e9)
+    # One rack of 72 does not hold 128: only the 4 GPUs of a node are sure to be near.
+    far, far_base_s = seconds(gpus=128)
+    assert far - alone == pytest.approx(sent * (0.25 / 900e9 + 0.75 / 50e9))
+    assert far_base_s == pytest.approx(base_s + 48 * DEFAULTS["network_s"])
+    # A part of such a run is as far apart.
+    assert seconds(gpus=32, part_of_gpus=128)[0] == pytest.approx(far)
+
+
 def test_a_prediction_is_the_same_each_time():
     scenario = scenario_of(SYSTEM, APART, {**DEFAULTS, APART.mfu_key: 0.3})
     assert simulate(scenario) == simulate(replace(scenario))

@@ -1,11 +1,12 @@
 """An engine in closed form, against one that is stepped token by token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from slipstream.deploy.simulate.engine import SimulatedEngine
-from slipstream.deploy.simulate.laws import EngineLaw
+from slipstream.deploy.sizing.engine_law import EngineLaw
 
 LAW = EngineLaw(base_s=0.004, weights_s=0.003, sequence_s=0.0001, context_s=2e-6, prefill_s=1e-4)
 
@@ -98,6 +99,68 @@ def test_a_cancelled_group_leaves_the_others_alone():
     engine.advance(engine.next_end_s())
     assert [one.group_id for one in engine.take_ended()] == [2]
     assert engine.next_end_s() == math.inf
+
+
+def test_a_full_cache_retracts_what_was_begun_last_and_computes_it_again():
+    law = replace(LAW, max_cached_tokens=1000.0)
+    full, ample = (SimulatedEngine(one, "e", 0, 0.0) for one in (law, LAW))
+    for engine in (full, ample):
+        for group in range(4):
+            engine.admit(group, group, 100, {0: 400})
+    assert full.has_room
+    ended: list[int] = []
+    while (at_s := full.next_end_s()) < math.inf:
+        full.advance(at_s)
+        ended += [one.group_id for one in full.take_ended()]
+        assert full.context <= 1000.0 + 1e-3
+    # Four of 250 tokens fill it: the last two give way, one after the other.
+    assert (ended, full.num_retractions) == ([0, 1, 2, 3], 2)
+    assert full.num_generated == pytest.approx(1600)
+    assert (full.num_sequences, full.context) == (0, 0.0)
+    while (late_s := ample.next_end_s()) < math.inf:
+        ample.advance(late_s)
+        ample.take_ended()
+    again = 252 + 336  # about: tokens that the two had
+    assert full.now_s > ample.now_s
+    assert full.stalled_s - ample.stalled_s == pytest.approx(again * LAW.prefill_s, rel=0.1)
+
+
+def test_nothing_new_begins_while_something_is_retracted():
+    engine = SimulatedEngine(replace(LAW, max_cached_tokens=500.0), "e", 0, 0.0)
+    engine.admit(1, 1, 10, {0: 400, 1: 400})
+    engine.advance(engine.next_end_s())
+    assert engine.take_ended() == []
+    assert engine.context < 300
+    assert not engine.has_room
+    assert engine.num_sequences == 2
+    engine.cancel(1)
+    assert engine.has_room
+    assert engine.next_end_s() == math.inf
+
+
+def test_a_retracted_answer_has_the_versions_of_its_tokens():
+    law = EngineLaw(base_s=0.1, max_cached_tokens=100.0)
+    engine = SimulatedEngine(law, "e", 3, 0.0)
+    engine.admit(1, 1, 10, {0: 60})
+    engine.admit(2, 2, 10, {0: 60})
+    engine.advance(2.05)
+    engine.adopt(4)
+    versions = {}
+    while (at_s := engine.next_end_s()) < math.inf:
+        engine.advance(at_s)
+        versions |= {one.group_id: one.versions for one in engine.take_ended()}
+        if engine.num_retractions and engine.step == 4:
+            engine.adopt(5)
+    assert versions[1] == ((10, 3), (31, 4), (50, 5))
+    # Retracted after 40 of its tokens, before the adoption; went on after it.
+    assert versions[2] == ((10, 3), (31, 4), (50, 5))
+
+
+def test_one_answer_may_be_longer_than_the_cache():
+    engine = SimulatedEngine(replace(LAW, max_cached_tokens=50.0), "e", 0, 0.0)
+    engine.admit(1, 1, 10, {0: 400})
+    assert ends(engine)
+    assert engine.num_retractions == 0
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from itertools import pairwise
 import pytest
 
 from slipstream.broker.ledger.throttle import StalenessTarget
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Fixed, LogNormal
 from slipstream.deploy.simulate.random_scenarios import random_scenario
 from slipstream.deploy.simulate.scenario import Change, Faults, Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.wire.errors import ConfigError
 
 LAW = EngineLaw(base_s=0.005, weights_s=0.005, sequence_s=3e-5, context_s=2.5e-8, prefill_s=3e-5)

@@ -1,4 +1,4 @@
-"""Engines that hold a model, and their roofline."""
+"""Engines that hold a model."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.launch.memory import kv_bytes_per_token
-from slipstream.deploy.sizing.engines import (
-    Decoding,
-    engine_size,
-    larger_engines,
-    longest_tokens,
-    touched_parameters,
-)
+from slipstream.deploy.sizing.engines import engine_size, larger_engines, longest_tokens
 from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
-from slipstream.learner.model.flops import num_multiplied_parameters
 from slipstream.wire.errors import ConfigError
 from tests.support.planned import H100, config_of, shape_of
 
@@ -65,22 +58,12 @@ def test_larger_engines_stay_on_a_host():
     assert [one.ranks for one in larger_engines(HF, config_of(SMALL), two, small)] == [2]
 
 
-def test_one_sequence_reads_its_experts_and_many_read_all():
-    experts = 48 * 128 * 3 * 2048 * 768
-    dense = HF.num_parameters - experts
-    assert touched_parameters(HF, 1) == pytest.approx(dense + experts * 8 / 128)
-    assert touched_parameters(HF, 1000) == pytest.approx(HF.num_parameters)
-
-
-def test_a_decoding_step_is_the_longer_of_reading_and_computing():
-    engine = Decoding(hf=HF, cluster=H100, ranks=1)
-    reads = 2 * touched_parameters(HF, 16) + 16 * 1000 * kv_bytes_per_token(HF)
-    assert engine.step_s(16, 1000) == pytest.approx(reads / (0.6 * 3.35e12))
-    many = 2 * num_multiplied_parameters(HF) * 100_000 / (0.6 * 989e12)
-    assert engine.step_s(100_000, 0) == pytest.approx(many)
-    assert engine.prompt_s(100_000) == pytest.approx(many)
-
-
-def test_ranks_divide_the_reading_and_add_messages():
-    one, four = (Decoding(hf=HF, cluster=H100, ranks=ranks) for ranks in (1, 4))
-    assert four.step_s(16, 1000) == pytest.approx(one.step_s(16, 1000) / 4 + 2 * 48 * 15e-6)
+def test_latent_attention_keeps_the_whole_cache_of_a_group_on_each_of_its_ranks():
+    name = "DeepSeek-V3"
+    h200 = Cluster(gpu=gpu_named("H200"))
+    one = engine_size(shape_of(name), config_of(name), h200, 64)
+    assert one.ranks > one.groups == 1
+    of_rank = 0.85 * 140 * 2**30 - 2 * shape_of(name).num_parameters / one.ranks
+    assert one.cached_tokens == pytest.approx(
+        of_rank / kv_bytes_per_token(shape_of(name)), rel=0.01
+    )

@@ -44,6 +44,16 @@ def test_updates_after_the_first_need_a_forward_pass_and_so_does_each_frozen_pol
     assert seconds(both, ranks=8)["compute"] == pytest.approx((2 + 1 / 3) * once)
 
 
+def test_passes_without_a_backward_pass_compute_nothing_again():
+    work = Work(trajectories=256, mean_tokens=2000, frozen=3)
+    plain = seconds(work, ranks=2, tensor_parallel=2)
+    full = seconds(work, ranks=2, tensor_parallel=2, recompute="full")
+    assert plain["compute"] == pytest.approx(2 * seconds(ranks=2, tensor_parallel=2)["compute"])
+    assert full["compute"] == pytest.approx(plain["compute"] * (1 + 1 / 3 + 1) / 2)
+    # Forward, backward, three forward passes alone; and one more of the layers computed again.
+    assert full["tensor parallelism"] == pytest.approx(plain["tensor parallelism"] * 6 / 5)
+
+
 def test_bubbles_are_p_minus_1_of_m_microbatches():
     found = seconds(ranks=8, pipeline_parallel=4, max_tokens_per_microbatch=8000)
     # 512,000 tokens on two replicas are 32 microbatches of 8,000 each.

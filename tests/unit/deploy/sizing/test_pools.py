@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 
-from slipstream.deploy.simulate.laws import EngineLaw, LearnerLaw, PublishLaw
+from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
 from slipstream.deploy.simulate.lengths import Fixed
 from slipstream.deploy.simulate.scenario import Scenario
 from slipstream.deploy.simulate.world import simulate
+from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.deploy.sizing.engines import EngineSize
 from slipstream.deploy.sizing.figure import Figure
 from slipstream.deploy.sizing.pools import Demand, Rates, Split, best_splits, closed_form, outcome
@@ -27,14 +28,7 @@ DEMAND = Demand(
 FREE: Cost = cost_of(Setup(version_bytes=0))
 
 
-class Constant:
-    """An engine whose steps take as long with any number of sequences."""
-
-    def step_s(self, _sequences: float, _context: float) -> float:
-        return 0.01
-
-    def prompt_s(self, tokens: float) -> float:
-        return tokens / 1e6
+CONSTANT = EngineLaw(base_s=0.01, prefill_s=1e-6)  # whatever is under way
 
 
 def learner(gpus: int, step_s: float) -> Proposal:
@@ -99,7 +93,7 @@ def test_groups_in_flight_suffice_and_keep_the_rule():
 
 
 def test_rates_of_the_closed_form_by_hand():
-    law = closed_form(DEMAND, lambda _size: Constant(), lambda _split: FREE)  # type: ignore[arg-type, return-value]
+    law = closed_form(DEMAND, lambda _size: CONSTANT, lambda _split: FREE)
     found = law(split(engines=8, bound=0))
     # 256 answers on 8 engines: 32 each at a time, 1,000 steps of 10 ms, and prompts of 4 groups.
     assert found.sequences == 32
