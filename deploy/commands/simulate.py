@@ -18,7 +18,7 @@ from slipstream.deploy.advise.fit import lengths_of
 from slipstream.deploy.advise.record import record_of
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal
+from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal, cut
 from slipstream.deploy.simulate.of_run import Hardware, Imagined, scenario_of
 from slipstream.deploy.simulate.outcome import Outcome, StepRecord
 from slipstream.deploy.simulate.run_folder import SimulatedFolder
@@ -35,6 +35,7 @@ from slipstream.deploy.sizing.options import (
     run_and_shape,
 )
 from slipstream.deploy.terminal.console import make_console
+from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
 
@@ -194,31 +195,35 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
             f"{generators.attention_groups} of generators.sglang.attn_dp_size"
         )
     hardware = Hardware(
-        cluster=cluster_of(given, config),
+        cluster=cluster_of(given, config, reserve_gib=0.0),
         engines=given.engines or generators.count,
         gpus_per_engine=engine_gpus,
         learner_gpus=given.learner_gpus or config.learner.learner.ranks,
     )
-    return config, scenario_of(config, hf, hardware, _imagined(given, config))
+    return config, scenario_of(config, hf, hardware, _imagined(given, config, hf))
 
 
-def _imagined(arguments: argparse.Namespace, config: RunConfig) -> Imagined:
+def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) -> Imagined:
     """Return what the options say of a run beside its settings."""
     sampling, broker = config.generators.sampling, config.broker.broker
     like = None if arguments.like is None else record_of(arguments.like)
     prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
     lengths: Lengths
-    if like is None or arguments.mean_response is not None or arguments.spread is not None:
-        lengths = _lengths(response_tokens, arguments.spread, sampling.max_response_tokens)
-    else:
-        lengths = lengths_of(like)
+    longest = sampling.max_response_tokens
     if like is not None and arguments.mean_prompt is None:
         prompt_tokens = like.prompt_tokens
+    if like is not None and arguments.mean_response is None:
+        response_tokens = min(like.mean_tokens, longest)
+    if like is None or arguments.mean_response is not None or arguments.spread is not None:
+        lengths = _lengths(response_tokens, arguments.spread, longest)
+    else:
+        lengths = cut(lengths_of(like), longest)
     passes = arguments.passes
     if passes is None:
         frozen, has_critic = policies_beside(config)
-        per_step = passes_of(config.learner, frozen=len(frozen), has_critic=has_critic)
-        passes = per_step.in_trainings
+        passes = passes_of(
+            hf, config.learner, frozen=len(frozen), has_critic=has_critic
+        ).in_trainings
     return Imagined(
         lengths=lengths,
         prompt_tokens=max(1, round(prompt_tokens)),

@@ -60,14 +60,17 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     generators = config.generators.generators
     ranks, groups = generators.num_ranks, generators.attention_groups
     count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
-    a_token = f"4 L g d{' a' if groups > 1 else ''}{split}"
     if groups > 1:
         count += hf.num_attention_parameters * (groups - 1) / ranks
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
     fraction = static_share(generators)
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
     of_group = ranks // groups
-    per_token = kv_bytes_per_token(hf) * kv_copies(hf, of_group) // of_group
+    copies = kv_copies(hf, of_group)
+    per_token = kv_bytes_per_token(hf) * copies // of_group
+    law = f"4 L g d{' a' if groups > 1 else ''}{f' {copies}' if copies > 1 else ''}{split}"
+    if hf.family.is_latent:
+        law = "2 L c, of compressed vectors that each rank keeps,"
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     return [
@@ -76,7 +79,7 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
             f"sequences of {longest:,}",
             pool,
-            f"{fraction:g} of the GPU - weights; {a_token} = {per_token:,} bytes a token",
+            f"{fraction:g} of the GPU - weights; {law} = {per_token:,} bytes a token",
         ),
         MemoryPart(
             "graphs and activations",

@@ -7,7 +7,6 @@ parameters, the others are predicted with them:
 
     layer_s        seconds of a layer in a decode step beside reading and multiplying
     eager_s        the same where the engine has no graphs of its kernels
-    lane_s         seconds of each sequence in a decode step: scheduling, sampling, detokenizing
     message_s      seconds of a layer for its messages, where an engine has several GPUs
     network_s      the same where it spans hosts
     share          of bandwidth and peak that an engine reaches; share/... of a kind of GPU
@@ -129,7 +128,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 DEFAULTS: Parameters = {
     "layer_s": 1e-4,
     "eager_s": 1e-3,
-    "lane_s": 0.0,
     "message_s": 3e-5,  # as deploy/sizing/engine_law.py has it
     "network_s": 7e-5,
     "link": 1.0,
@@ -196,7 +194,9 @@ def scenario_of(
     replicas = max(1.0, training / (row.train_ranks * row.stages))
     microbatches = max(1.0, all_samples / updates * mean / row.longest_total / replicas)
     bubble = 1.0 + (row.stages - 1) / microbatches
-    mfu = parameters[row.mfu_key] / bubble * (1.0 if row.is_shared else parameters["gain"])
+    mfu = parameters[row.mfu_key]
+    if not row.is_shared:
+        mfu = min(_BEST_MFU, mfu * parameters["gain"])
     pieces = row.pieces
     fixed = row.fixed_s + updates * parameters["update_s"]
     if row.is_shared:
@@ -208,7 +208,6 @@ def scenario_of(
         gpu,
         num_gpus=row.engine_ranks,
         base_s=hf.num_hidden_layers * _layer_s(row, parameters),
-        lane_s=parameters["lane_s"],
         bandwidth_share=share,
         flops_share=share,
         memory_share=row.memory_share,
@@ -218,7 +217,7 @@ def scenario_of(
         hf,
         gpu,
         num_gpus=training,
-        mfu=mfu,
+        mfu=mfu / bubble,
         step_s=(fixed + row.publish_s) / pieces,
         passes=row.passes or system.passes,
     )
@@ -249,7 +248,6 @@ def balanced(law: EngineLaw, engines: int) -> EngineLaw:
     return replace(
         law,
         expert_share=1 - (1 - law.expert_share) ** (1 / engines),
-        lane_s=law.lane_s / engines,
         sequence_s=law.sequence_s / engines,
         context_s=law.context_s / engines,
         prefill_s=law.prefill_s / engines,
@@ -270,7 +268,7 @@ def _gpu(row: Row) -> Gpu:
         name=row.gpu,
         memory_gib=memory * 1e9 / 2**30,
         hbm_bytes_s=bandwidth * 1e12,
-        nvlink_bytes_s=0.0,  # no law here has it
+        nvlink_bytes_s=math.inf,
         peak_flops=flops * 1e12,
     )
 
@@ -347,7 +345,8 @@ def fit(system: System, report: Callable[[str], None] = lambda _line: None) -> d
 
     Those of ``searched`` by a random walk from the middle of their bounds, whose steps become
     smaller, and which is the same each time; MFUs are solved for each set of them. Errors are of
-    logarithms, squared: of steps, and of the generation of a synchronous run where it is published.
+    logarithms, squared: of steps, and of generation (asynchronously: what the learner waits) where
+    it is published.
     Searched with are runs of a part of the engines with a part of the batch, which take as long but
     for the longest answer; the last MFUs are of whole runs.
     """

@@ -6,7 +6,8 @@ steps take (see EngineLaw)
 
     flat(n) d + k (C d + n d^2 / 2)      seconds
 
-which is solved for d where the time is given. The cost of an event does not depend on n.
+which is solved for d where the time is given. The cost of an event does not depend on n, unless the
+cache is full.
 
 A full cache is retracted from, as SGLang and vLLM do: the sequences that were begun last give up
 their keys and values, and compute them again once there is room, before anything new is begun.
@@ -60,7 +61,7 @@ class _Sequence:
         self.lease_id = lease_id
         self.prompt = prompt
         self.length = length
-        self.began = 0.0  # v at which it would have begun, had it never been retracted
+        self.began = 0.0  # v at which it would have begun, never retracted; less what is done
         self.since = 0.0  # v at which it was last begun
         self.order = 0  # in which it was last begun
         self.is_running = False
@@ -85,10 +86,10 @@ class SimulatedEngine:
         "_kept",
         "_law",
         "_order",
-        "_retracted",
         "_running",
         "_stack",
         "_steps",
+        "_waiting",
         "busy_s",
         "debt_s",
         "holder",
@@ -119,7 +120,7 @@ class SimulatedEngine:
         self.step = step
         self.now_s = now_s
         self.debt_s = 0.0  # seconds to stand still or to compute prompts before the next step
-        self.num_sequences = 0  # retracted ones included
+        self.num_sequences = 0  # those that wait for room included
         self.num_behind = 0  # ended, of groups that have others under way
         self.busy_s = 0.0  # decoding
         self.stalled_s = 0.0  # standing still, or computing prompts, with work under way
@@ -130,10 +131,10 @@ class SimulatedEngine:
         self._running = 0  # n
         self._flat_s = 0.0
         self._order = 0
-        self._due = math.inf  # v of the end that comes next, if that is what comes next
+        self._due = 0.0  # v at which a sequence ends or the cache is full
         self._heap: list[tuple[float, int, _Sequence]] = []
         self._stack: list[_Sequence] = []  # in the order in which they were begun; ended ones too
-        self._retracted: deque[_Sequence] = deque()  # the one to go on with first
+        self._waiting: deque[_Sequence] = deque()  # for room; retracted ones first
         self._groups: dict[int, tuple[list[_Sequence], int]] = {}  # under way, ended
         self._boundaries: list[tuple[float, int]] = [(0.0, step)]  # (v, version from there on)
 
@@ -146,7 +147,7 @@ class SimulatedEngine:
     def has_room(self) -> bool:
         """Whether the cache has room for more."""
         most = (1 - _SPARE) * self._law.max_cached_tokens
-        return not self._retracted and (not self._running or self.context < most)
+        return not self._waiting and (not self._running or self.context < most)
 
     def set_law(self, law: EngineLaw) -> None:
         """Go on at another pace; ``advance`` first."""
@@ -180,16 +181,15 @@ class SimulatedEngine:
             prompt: its tokens.
             lengths: of the responses, by sibling.
         """
-        begun = [
+        siblings = [
             _Sequence(group_id, sibling, lease_id, prompt, length)
             for sibling, length in lengths.items()
         ]
-        self._groups[group_id] = (begun, 0)
-        self.num_sequences += len(begun)
-        for one in begun:
-            self._begin(one, 0.0)
+        self._groups[group_id] = (siblings, 0)
+        self.num_sequences += len(siblings)
+        self._waiting.extend(siblings)
+        self._begin_waiting()
         self._flat_s = self._law.flat_s(self._running)
-        self.debt_s += prompt * self._law.prefill_s
 
     def stall(self, seconds: float, *, recomputes: bool = False) -> None:
         """Stand still; with ``recomputes`` compute all keys and values again."""
@@ -222,7 +222,8 @@ class SimulatedEngine:
         if self._running > 1:
             left = (self._law.max_cached_tokens - self.context) / self._running
             if left < steps:
-                steps, self._due = max(0.0, left), math.inf
+                steps = max(0.0, left)
+                self._due = self._steps + steps
         flat = self._flat_s + self._law.context_s * self.context
         square = self._law.context_s * self._running / 2
         return self.now_s + self.debt_s + (flat + square * steps) * steps
@@ -234,9 +235,8 @@ class SimulatedEngine:
         """
         ended: list[Ended] = []
         heap = self._heap
-        if self._due < math.inf and heap and _is_current(heap[0]):
-            self._steps = max(self._steps, min(self._due, heap[0][0]))
-        self._due = math.inf
+        if self._running:
+            self._steps = max(self._steps, self._due)
         while heap and heap[0][0] <= self._steps + _CLOSE:
             entry = heappop(heap)
             if not _is_current(entry):
@@ -291,7 +291,7 @@ class SimulatedEngine:
         if one.is_running:
             self._stop(one)
         else:
-            self._retracted.remove(one)
+            self._waiting.remove(one)
         self.num_sequences -= 1
         left, ended = self._groups[one.group_id]
         left.remove(one)
@@ -311,22 +311,28 @@ class SimulatedEngine:
                 if one.is_running:
                     self._retract(one)
             return
-        while self._retracted:
-            one = self._retracted[0]
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begin what waits, as far as there is room; a prompt is computed once for siblings."""
+        most = (1 - _SPARE) * self._law.max_cached_tokens
+        while self._waiting:
+            one = self._waiting[0]
             done = -one.began
             needed = self.context + one.prompt + done + _FREED_STEPS * (self._running + 1)
-            if self._running and needed > (1 - _SPARE) * most:
+            if self._running and needed > most:
                 break
-            self._retracted.popleft()
+            self._waiting.popleft()
+            kept = any(other.is_running for other in self._groups[one.group_id][0])
+            self.debt_s += (done + one.prompt * (not kept)) * self._law.prefill_s
             self._begin(one, done)
-            self.debt_s += (one.prompt + done) * self._law.prefill_s
 
     def _retract(self, one: _Sequence) -> None:
         done = max(0.0, self._steps - one.began)
         one.versions = self._versions(one, math.ceil(done - _CLOSE))
         self._stop(one)
-        one.began = -done  # until it goes on
-        self._retracted.appendleft(one)
+        one.began = -done  # while it waits
+        self._waiting.appendleft(one)
         self.num_retractions += 1
 
     def _versions(self, one: _Sequence, length: int) -> list[tuple[int, int]]:

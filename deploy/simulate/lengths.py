@@ -77,6 +77,17 @@ class Recorded:
         return rng.choices(self.tokens, k=num)
 
 
+def cut(lengths: Lengths, longest: int) -> Lengths:
+    """Return recorded lengths, or one for all, of which none is above ``longest`` tokens."""
+    match lengths:
+        case Recorded(tokens):
+            return Recorded(tuple(min(longest, one) for one in tokens))
+        case Fixed(tokens):
+            return Fixed(min(longest, tokens))
+        case _:
+            return lengths
+
+
 def mean_after_cut(median: float, sigma: float, longest: float) -> float:
     """Return E[min(X, longest)] of a log-normal X; ``median`` is of log X.
 

@@ -1,6 +1,7 @@
 """Pure: small scenarios at random, in which whatever may go wrong does."""
 
 import random
+from dataclasses import replace
 
 from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
@@ -26,6 +27,9 @@ def random_scenario(seed: int) -> Scenario:
         lengths = LogNormal(mean=longest / 2, spread=rng.uniform(0.1, 2.0), longest=longest)
     allowed = groups * (bound + 1)
     fails = rng.random() < 0.3
+    others = random.Random(f"{seed} cache")  # noqa: S311 drawn apart: a seed stays what it was
+    if not fails and others.random() < 0.3:  # what is retracted and fails may never end
+        law = replace(law, max_cached_tokens=longest * others.uniform(0.5, 6.0))
     # Engines that fail many times in the time of an answer never answer, and a run never ends.
     least_mtbf_s = 0.5 * longest * law.step_s(8, 8.0 * longest)
     target = None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.memory import static_share
 from slipstream.deploy.sizing.engine_law import engine_law
 from slipstream.deploy.sizing.engines import EngineSize, engine_size, larger_engines
 from slipstream.deploy.sizing.figure import Figure
@@ -170,7 +171,11 @@ def _splits(asked: Asked, engines: Sequence[EngineSize], best: Sequence[Proposal
     law = closed_form(
         demand,
         lambda size: engine_law(
-            asked.hf, asked.cluster, ranks=size.ranks, attention_groups=size.groups
+            asked.hf,
+            asked.cluster,
+            ranks=size.ranks,
+            attention_groups=size.groups,
+            memory_share=static_share(asked.config.generators.generators),
         ),
         lambda split: _publish(asked, split, fanout=fanout),
     )

@@ -4,7 +4,7 @@ A roofline (Williams et al. 2009): a decode step reads every weight that it need
 and values of every token before, and multiplies each sequence's newest token with the weights;
 reading weights and multiplying overlap, what remains of a step is the same for all.
 
-    step(n, C) = base + n lane + max(read(n), n m) + C k    s; n sequences, C tokens in the cache
+    step(n, C) = base + max(read(n), n m) + C k      seconds; n sequences, C tokens in the cache
 
     read(n)    bytes of the weights that n tokens meet, over the bandwidth
     m          2 N_active / FLOP/s          k      bytes of one token's keys and values / bandwidth
@@ -31,7 +31,6 @@ class EngineLaw:
     """Seconds of what one engine does."""
 
     base_s: float = 0.0  # of a decode step, however many sequences
-    lane_s: float = 0.0  # of each sequence in it beside multiplying: scheduling, sampling
     weights_s: float = 0.0  # to read the weights that every token meets
     experts_s: float = 0.0  # to read all experts
     expert_share: float = 1.0  # of the experts that one token meets
@@ -58,7 +57,6 @@ class EngineLaw:
         num_gpus: int,
         attention_groups: int = 1,
         base_s: float,
-        lane_s: float = 0.0,
         bandwidth_share: float,
         flops_share: float,
         memory_share: float = 0.85,
@@ -72,7 +70,6 @@ class EngineLaw:
             num_gpus: of one engine.
             attention_groups: of them, each of which attends to sequences of its own.
             base_s: seconds of a step beside reading and multiplying.
-            lane_s: of them, for each sequence.
             bandwidth_share: of the memory's bandwidth that is reached.
             flops_share: of the peak that is reached.
             memory_share: of the memory that weights and cache have.
@@ -98,7 +95,6 @@ class EngineLaw:
             )
         return cls(
             base_s=base_s,
-            lane_s=lane_s,
             weights_s=weight_bytes * dense / bandwidth,
             experts_s=weight_bytes * experts / bandwidth,
             expert_share=hf.experts_per_token / routed if routed else 1.0,
@@ -122,20 +118,11 @@ class EngineLaw:
         read = self.weights_s
         if self.experts_s:
             read += self.experts_s * (1.0 - (1.0 - self.expert_share) ** num_sequences)
-        reading = max(read, num_sequences * self.sequence_s)
-        return self.base_s + num_sequences * self.lane_s + reading
+        return self.base_s + max(read, num_sequences * self.sequence_s)
 
     def slower(self, factor: float) -> Self:
         """Return the law of an engine that takes ``factor`` times as long for everything."""
-        names = (
-            "base_s",
-            "lane_s",
-            "weights_s",
-            "experts_s",
-            "sequence_s",
-            "context_s",
-            "prefill_s",
-        )
+        names = ("base_s", "weights_s", "experts_s", "sequence_s", "context_s", "prefill_s")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 

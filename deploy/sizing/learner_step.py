@@ -50,23 +50,34 @@ class Passes:
 
     training: int  # forward and backward
     forward: int  # alone
+    again: float  # of a forward pass, that each training computes a second time
 
     @property
     def in_trainings(self) -> float:
-        """Both, in forward and backward passes."""
-        return self.training + _FORWARD * self.forward
+        """All, in forward and backward passes."""
+        return self.training + _FORWARD * (self.training * self.again + self.forward)
+
+    @property
+    def one_way(self) -> float:
+        """All, in passes in one direction."""
+        return self.training * (2 + self.again) + self.forward
 
 
-def passes_of(settings: LearnerSettings, *, frozen: int, has_critic: bool) -> Passes:
+def passes_of(hf: HfConfig, settings: LearnerSettings, *, frozen: int, has_critic: bool) -> Passes:
     """Return the passes of a step: updates after the first need log-probabilities before it.
 
     Args:
+        hf: the policy's architecture.
         settings: of the learner.
         frozen: policies that read each trajectory, too.
         has_critic: whether a critic is trained beside the policy.
     """
     proximal = settings.learner.minibatches > 1
-    return Passes(training=1 + has_critic, forward=proximal * (1 + has_critic) + frozen)
+    return Passes(
+        training=1 + has_critic,
+        forward=proximal * (1 + has_critic) + frozen,
+        again=_again(hf, settings),
+    )
 
 
 def step_figures(
@@ -76,9 +87,8 @@ def step_figures(
     learner = settings.learner
     sizes, ranks = learner.sizes, learner.ranks
     replicas = sizes.replicas(ranks)
-    passes = passes_of(settings, frozen=work.frozen, has_critic=work.has_critic)
-    kept = 1 + _again(hf, settings)
-    times = passes.training * kept + _FORWARD * passes.forward
+    passes = passes_of(hf, settings, frozen=work.frozen, has_critic=work.has_critic)
+    times = passes.in_trainings
     flops = work.trajectories * SequenceCost.of(hf, settings.adapters).flops(work.mean_tokens)
     layers = stage_layers(hf, learner)
     most = max(sum(layers[stage :: sizes.pipeline]) for stage in range(sizes.pipeline))
@@ -105,27 +115,26 @@ def step_figures(
                 f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both",
             )
         )
-    exchanges = passes.training * (2 + 3 * (kept - 1)) + passes.forward
     tokens = work.tokens / (replicas * sizes.context)
-    figures += _exchanges(hf, settings, cluster, tokens, exchanges)
+    figures += _exchanges(hf, settings, cluster, tokens, passes.one_way)
     figures += _updates(hf, settings, cluster)
     return [figure for figure in figures if figure.value]
 
 
 def _again(hf: HfConfig, settings: LearnerSettings) -> float:
-    """Return the share of training that is computed a second time."""
+    """Return the share of a forward pass that is computed a second time."""
     learner = settings.learner
     match learner.recompute:
         case "full":
             layers = stage_layers(hf, learner)
             most = learner.recompute_layers or max(layers)
-            return _FORWARD * sum(min(most, count) for count in layers) / sum(layers)
+            return sum(min(most, count) for count in layers) / sum(layers)
         case "selective" if {"mlp", "moe"} & set(learner.recompute_modules):
             sparse = hf.num_sparse_layers * hf.experts_per_token * hf.expert_inner
             sparse += hf.num_sparse_layers * hf.shared_inner
             dense = (hf.num_hidden_layers - hf.num_sparse_layers) * hf.intermediate_size
             inner = sparse if hf.num_routed_experts else dense
-            return _FORWARD * 3 * hf.hidden_size * inner / num_multiplied_parameters(hf)
+            return 3 * hf.hidden_size * inner / num_multiplied_parameters(hf)
         case _:
             return 0.0
 

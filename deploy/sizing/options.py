@@ -61,9 +61,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cluster_of(
-    arguments: argparse.Namespace, config: RunConfig, *, reserve_gib: float = 4.0
-) -> Cluster:
+def cluster_of(arguments: argparse.Namespace, config: RunConfig, *, reserve_gib: float) -> Cluster:
     """Return the hosts that the options describe; ``reserve_gib`` of each GPU is for no tensors.
 
     Raises:

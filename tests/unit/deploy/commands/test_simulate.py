@@ -147,6 +147,7 @@ def test_the_passes_of_a_step_are_those_of_the_settings(settings: Path):
 
     once = token_s()
     assert token_s("learner.minibatches=2") == pytest.approx(4 / 3 * once)
+    assert token_s("learner.recompute=full") == pytest.approx(4 / 3 * once)
     assert token_s("--passes", "1", "learner.minibatches=2") == pytest.approx(once)
 
 
@@ -159,7 +160,11 @@ def test_a_run_lends_its_lengths(settings: Path, monkeypatch: pytest.MonkeyPatch
     words = ("--like", "a run", "--spread", "0", "--reward-s", "0")
     _, scenario = simulate.asked_of(arguments(settings, *words))
     assert scenario.score_s == 0
-    assert isinstance(scenario.lengths, Fixed)
+    assert scenario.lengths == Fixed(round(record.mean_tokens))
+    words = ("--like", "a run", "sampling.max_response_tokens=50")
+    _, scenario = simulate.asked_of(arguments(settings, *words))
+    assert isinstance(scenario.lengths, Recorded)
+    assert max(scenario.lengths.tokens) == 50
 
 
 def test_a_cache_that_is_too_small_is_told(settings: Path, capsys: pytest.CaptureFixture[str]):

@@ -156,6 +156,46 @@ def test_a_retracted_answer_has_the_versions_of_its_tokens():
     assert versions[2] == ((10, 3), (31, 4), (50, 5))
 
 
+def test_what_has_no_room_waits_without_a_charge_and_a_prompt_is_computed_once():
+    engine = SimulatedEngine(replace(LAW, max_cached_tokens=1000.0), "e", 0, 0.0)
+    engine.admit(1, 1, 200, dict.fromkeys(range(8), 50))
+    assert (engine.num_sequences, engine.context) == (8, 800)
+    assert engine.debt_s == pytest.approx(200 * LAW.prefill_s)
+    assert not engine.has_room
+    assert len(ends(engine)) == 8
+    assert engine.num_retractions == 0
+    # The second four begin when the first have gone, with their prompt.
+    assert engine.stalled_s == pytest.approx(2 * 200 * LAW.prefill_s)
+
+
+def test_a_group_that_is_partly_ended_and_partly_retracted_is_given_up_whole():
+    engine = SimulatedEngine(replace(LAW, max_cached_tokens=400.0), "e", 0, 0.0)
+    engine.admit(1, 1, 10, {0: 300})
+    engine.admit(2, 2, 10, {0: 20, 1: 300})
+    while not engine.num_retractions:
+        engine.advance(engine.next_end_s())
+        engine.take_ended()
+    assert (engine.num_sequences, engine.num_behind) == (2, 1)
+    engine.cancel(2)
+    assert (engine.num_sequences, engine.num_behind) == (1, 0)
+    assert list(ends(engine)) == [0]
+
+
+@pytest.mark.parametrize("at_s", [0.0, 1e9])
+def test_a_full_cache_is_left_behind_however_late_it_is(at_s: float):
+    law = EngineLaw(base_s=1e-4, max_cached_tokens=700.3)
+    engine = SimulatedEngine(law, "e", 0, at_s)
+    for group in range(5):
+        engine.admit(group, group, 7, {0: 311})
+    events = 0
+    while (next_s := engine.next_end_s()) < math.inf:
+        engine.advance(next_s)
+        engine.take_ended()
+        events += 1
+        assert events < 100
+    assert engine.num_sequences == 0
+
+
 def test_one_answer_may_be_longer_than_the_cache():
     engine = SimulatedEngine(replace(LAW, max_cached_tokens=50.0), "e", 0, 0.0)
     engine.admit(1, 1, 10, {0: 400})

@@ -48,6 +48,22 @@ def test_an_engine_that_drains_takes_its_version_when_its_last_answer_is_dropped
     assert len(simulate(scenario).steps) == scenario.steps
 
 
+def test_full_caches_cost_time_and_lose_nothing():
+    tight = replace(RUN, engine=replace(LAW, max_cached_tokens=15_000.0), steps=12)
+    ample = simulate(replace(RUN, steps=12))
+    for scenario in (tight, replace(tight, publish=replace(RUN.publish, drains=True))):
+        outcome = simulate(scenario)
+        assert outcome.num_retractions > 50
+        assert outcome.unaccounted == 0
+        assert len(outcome.steps) == 12
+        assert outcome.max_staleness() <= 2
+        assert outcome.seconds > 1.2 * ample.seconds
+    failing = replace(tight, faults=Faults(engine_mtbf_s=400.0, max_attempts=50))
+    outcome = simulate(failing)
+    assert outcome.restarted_trajectories > 0
+    assert outcome.unaccounted == 0
+
+
 def test_groups_whose_siblings_are_sampled_together_hold_their_lanes():
     few = replace(RUN, max_sequences=16, steps=10)  # two groups at a time
     together = simulate(replace(few, siblings_together=True))

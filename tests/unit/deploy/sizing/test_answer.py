@@ -1,9 +1,12 @@
 """The whole answer, from settings to a split that the run's own checks accept."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipstream.deploy.config import run_config
 from slipstream.deploy.sizing.answer import Asked, answer
+from slipstream.deploy.sizing.gpus import Cluster, gpu_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import to_table
 from tests.support.planned import H100, config_of, shape_of
@@ -44,6 +47,13 @@ def test_an_engine_of_the_settings_is_kept_where_it_holds_the_model():
     given = asked(32, generators={"sglang": {"tp_size": 2}})
     found = answer(given)
     assert (found.engine.ranks, found.engine_is_given) == (2, True)
+
+
+def test_an_engine_may_take_more_of_the_memory_than_by_default():
+    """Of 64 GiB, 0.85 do not hold the weights."""
+    sections = {"generators": {"sglang": {"mem_fraction_static": 0.95}}}
+    small = replace(asked(32, **sections), cluster=Cluster(gpu=gpu_of(64.0)))
+    assert answer(small).engine.ranks == 1
 
 
 def test_too_few_gpus_are_refused_with_what_is_needed():
