@@ -205,9 +205,8 @@ class World:
         self._engine_of.pop(group_id, None)
         if len(self._group_s) < _SAMPLED:
             self._group_s.append(self.now_s - began_s)
-        if group_id in self.ledger.book.groups:
-            self._deliver()
-        else:
+        self._deliver()
+        if group_id not in self.ledger.book.groups:
             self._wake()  # it was dropped: another prompt may take its place
 
     def _ask(self, number: int) -> bool:

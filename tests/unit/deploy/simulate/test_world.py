@@ -64,6 +64,12 @@ def test_full_caches_cost_time_and_lose_nothing():
     assert outcome.unaccounted == 0
 
 
+def test_a_batch_that_waited_for_a_group_is_trained_when_that_is_dropped():
+    scenario = random_scenario(24553)  # of 10^5, another that stood still
+    assert scenario.useless_share
+    assert len(simulate(scenario).steps) == scenario.steps
+
+
 def test_groups_whose_siblings_are_sampled_together_hold_their_lanes():
     few = replace(RUN, max_sequences=16, steps=10)  # two groups at a time
     together = simulate(replace(few, siblings_together=True))
