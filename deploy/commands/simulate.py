@@ -7,6 +7,7 @@ is predicted. With --out it writes a run folder for `slipstream dashboard`, `met
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -218,12 +219,7 @@ def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) ->
         lengths = _lengths(response_tokens, arguments.spread, longest)
     else:
         lengths = cut(lengths_of(like), longest)
-    passes = arguments.passes
-    if passes is None:
-        frozen, has_critic = policies_beside(config)
-        passes = passes_of(
-            hf, config.learner, frozen=len(frozen), has_critic=has_critic
-        ).in_trainings
+    passes = _passes(config, hf) if arguments.passes is None else arguments.passes
     return Imagined(
         lengths=lengths,
         prompt_tokens=max(1, round(prompt_tokens)),
@@ -241,6 +237,21 @@ def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) ->
         ),
         seed=arguments.seed,
     )
+
+
+def _passes(config: RunConfig, hf: HfConfig) -> float:
+    """Return the passes of the settings, without those of other policies where torch is not."""
+    num_frozen, has_critic = 0, False
+    try:
+        frozen, has_critic = policies_beside(config)
+        num_frozen = len(frozen)
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"{error.name} is not installed: passes of a reference, a teacher and a critic are not "
+            "counted (say --passes)\n"
+        )
+    found = passes_of(hf, config.learner, frozen=num_frozen, has_critic=has_critic)
+    return found.in_trainings
 
 
 def _first(*given: float | None) -> float:

@@ -172,3 +172,18 @@ def test_a_cache_that_is_too_small_is_told(settings: Path, capsys: pytest.Captur
     words = (*tight[:4], "--steps", "6", tight[4], "run.groups_per_step=200", "run.group_size=8")
     assert simulate.main(arguments(settings, *words)) == 0
     assert "by a full cache" in capsys.readouterr().out
+
+
+def test_without_torch_the_passes_of_other_policies_are_not_counted_and_that_is_said(
+    settings: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def missing(_config: object) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(simulate, "policies_beside", missing)
+    assert simulate.main(arguments(settings, "--json")) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step_s"] > 0
+    assert printed.err.startswith("torch is not installed: passes of a reference")
+    assert simulate.main(arguments(settings, "--passes", "1")) == 0
+    assert not capsys.readouterr().err
