@@ -31,6 +31,12 @@ def kv_copies(hf: HfConfig, ranks: int) -> int:
     return ranks if hf.family.is_latent else max(1, ranks // hf.num_query_groups)
 
 
+def rank_kv_bytes(hf: HfConfig, ranks: int, groups: int) -> int:
+    """Return what a rank keeps of one token of its group, of ``groups`` that attend apart."""
+    of_group = ranks // groups
+    return kv_bytes_per_token(hf) * kv_copies(hf, of_group) // of_group
+
+
 def static_share(generators: GeneratorsSection) -> float:
     """Return the share of a GPU's memory that an engine takes for weights and cache."""
     given = generators.sglang.get("mem_fraction_static")
@@ -65,9 +71,8 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
     fraction = static_share(generators)
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
-    of_group = ranks // groups
-    copies = kv_copies(hf, of_group)
-    per_token = kv_bytes_per_token(hf) * copies // of_group
+    copies = kv_copies(hf, ranks // groups)
+    per_token = rank_kv_bytes(hf, ranks, groups)
     law = f"4 L g d{' a' if groups > 1 else ''}{f' {copies}' if copies > 1 else ''}{split}"
     if hf.family.is_latent:
         law = "2 L c, of compressed vectors that each rank keeps,"

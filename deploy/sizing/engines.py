@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.memory import generator_memory, kv_bytes_per_token, kv_copies
+from slipstream.deploy.launch.memory import generator_memory, rank_kv_bytes
 from slipstream.deploy.sizing.gpus import Cluster
 from slipstream.learner.memory import MemoryPart
 from slipstream.learner.model.hf_config import HfConfig
@@ -94,12 +94,10 @@ def _size(
     except ConfigError:
         return None
     parts = tuple(generator_memory(hf, sized))
-    of_group = ranks // groups
-    per_token = kv_bytes_per_token(hf) * kv_copies(hf, of_group) / of_group
     return EngineSize(
         ranks=ranks,
         groups=groups,
         nodes=nodes,
         memory=parts,
-        cached_tokens=parts[1].num_bytes / per_token * groups,
+        cached_tokens=parts[1].num_bytes / rank_kv_bytes(hf, ranks, groups) * groups,
     )
