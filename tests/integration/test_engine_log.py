@@ -1,7 +1,6 @@
 """The log of a real SGLang server: nothing alarming of a healthy start, all of a failed one."""
 
 import asyncio
-import re
 from pathlib import Path
 
 import pytest
@@ -9,21 +8,10 @@ import pytest
 from slipstream.generators.config import generator_settings
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.errors import ConfigError
-from tests.support.tiny_run import sglang_server, write_policy
+from tests.support.tiny_run import write_policy
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
-
-
-def test_a_healthy_start_has_neither_traceback_nor_warning_and_counts_what_is_left_out():
-    with sglang_server() as server:
-        log = server.log_file.read_text()
-    assert "Traceback" not in log, log
-    assert "Warning" not in log, log
-    (line,) = (line for line in log.splitlines() if line.startswith("[slipstream]"))
-    found = re.match(r"\[slipstream\] (\d+) known warnings of libraries are left out here", line)
-    assert found is not None
-    assert int(found[1]) >= 3
 
 
 def test_a_failed_start_has_its_traceback(tmp_path: Path):

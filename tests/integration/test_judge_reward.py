@@ -1,8 +1,8 @@
-"""The judge against a server that answers as scripted, and against a real SGLang server."""
+"""The judge against a server that answers as scripted (a real one: test_sglang_server.py)."""
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slipstream.broker.config import RewardSection
-from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.rewards.judge import LlmJudge
 from slipstream.broker.rewards.sdk import Transcript, Unavailable
-from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.files.keys import write_private
-from slipstream.wire.messages.broker import ScoringItem
-from slipstream.wire.messages.trajectory import Prompt, Score
-from tests.support.tiny_run import sglang_server
+from slipstream.wire.messages.trajectory import Prompt
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
@@ -154,74 +149,3 @@ def test_whatever_is_no_number_gives_no_reward(
     assert isinstance(reason, str)
     assert re.search(why, reason), reason
     assert len(seen) == 1
-
-
-# ---- SGLang --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[SglangProcess]:
-    with sglang_server() as process:
-        yield process
-
-
-@pytest.fixture
-def key_file(server: SglangProcess, tmp_path: Path) -> str:
-    write_private(tmp_path / "sglang.key", server.api_key)
-    return str(tmp_path / "sglang.key")
-
-
-def scores(options: dict[str, Any], count: int = 4) -> list[Score]:
-    settings = RewardSection(function="slipstream.broker.rewards.judge:LlmJudge", options=options)
-    work = [
-        (ScoringItem(group_id=0, sibling=n, lease_id=n), transcript(str(n))) for n in range(count)
-    ]
-
-    async def body() -> list[Score]:
-        pool = await RewardPool.start(settings)
-        try:
-            return [score async for score in pool.score(work)]
-        finally:
-            await pool.close()
-
-    return asyncio.run(body())
-
-
-def test_a_model_of_sglang_grades(server: SglangProcess, key_file: str):
-    found = scores(
-        {
-            "url": f"{server.url}/v1",
-            "api": "completions",
-            "template": "{answer}=",
-            "pattern": r"(\d)",
-            "scale": 9,
-            "max_tokens": 64,
-            "api_key_file": key_file,
-            "extra": {"ignore_eos": True, "stop": list("0123456789"), "no_stop_trim": True},
-        }
-    )
-    assert len(found) == 4
-    for score in found:
-        assert (score.reward is not None) or "the judge's reply" in score.unavailable
-    assert any(score.reward is not None for score in found), found
-
-
-def test_a_model_of_sglang_that_talks_nonsense_gives_no_reward(
-    server: SglangProcess, key_file: str
-):
-    options = {
-        "url": f"{server.url}/v1",
-        "api": "completions",
-        "template": "{answer}=",
-        "max_tokens": 8,
-        "api_key_file": key_file,
-    }
-    for score in scores(options):
-        assert score.unavailable.startswith(
-            ("the judge's reply holds no number", "the judge's reply was cut off")
-        )
-
-
-def test_sglang_without_the_key_gives_no_reward(server: SglangProcess):
-    (score,) = scores({"url": f"{server.url}/v1", "template": "{answer}"}, count=1)
-    assert "HTTP 401" in score.unavailable

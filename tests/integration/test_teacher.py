@@ -1,7 +1,6 @@
-"""A teacher behind an endpoint: a real SGLang server, and one that answers as scripted."""
+"""A teacher behind an endpoint that answers as scripted (a real one: test_sglang_server.py)."""
 
 import asyncio
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +21,6 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
 from slipstream.wire.files.keys import write_private
-from tests.support.ranks.run import outputs, start
-from tests.support.tiny_run import sglang_server, write_policy
 
 pytestmark = pytest.mark.integration
 VOCAB_SIZE = 20  # of the tiny policy
@@ -68,32 +65,6 @@ def teacher(url: str, *, timeout_s: float = 60.0, **options: Any) -> EndpointTea
         timeout_s=timeout_s,
     )
 
-
-# ---- a real server ----
-
-
-def test_teacher_logprobs_of_sglang_are_those_of_transformers(tmp_path: Path):
-    write_policy(tmp_path / "model")
-    given, key_file = tmp_path / "sequences.json", tmp_path / "key"
-    given.write_text(json.dumps(token_sequences()))
-    (printed,) = outputs(
-        [start(tmp_path, "integration.transformers_logprobs", tmp_path / "model", given)]
-    )
-    expected = json.loads(printed)
-    with sglang_server(tmp_path / "model") as server:
-        write_private(key_file, server.api_key)
-        asked = teacher(server.url, api_key_file=str(key_file), concurrency=2)
-        first, second = (values.tolist() for values in asked.logprobs(batches()))
-        with pytest.raises(ConfigError, match=r"the teacher cannot be used: .* answered HTTP 401"):
-            teacher(server.url)
-    given_back = iter([*first, *second])
-    for sequence, logprobs in zip(train_sequences(), expected, strict=True):
-        for chosen, logprob in zip(sequence.loss_mask, [0.0, *logprobs], strict=True):
-            assert next(given_back) == pytest.approx(logprob if chosen else 0.0, abs=2e-4)
-    assert min(min(logprobs) for logprobs in expected) < -1.0, "nothing was compared"
-
-
-# ---- a scripted server ----
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 

@@ -1,30 +1,47 @@
-"""Seeds and stops on a real SGLang server."""
+"""One real SGLang server: its log, its secrets, its seeds and stops, as a judge, as a teacher."""
 
 import asyncio
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.broker.config import RewardSection
+from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.keys import write_private
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.tiny_run import sglang_server
+from tests.integration.test_judge_reward import transcript
+from tests.integration.test_secrets import shown
+from tests.integration.test_teacher import batches, teacher, token_sequences, train_sequences
+from tests.support.ranks.run import outputs, start
+from tests.support.tiny_run import sglang_server, write_policy
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 PROMPT = [3, 4, 13]
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=40, min_new_tokens=40)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=60, min_new_tokens=60)
+TRACKERS = "a-key-of-a-tracker"
 NUCLEUS = SamplingParams(temperature=1.0, max_new_tokens=60, min_new_tokens=60, top_p=0.5, top_k=9)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SglangProcess]:
-    with sglang_server() as process:
-        yield process
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WANDB_API_KEY", TRACKERS)
+        with sglang_server() as process:
+            yield process
 
 
 def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[None]]) -> None:
@@ -43,6 +60,28 @@ def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[None]
 
 def ids(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
+
+
+def test_a_healthy_start_has_neither_traceback_nor_warning_and_counts_what_is_left_out(
+    server: SglangProcess,
+):
+    log = server.log_file.read_text()  # before it was asked for anything
+    assert "Traceback" not in log, log
+    assert "Warning" not in log, log
+    (line,) = (line for line in log.splitlines() if line.startswith("[slipstream]"))
+    found = re.match(r"\[slipstream\] (\d+) known warnings of libraries are left out here", line)
+    assert found is not None
+    assert int(found[1]) >= 3
+
+
+def test_sglang_process_shows_neither_its_key_nor_secrets_of_its_parent(server: SglangProcess):
+    assert TRACKERS not in shown(server.process.pid)
+    assert len(server.api_key) >= 16
+    assert server.api_key not in shown(server.process.pid)
+    assert server.api_key not in repr(server)
+    log = server.log_file.read_text(errors="replace")
+    assert log
+    assert server.api_key not in log
 
 
 def test_the_same_seed_gives_the_same_answer_whatever_ran_before(server: SglangProcess):
@@ -117,3 +156,89 @@ def test_a_response_ends_after_a_stop_token_or_a_stop_text(server: SglangProcess
             assert not {stop_id, 2} & set(answer.token_ids[:50])
 
     on(server, scenario)
+
+
+# ---- as a judge and as a teacher -----------------------------------------------
+
+
+@pytest.fixture
+def key_file(server: SglangProcess, tmp_path: Path) -> str:
+    write_private(tmp_path / "sglang.key", server.api_key)
+    return str(tmp_path / "sglang.key")
+
+
+def scores(options: dict[str, Any], count: int = 4) -> list[Score]:
+    settings = RewardSection(function="slipstream.broker.rewards.judge:LlmJudge", options=options)
+    work = [
+        (ScoringItem(group_id=0, sibling=n, lease_id=n), transcript(str(n))) for n in range(count)
+    ]
+
+    async def body() -> list[Score]:
+        pool = await RewardPool.start(settings)
+        try:
+            return [score async for score in pool.score(work)]
+        finally:
+            await pool.close()
+
+    return asyncio.run(body())
+
+
+def test_a_model_of_sglang_grades(server: SglangProcess, key_file: str):
+    found = scores(
+        {
+            "url": f"{server.url}/v1",
+            "api": "completions",
+            "template": "{answer}=",
+            "pattern": r"(\d)",
+            "scale": 9,
+            "max_tokens": 64,
+            "api_key_file": key_file,
+            "extra": {"ignore_eos": True, "stop": list("0123456789"), "no_stop_trim": True},
+        }
+    )
+    assert len(found) == 4
+    for score in found:
+        assert (score.reward is not None) or "the judge's reply" in score.unavailable
+    assert any(score.reward is not None for score in found), found
+
+
+def test_a_model_of_sglang_that_talks_nonsense_gives_no_reward(
+    server: SglangProcess, key_file: str
+):
+    options = {
+        "url": f"{server.url}/v1",
+        "api": "completions",
+        "template": "{answer}=",
+        "max_tokens": 8,
+        "api_key_file": key_file,
+    }
+    for score in scores(options):
+        assert score.unavailable.startswith(
+            ("the judge's reply holds no number", "the judge's reply was cut off")
+        )
+
+
+def test_sglang_without_the_key_gives_no_reward(server: SglangProcess):
+    (score,) = scores({"url": f"{server.url}/v1", "template": "{answer}"}, count=1)
+    assert "HTTP 401" in score.unavailable
+
+
+def test_teacher_logprobs_of_sglang_are_those_of_transformers(
+    server: SglangProcess, key_file: str, tmp_path: Path
+):
+    write_policy(tmp_path / "model")
+    given = tmp_path / "sequences.json"
+    given.write_text(json.dumps(token_sequences()))
+    (printed,) = outputs(
+        [start(tmp_path, "integration.transformers_logprobs", tmp_path / "model", given)]
+    )
+    expected = json.loads(printed)
+    asked = teacher(server.url, api_key_file=key_file, concurrency=2)
+    first, second = (values.tolist() for values in asked.logprobs(batches()))
+    with pytest.raises(ConfigError, match=r"the teacher cannot be used: .* answered HTTP 401"):
+        teacher(server.url)
+    given_back = iter([*first, *second])
+    for sequence, logprobs in zip(train_sequences(), expected, strict=True):
+        for chosen, logprob in zip(sequence.loss_mask, [0.0, *logprobs], strict=True):
+            assert next(given_back) == pytest.approx(logprob if chosen else 0.0, abs=2e-4)
+    assert min(min(logprobs) for logprobs in expected) < -1.0, "nothing was compared"
