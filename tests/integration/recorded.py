@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +22,10 @@ from slipstream.wire.messages.trajectory import (
     VersionRun,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support import nursery
 from tests.support.tiny_run import write_policy
 from tests.support.waiting import HANG_S
 
-ROOT = Path(__file__).parents[2]
 GROUPS, SIBLINGS, VOCABULARY = 3, 2, 12
 LAYOUTS = {
     "one": (),
@@ -138,21 +137,17 @@ class Replays:
         return self.folder / "runs" / name
 
 
-def start_tool(command: list[str], *, max_file_bytes: int | None = None) -> subprocess.Popen[str]:
+def start_tool(
+    command: list[str], *, anew: bool = False, max_file_bytes: int | None = None
+) -> subprocess.Popen[str]:
     """Start a program of ours; with a limit, writing a larger file fails as on a full disk."""
-
-    def limit() -> None:
-        if max_file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-
-    return subprocess.Popen(
+    return nursery.start(
         command,
-        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
+        anew=anew,
+        max_file_bytes=max_file_bytes,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=limit,
         start_new_session=True,
     )
 

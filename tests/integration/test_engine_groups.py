@@ -1,10 +1,11 @@
-"""SGLang's side of weight groups, with the manners of NCCL, and an engine of several ranks."""
+"""Parts of SGLang as we have them: groups with the manners of NCCL, several ranks, attention."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.integration.engine_attention import CASES
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.integration
 
 def test_no_end_waits_for_a_peer_longer_than_its_deadline(tmp_path: Path):
     ends = [
-        start(tmp_path, "support.ranks.weight_group", end, tmp_path) for end in ("relay", "engine")
+        start(tmp_path, "support.ranks.weight_group", end, tmp_path, anew=True)
+        for end in ("relay", "engine")
     ]
     relay, engine = (json.loads(printed.splitlines()[-1]) for printed in outputs(ends))
     late = "a broadcast of weights did not end in 15 s (weightbus.timeout_s)"
@@ -25,9 +27,19 @@ def test_no_end_waits_for_a_peer_longer_than_its_deadline(tmp_path: Path):
 
 
 def test_an_engine_answers_for_all_of_its_ranks(tmp_path: Path):
-    ranks = [start(tmp_path, "support.ranks.engine_ranks", tmp_path, rank, 2) for rank in range(2)]
+    ranks = [
+        start(tmp_path, "support.ranks.engine_ranks", tmp_path, rank, 2, anew=True)
+        for rank in range(2)
+    ]
     first, second = (json.loads(printed.splitlines()[-1]) for printed in outputs(ranks))
     assert first[0] == second[0] == [True, "joined"]
     assert first[1] == [False, "rank 1 of this engine failed: its log has the reason"]
     assert second[1] == [False, "no route"]
     assert first[2] == [False, "no route"]
+
+
+def test_new_tokens_see_on_a_cpu_what_sglang_lets_them_see(tmp_path: Path):
+    (printed,) = outputs([start(tmp_path, "integration.engine_attention")])
+    found = json.loads(printed)
+    assert {name.rsplit(" ", 1)[0] for name in found} == set(CASES)
+    assert all(value < 1e-5 for value in found.values()), found  # NaN fails too

@@ -22,7 +22,7 @@ from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weig
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.listening import listeners_of
 from tests.support.log_lines import level_of
-from tests.support.waiting import NEVER_S, until
+from tests.support.waiting import NEVER_S
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
@@ -62,12 +62,13 @@ class Nodes:
         within: Sequence[str] = (),
         options: Sequence[str] = (),
         python_path: Path | None = None,
+        anew: bool = False,
     ) -> subprocess.Popen[str]:
         """Start a node; ``within`` a command, with a folder that Python looks into first."""
         placed = ("--node", str(node), "--rendezvous", self.address)
         first = [] if python_path is None else ["env", f"PYTHONPATH={python_path}:{PATHS}"]
         command = self.replays.command(name, *overrides, replays=self.replays_file)
-        process = start_tool([*within, *first, *command, *placed, *options])
+        process = start_tool([*within, *first, *command, *placed, *options], anew=anew)
         self.processes.append(process)
         return process
 
@@ -156,19 +157,6 @@ CASES = {
             "(learner.rendezvous_timeout_s); start it with --node",
         )
     ],
-    "another run": [
-        Came(0, TWO, 2, REFUSED + "run.name is other there, expected a"),
-        Came(1, (*TWO, "run.name=other"), 2, REFUSED + "run.name is other there, expected a"),
-    ],
-    "another size": [
-        Came(0, TWO, 2, "learner.ranks is 4 there, expected 2; learner.ranks_per_node is 2 there"),
-        Came(
-            1,
-            ("learner.ranks=4", "learner.ranks_per_node=2"),
-            2,
-            "learner.ranks is 4 there, expected 2; learner.ranks_per_node is 2 there, expected 1",
-        ),
-    ],
     "another setting": [
         Came(0, TWO, 2, REFUSED + "learner.lr is 0.5 there, expected 0.01"),
         Came(1, (*TWO, "learner.lr=0.5"), 2, REFUSED + "learner.lr is 0.5 there, expected 0.01"),
@@ -176,13 +164,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",  # tests/unit/learner/nodes has what differs
-    [
-        pytest.param(c, marks=[pytest.mark.slow] * (c in {"another run", "another size"}))
-        for c in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)  # tests/unit/learner/nodes has what else differs
 def test_nodes_that_cannot_begin_say_why_in_one_line(nodes: Nodes, case: str):
     started = [nodes.start(came.node, "a", *came.overrides) for came in CASES[case]]
     for came, process in zip(CASES[case], started, strict=True):
@@ -225,22 +207,6 @@ def test_another_release_of_a_library_is_refused_on_both_nodes(nodes: Nodes):
         assert "torch is 9.9.0 there, expected " in line_of(finish(process, code=2))
 
 
-@pytest.mark.slow  # tests/unit/learner/nodes has the decision
-def test_two_processes_of_one_node_are_told_apart_and_the_second_is_refused(nodes: Nodes):
-    three = ("learner.ranks=3", "learner.ranks_per_node=1", "run.steps=1")
-    zero, one = nodes.start(0, "a", *three), nodes.start(1, "a", *three)
-    double = nodes.start(1, "a", *three)
-    until(lambda: one.poll() is not None or double.poll() is not None, "refusal of one")
-    refused, other = (one, double) if one.poll() is not None else (double, one)
-    line = line_of(finish(refused, code=3))
-    assert f"two processes came as {node_of(1)} to {nodes.address}: process " in line
-    assert f"process {refused.pid} on host {socket.gethostname()}, which is refused" in line
-    assert "(--node)" in line
-    finish(nodes.start(2, "a", *three))
-    assert "two processes came as" in finish(zero)
-    finish(other)
-
-
 def test_a_run_folder_that_a_node_does_not_share_is_refused_on_both_nodes(nodes: Nodes):
     if os.geteuid() != 0:
         pytest.skip("a mount of its own needs root")
@@ -268,7 +234,12 @@ class Training:
     """Two nodes that have trained one step and wait for the next batch."""
 
     def __init__(
-        self, nodes: Nodes, sockets: str, *overrides: str, ranks: tuple[str, ...] = TWO
+        self,
+        nodes: Nodes,
+        sockets: str,
+        *overrides: str,
+        ranks: tuple[str, ...] = TWO,
+        anew: bool = False,
     ) -> None:
         self.groups = list(read_groups(nodes.replays.file))
         self.script = Script(batches={0: [self.groups[:GROUPS]]}, steps=9)
@@ -276,8 +247,9 @@ class Training:
         self.run = nodes.replays.folder / "runs" / "a"
         nodes.replays_file = False
         self.own = (*ranks, *WAITS, f"run.socket_dir={sockets}", *overrides)
-        self.zero, self.one = (nodes.start(node, "a", *self.own) for node in (0, 1))
         self.nodes = nodes
+        self.anew = anew
+        self.zero, self.one = (self.start(node) for node in (0, 1))
 
     def __enter__(self) -> Self:
         self.broker.__enter__()
@@ -289,13 +261,19 @@ class Training:
     def __exit__(self, *error: object) -> None:
         self.broker.__exit__(None, None, None)
 
+    def end(self) -> None:
+        """Ask node 0 to end, and wait until both have, in order."""
+        self.zero.send_signal(signal.SIGTERM)
+        for process in (self.zero, self.one):
+            finish(process)
+
     def deliver(self, step: int) -> None:
         """Let there be a batch for a step."""
         self.script.batches[step] = [self.groups[step * GROUPS : (step + 1) * GROUPS]]
         self.script.__post_init__()  # its payloads
 
-    def start_again(self, node: int) -> subprocess.Popen[str]:
-        return self.nodes.start(node, "a", *self.own)
+    def start(self, node: int) -> subprocess.Popen[str]:
+        return self.nodes.start(node, "a", *self.own, anew=self.anew)
 
     def ranks_of(self, node: subprocess.Popen[str]) -> list[psutil.Process]:
         """Return the other ranks of a node."""
@@ -325,9 +303,7 @@ def test_sigterm_to_node_0_saves_and_ends_both_in_order(nodes: Nodes, sockets: s
 def test_sigterm_to_all_nodes_is_one_to_node_0(nodes: Nodes, sockets: str):
     with Training(nodes, sockets) as training:
         training.one.send_signal(signal.SIGTERM)
-        training.zero.send_signal(signal.SIGTERM)
-        for process in (training.zero, training.one):
-            finish(process)
+        training.end()
     assert [path.name for path in checkpoints_in(training.run / "checkpoints")] == ["step-000001"]
 
 
@@ -349,7 +325,7 @@ def test_sigterm_to_another_node_alone_ends_the_learner_with_its_name(nodes: Nod
 
 
 def test_a_killed_rank_ends_the_learner_on_both_nodes(nodes: Nodes, sockets: str):
-    with Training(nodes, sockets, ranks=FOUR) as training:
+    with Training(nodes, sockets, ranks=FOUR, anew=True) as training:
         (rank_3,) = training.ranks_of(training.one)
         rank_3.kill()
         lines = [errors_in(finish(p, code=1)) for p in (training.zero, training.one)]
@@ -363,14 +339,14 @@ def test_a_killed_node_ends_node_0_and_a_new_one_waits_for_the_next_node_0(
     with Training(nodes, sockets, SILENCE, ranks=FOUR) as training:
         training.one.kill()
         finish(training.one, code=-signal.SIGKILL)
-        again = training.start_again(1)
+        again = training.start(1)
         (line,) = errors_in(finish(training.zero, code=1))
         silent = "it gave no sign of life for 10 s"
         explained = "a collective failed and no sign of life for 3 s"  # where one was under way
         (why,) = (why for why in (silent, explained) if why in line)
         assert f"{node_of(1, 'ranks 2-3')} ended: {why}" in line
         assert again.poll() is None
-        zero = training.start_again(0)
+        zero = training.start(0)
         many = len(training.broker.of(TakeOver))
         training.broker.wait_for(lambda: len(training.broker.of(TakeOver)) > many)
         zero.send_signal(signal.SIGTERM)
@@ -385,13 +361,6 @@ def test_a_collective_that_fails_names_the_node_that_is_gone(nodes: Nodes, socke
         training.deliver(1)  # which rank 0 hands on to the others
         (line,) = errors_in(finish(training.zero, code=1))
     assert f"{node_of(1)} ended: a collective failed and no sign of life for 3" in line
-
-
-@pytest.mark.slow  # test_config.py has the error
-def test_an_error_of_every_node_is_said_by_each(nodes: Nodes):
-    overrides = (*TWO, "learner.megatron.no_such_option=1")
-    for process in [nodes.start(node, "a", *overrides) for node in (0, 1)]:
-        assert "no_such_option" in line_of(finish(process, code=2))
 
 
 @pytest.mark.parametrize(
@@ -416,11 +385,9 @@ def test_a_node_that_comes_again_while_it_trains_is_refused_and_disturbs_nothing
     nodes: Nodes, sockets: str
 ):
     with Training(nodes, sockets) as training:
-        line = line_of(finish(training.start_again(1), code=3))
+        line = line_of(finish(training.start(1), code=3))
         assert f"{node_of(1)} trains with node 0 at {nodes.address} already" in line
-        training.zero.send_signal(signal.SIGTERM)
-        for process in (training.zero, training.one):
-            finish(process)
+        training.end()
 
 
 def test_it_listens_at_the_rendezvous_and_beside_it_on_loopback_alone(nodes: Nodes, sockets: str):
@@ -430,9 +397,7 @@ def test_it_listens_at_the_rendezvous_and_beside_it_on_loopback_alone(nodes: Nod
         host, _, port = nodes.address.rpartition(":")
         assert (host, int(port)) in {(one.address, one.port) for one in found}
         assert all(one.on_loopback for one in found), found
-        training.zero.send_signal(signal.SIGTERM)
-        for process in (training.zero, training.one):
-            finish(process)
+        training.end()
 
 
 def of(pid: int) -> list[int]:

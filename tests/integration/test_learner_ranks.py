@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -59,17 +58,13 @@ class Learning:
         groups = list(read_groups(self.replays.file))
         self.batches = [groups[i : i + GROUPS] for i in range(0, len(groups), GROUPS)]
 
-    def start(self, *overrides: str, resumes: bool = False) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "slipstream.learner.main",
-            "--config",
-            str(self.replays.config),
-        ]
+    def start(
+        self, *overrides: str, resumes: bool = False, anew: bool = False
+    ) -> subprocess.Popen[str]:
+        own = f"run.socket_dir={self.sockets}"
+        command = self.replays.command("a", own, *overrides, replays=False)
         options = ["--resume", "auto"] if resumes else []
-        own = ("run.name=a", f"run.socket_dir={self.sockets}")
-        process = start_tool([*command, *options, *overrides, *own])
+        process = start_tool([*command, *options], anew=anew)
         self.processes.append(process)
         return process
 
@@ -293,7 +288,7 @@ def test_killed_learner_resumes_from_the_newest_readable_checkpoint(
     )
     script = Script(batches=learning.script(*batches[:4]), steps=5)
     with ScriptedBroker(learning.endpoint, script) as broker:
-        process = learning.start(*settings, resumes=True)  # there is nothing to resume
+        process = learning.start(*settings, resumes=True, anew=True)  # there is nothing to resume
         broker.wait_for(lambda: any(seal.step == 4 for seal in broker.of(SealSteps)))
         started = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)

@@ -14,7 +14,8 @@ import pytest
 
 from slipstream.algos.presets import PRESETS
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
-from tests.chaos.harness import ROOT, chaos_run
+from tests.chaos.harness import chaos_run
+from tests.support import nursery
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 
@@ -41,6 +42,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
         "checkpoint.every_steps=1",
     ),
 }
+# Each part of a run once; the others, of the same parts, are slow: their numbers are in
+# tests/unit/algos, their steps in tests/unit/learner/training/test_step.py.
+QUICK = {
+    *("grpo", "vapo", "pf-ppo", "dppo", "distill"),  # reference, critic, warm-up, data, teacher
+    *("parts of the reward", "whole minibatch", "renewed"),
+}
 OVERRIDES = {
     **{name: (f"algo.critic.warmup_steps={steps}",) for name, steps in WARMUP.items()},
     "distill": ("algo.teacher.model={teacher}",),
@@ -63,14 +70,12 @@ class Learner:
 
     def start(self) -> None:
         with self._log.open("w") as errors:
-            self.process = subprocess.Popen(
+            self.process = nursery.start(
                 [sys.executable, "-m", "tests.support.ranks.presets"],
-                cwd=ROOT,
-                env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={"PYTHONPATH": str(nursery.ROOT), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
             )
 
     def end(self) -> None:
@@ -105,7 +110,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, *OTHERS])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p not in QUICK)) for p in (*PRESETS, *OTHERS)],
+)
 def test_an_algorithm_trains_what_the_ledger_delivers(
     learner: Learner, short_folder: Path, preset: str
 ):

@@ -10,15 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.bus.harness import WeightBus, end_nursery, weight_bus
-from tests.support.bus.nursery import ROOT
+from tests.support.bus.harness import WeightBus, weight_bus
+from tests.support.nursery import ROOT
 from tests.support.waiting import HANG_S, state_of, until, until_ended, until_stopped
 
 pytestmark = pytest.mark.integration
@@ -26,12 +25,6 @@ TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
 ENGINE_STEPS = ("pause", "checksums", "label", "resume")
 NUM_BUCKETS = 6
 GIVEN_UP_S = 20.0  # a stopped engine; a sound one that is that slow comes back like any other
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nursery_ends() -> Iterator[None]:
-    yield
-    end_nursery()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,12 +40,6 @@ def _manners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        yield Path(name)
-
-
-@pytest.fixture
 def bus(folder: Path) -> Iterator[WeightBus]:
     with weight_bus(folder) as running:
         yield running
@@ -65,9 +52,7 @@ def test_every_transport_brings_every_version_whole_and_the_newest_wins(bus: Wei
     for name in TRANSPORTS:
         bus.start(name, name)
     for step in range(4):
-        bus.publish(step)
-        for name in TRANSPORTS:
-            bus.wait_for(name, step)
+        bus.brings(step, *TRANSPORTS)
     for step in range(4, 20):
         bus.publish(step)
     for name in TRANSPORTS:
@@ -87,26 +72,21 @@ def test_every_transport_brings_every_version_whole_and_the_newest_wins(bus: Wei
 
 def test_a_late_joiner_is_served_alone_and_is_in_the_next_collective(bus: WeightBus):
     bus.start("early")
-    bus.publish(0)
-    bus.wait_for("early", 0)
+    bus.brings(0, "early")
     paused = bus.log_of("early").count("paused")
     bus.start("late")
     bus.wait_for("late", 0)
     assert bus.log_of("early").count("paused") == paused, "the joiner disturbed somebody"
     assert "in a collective" not in bus.log_of("late")
-    bus.publish(1)
-    bus.wait_for("late", 1)
-    bus.wait_for("early", 1)
+    bus.brings(1, "late", "early")
     assert "in a collective of 2" in bus.log_of("late")
     bus.check_tokens()
 
 
 def test_another_torch_gets_its_weights_over_tcp_with_a_warning(bus: WeightBus):
     bus.start("other", "collective", "--torch-version", "1.2.3")
-    bus.publish(0)
-    bus.wait_for("other", 0)
-    bus.publish(1)
-    bus.wait_for("other", 1)
+    bus.brings(0, "other")
+    bus.brings(1, "other")
     assert "in a collective" not in bus.log_of("other")
     log = (bus.folder / "learner.log").read_text()
     assert "other gets its weights over tcp instead of collective: its torch is 1.2.3" in log
@@ -138,9 +118,7 @@ def test_beyond_the_slots_a_publish_takes_no_memory_in_the_relay(folder: Path):
         bus.publish(0)
         before = bus.relay_memory("RssAnon")
         for step in range(1, 5):
-            bus.publish(step)
-            for name in TRANSPORTS:
-                bus.wait_for(name, step)
+            bus.brings(step, *TRANSPORTS)
         grown = bus.relay_memory("RssAnon") - before
         assert grown < 16 * mib, f"{grown / mib:.0f} MiB: it holds a copy of the version"
         assert bus.relay_memory("RssShmem") <= 3 * 33 * mib
@@ -174,8 +152,7 @@ def test_an_engine_that_fails_at_any_point_is_repaired_before_it_generates_again
         bus.start_faulty(transport, step, counts, "raise", transport)
     bus.start("sound")
     for number in range(num_versions):
-        bus.publish(number)
-        bus.wait_for("sound", number)
+        bus.brings(number, "sound")
         for name in faults:
             bus.wait_for(name, number)
     for name, (step, counts) in faults.items():
@@ -188,22 +165,17 @@ def test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back(bus: W
         step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)
         bus.start_faulty(transport, step, [count], "kill", transport)
     bus.start("sound")
-    bus.publish(0)
-    for name in (*TRANSPORTS, "sound"):
-        bus.wait_for(name, 0)
+    bus.brings(0, *TRANSPORTS, "sound")
     bus.publish(1)
     bus.wait_for("sound", 1)  # waiting for a deadline of the dead would never end
     for name in TRANSPORTS:
-        assert bus.agents[name].wait() == -signal.SIGKILL
-    bus.publish(2)
-    bus.wait_for("sound", 2)
+        assert bus.agents[name].wait(HANG_S) == -signal.SIGKILL
+    bus.brings(2, "sound")
     for name in TRANSPORTS:
         bus.start(name, name)
     for name in TRANSPORTS:
         bus.wait_for(name, 2)
-    bus.publish(3)
-    for name in (*TRANSPORTS, "sound"):
-        bus.wait_for(name, 3)
+    bus.brings(3, *TRANSPORTS, "sound")
     bus.check_tokens()
 
 
@@ -211,15 +183,12 @@ def stop_one_in_a_transfer(bus: WeightBus) -> None:
     """Publish 0 to two engines and 1, in which one of them is stopped; the other gets 2 and 3."""
     bus.start_faulty("stopped", "in_bucket", [3], "stop")
     bus.start("sound")
-    bus.publish(0)
-    bus.wait_for("stopped", 0)
-    bus.wait_for("sound", 0)
+    bus.brings(0, "stopped", "sound")
     bus.publish(1)
     until_stopped(bus.agents["stopped"].pid)
     bus.wait_for("sound", 1)
     for number in (2, 3):
-        bus.publish(number)
-        bus.wait_for("sound", number)
+        bus.brings(number, "sound")
 
 
 def test_stopped_engine_in_a_transfer_delays_no_other(bus: WeightBus):
@@ -257,8 +226,7 @@ def test_two_of_three_engines_die_in_a_transfer_and_the_third_continues(folder: 
         until(lambda: "in a collective of 4" in bus.log_of("third"))
         for name in ("first", "second"):
             bus.arm(name)
-        bus.publish(2)
-        bus.wait_for("third", 2)
+        bus.brings(2, "third")
         for name in ("first", "second"):
             bus.start(name)
             bus.wait_for(name, 2)
@@ -279,15 +247,11 @@ def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folde
         bus.start_faulty("stopped", "in_bucket", [2], "stop", is_armed=False)
         bus.start("sound")
         for step in (0, 1):
-            bus.publish(step)
-            bus.wait_for("stopped", step)
-            bus.wait_for("sound", step)
+            bus.brings(step, "stopped", "sound")
         until(lambda: "in a collective of 3" in bus.log_of("sound"))
         bus.arm("stopped")
-        bus.publish(2)
-        bus.wait_for("sound", 2)
-        bus.publish(3)
-        bus.wait_for("sound", 3)
+        bus.brings(2, "sound")
+        bus.brings(3, "sound")
         since = bus.log_of("sound").rpartition("in a collective of 3")[2]
         assert "in a collective of 2" in since, "it is still in a group with the stopped one"
         bus.signal("stopped", signal.SIGCONT)
@@ -300,8 +264,7 @@ def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folde
 
 def test_killed_relay_is_restarted_and_no_engine_stops_generating(bus: WeightBus):
     bus.start("one")
-    bus.publish(0)
-    bus.wait_for("one", 0)
+    bus.brings(0, "one")
     before = bus.relay
     paused = bus.log_of("one").count("paused")
     with (bus.folder / "sockets" / "relay.lock").open() as lock:
@@ -319,9 +282,7 @@ def test_engines_torn_by_the_death_of_the_relay_are_repaired_by_the_next_one(bus
     for transport in TRANSPORTS:
         step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)
         bus.start_faulty(transport, step, [count], "stop", transport)
-    bus.publish(0)
-    for name in TRANSPORTS:
-        bus.wait_for(name, 0)
+    bus.brings(0, *TRANSPORTS)
     bus.publish(1)
     for name in TRANSPORTS:
         until_stopped(bus.agents[name].pid)
@@ -342,8 +303,7 @@ def test_a_learner_that_dies_in_its_copy_publishes_nothing_and_the_next_one_find
     bus: WeightBus,
 ):
     bus.start("one")
-    bus.publish(3)
-    bus.wait_for("one", 3)
+    bus.brings(3, "one")
     relay = bus.relay
     bus.publish_half(4)
     bus.kill_learner()
@@ -360,15 +320,13 @@ def test_a_learner_that_dies_in_its_copy_publishes_nothing_and_the_next_one_find
 
 def test_a_relay_that_was_left_with_other_settings_is_replaced(bus: WeightBus):
     bus.start("one")
-    bus.publish(3)
-    bus.wait_for("one", 3)
+    bus.brings(3, "one")
     relay = bus.relay
     bus.kill_learner()
     config = bus.folder / "run.toml"
     config.write_text(config.read_text() + "\n# other settings\n")
     bus.start_learner()
-    bus.publish(2)
-    bus.wait_for("one", 2)
+    bus.brings(2, "one")
     assert bus.relay not in {0, relay}
     assert state_of(relay) in "ZX"
     assert "has other settings of [weightbus]" in (bus.folder / "learner.log").read_text()
@@ -377,8 +335,7 @@ def test_a_relay_that_was_left_with_other_settings_is_replaced(bus: WeightBus):
 
 def test_transfer_completes_when_the_learner_dies_in_it(bus: WeightBus):
     bus.start_faulty("slow", "in_bucket", [3], "stop")
-    bus.publish(0)
-    bus.wait_for("slow", 0)
+    bus.brings(0, "slow")
     bus.publish(1)
     until_stopped(bus.agents["slow"].pid)
     bus.kill_learner()
@@ -391,7 +348,7 @@ def test_the_relay_ends_with_a_learner_that_ends_in_order(bus: WeightBus):
     bus.publish(0)
     until(bus.relay_lives)
     bus.command("end")
-    assert bus.learner.wait() == 0
+    assert bus.learner.wait(HANG_S) == 0
     until(lambda: not bus.relay_lives())
 
 
@@ -409,7 +366,7 @@ def test_the_relay_ends_when_its_lifeline_is_cut(bus: WeightBus):
     bus.publish(0)
     until(bus.relay_lives)
     bus.command("end")
-    assert bus.learner.wait() == 0
+    assert bus.learner.wait(HANG_S) == 0
     read, write = os.pipe()
     config = str(bus.folder / "run.toml")
     relay = subprocess.Popen(
@@ -439,12 +396,10 @@ def test_the_relay_ends_when_its_lifeline_is_cut(bus: WeightBus):
 
 def test_a_relay_that_hangs_is_replaced(bus: WeightBus):
     bus.start("one")
-    bus.publish(0)
-    bus.wait_for("one", 0)
+    bus.brings(0, "one")
     before = bus.relay
     bus.kill_relay(signal.SIGSTOP)
-    bus.publish(1)
-    bus.wait_for("one", 1)
+    bus.brings(1, "one")
     assert bus.relay != before
     bus.check_tokens()
 

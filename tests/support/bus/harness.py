@@ -1,17 +1,17 @@
 """A weight bus of real processes: a learner, its relay, agents beside engines of plain tensors."""
 
-import atexit
-import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support import nursery
 from tests.support.bus.engine import digest_of, random_tensors, tokens_in
 from tests.support.bus.nccl_manners import MARK
-from tests.support.bus.nursery import Forked, Nursery
 from tests.support.waiting import HANG_S, NEVER_S, state_of, until
 
 CONFIG = """
@@ -69,13 +69,13 @@ class WeightBus:
         self.folder = folder
         self.bulk = bulk
         self._parts = str(parts)
-        self.agents: dict[str, Forked] = {}
+        self.agents: dict[str, subprocess.Popen[str]] = {}
         self.sizes = list(sizes)
         self._epoch = 0
         self._group_timeout_s = str(2 * timeout_s)
         self._bucket_bytes = str(bucket_bytes)
         self._digests: dict[str, str] = {}
-        self.learner: Forked
+        self.learner: subprocess.Popen[str]
         config = CONFIG.format(
             folder=folder,
             engines_per_group=engines_per_group,
@@ -94,22 +94,15 @@ class WeightBus:
     def start_learner(self) -> None:
         """Start a learner; a second one begins a new epoch."""
         self._epoch += 1
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        self._to_learner, self._from_learner = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
-        self.learner = _nursery().start(
-            "bus_learner",
-            [
-                *("--folder", str(self.folder), "--epoch", str(self._epoch)),
-                *("--bucket-bytes", self._bucket_bytes, *self.sizes, "--manners", self.manners),
-                *("--parts", self._parts),
-            ],
-            self.folder / "learner.log",
-            stdin=stdin,
-            stdout=stdout,
+        self.learner = self._start(
+            "learner",
+            *("--folder", str(self.folder), "--epoch", str(self._epoch)),
+            *("--bucket-bytes", self._bucket_bytes, *self.sizes, "--manners", self.manners),
+            *("--parts", self._parts),
+            log="learner",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        os.close(stdin)
-        os.close(stdout)
         assert self._printed() == "ready"
 
     def publish(self, step: int) -> None:
@@ -123,19 +116,32 @@ class WeightBus:
         assert self._printed() == "half"
 
     def command(self, line: str) -> None:
-        self._to_learner.write(line + "\n")
-        self._to_learner.flush()
+        assert self.learner.stdin is not None
+        self.learner.stdin.write(line + "\n")
+        self.learner.stdin.flush()
+
+    def _start(self, program: str, *words: str, log: str, **pipes: int) -> "subprocess.Popen[str]":
+        """Start a program of this folder; what is no pipe goes to its log."""
+        with (self.folder / f"{log}.log").open("a") as file:
+            return nursery.start(
+                [sys.executable, "-m", f"tests.support.bus.{program}", *words],
+                env=dict(os.environ),  # noqa: TID251 handed on
+                **{"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, **pipes},
+            )
 
     def _printed(self) -> str:
-        line = self._from_learner.readline().strip()
+        assert self.learner.stdout is not None
+        line = self.learner.stdout.readline().strip()
         assert line, (self.folder / "learner.log").read_text()[-3000:]
         return line
 
     def kill_learner(self) -> None:
         self.learner.kill()
-        for pipe in (self._to_learner, self._from_learner):
+        for pipe in (self.learner.stdin, self.learner.stdout):
+            assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
+        self.learner.wait(HANG_S)
 
     @property
     def relay(self) -> int:
@@ -188,15 +194,13 @@ class WeightBus:
     def start(self, name: str, transport: str = "collective", *more: str) -> None:
         """Start an agent; an earlier one of this name has died."""
         if name in self.agents:
-            self.agents.pop(name).wait()
-        self.agents[name] = _nursery().start(
-            "bus_agent",
-            [
-                *("--folder", str(self.folder), "--name", name, "--transport", transport),
-                *("--group-timeout-s", self._group_timeout_s, "--manners", self.manners),
-                *(*self.sizes, *more),
-            ],
-            self.folder / f"{name}.log",
+            self.agents.pop(name).wait(HANG_S)
+        self.agents[name] = self._start(
+            "agent",
+            *("--folder", str(self.folder), "--name", name, "--transport", transport),
+            *("--group-timeout-s", self._group_timeout_s, "--manners", self.manners),
+            *(*self.sizes, *more),
+            log=name,
         )
 
     def start_faulty(
@@ -226,7 +230,9 @@ class WeightBus:
 
     def end(self, name: str) -> None:
         """Kill an agent."""
-        self.agents.pop(name).kill()
+        agent = self.agents.pop(name)
+        agent.kill()
+        agent.wait(HANG_S)
 
     def log_of(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -241,6 +247,12 @@ class WeightBus:
                 f"{self.log_of(name)[-2000:]}\n{(self.folder / 'learner.log').read_text()[-3000:]}"
             ),
         )
+
+    def brings(self, step: int, *names: str) -> None:
+        """Have a version published, and wait until engines generate with it."""
+        self.publish(step)
+        for name in names:
+            self.wait_for(name, step)
 
     def newest_label(self, name: str) -> str:
         tokens = tokens_in(self.folder / f"{name}.tokens")
@@ -291,17 +303,3 @@ def weight_bus(folder: Path, **settings: object) -> Iterator[WeightBus]:
             assert MARK in (folder / "learner.log").read_text(), "the relay has those of gloo"
     finally:
         bus.close()
-
-
-@functools.cache
-def _nursery() -> Nursery:
-    nursery = Nursery()
-    atexit.register(nursery.close)
-    return nursery
-
-
-def end_nursery() -> None:
-    """End the process that forks agents and learners; the next bus starts another."""
-    if _nursery.cache_info().currsize:
-        _nursery().close()
-        _nursery.cache_clear()

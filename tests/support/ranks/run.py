@@ -10,24 +10,24 @@ from pathlib import Path
 import msgspec
 
 from slipstream.learner.config import LearnerSection
+from tests.support import nursery
+from tests.support.nursery import ROOT
 from tests.support.waiting import HANG_S
 
-ROOT = Path(__file__).parents[3]
 
-
-def start(work: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(work: Path, module: str, *arguments: object, anew: bool = False) -> subprocess.Popen[str]:
+    """Start a module of tests; ``anew`` one that must import torch or Megatron itself."""
+    return nursery.start(
         [sys.executable, "-m", f"tests.{module}", *map(str, arguments)],
-        cwd=ROOT,
         env={
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
             "HOME": str(work),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         },
+        anew=anew,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 
