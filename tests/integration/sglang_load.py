@@ -1,12 +1,33 @@
-"""What a running SGLang server is busy with, for tests that wait until it is."""
+"""Clients of a running SGLang server, and what it is busy with, for tests that wait until it is."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 import aiohttp
 
+from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S, until_async
+
+
+@asynccontextmanager
+async def client_of(
+    server: SglangProcess,
+    version: PolicyVersion | None = None,
+    **settings: Any,  # noqa: ANN401 as SglangEngine
+) -> AsyncIterator[SglangEngine]:
+    """Yield a client, of a server that has the label of a version if one is given."""
+    engine = SglangEngine(
+        server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S, **settings
+    )
+    try:
+        if version is not None:
+            await engine.label(version)
+        yield engine
+    finally:
+        await engine.close()
 
 
 class Load(NamedTuple):

@@ -17,12 +17,12 @@ from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.integration.sglang_load import client_of
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.decisions import write_submissions
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_run import serving
-from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 VOCABULARY = 700
@@ -92,17 +92,11 @@ async def sampled(engine: SglangEngine, settings: GeneratorSettings) -> list[Sub
 @pytest.fixture(scope="module")
 def submissions(server: SglangProcess, model: Path) -> dict[str, list[Submission]]:
     async def run() -> dict[str, list[Submission]]:
-        engine = SglangEngine(
-            server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
-        )
-        try:
-            await engine.label(PolicyVersion(1, 0))
+        async with client_of(server, PolicyVersion(1, 0)) as engine:
             return {
                 name: await sampled(engine, settings_of(model, **sampling))
                 for name, sampling in {**TRUNCATIONS, "dropped": DROPPED}.items()
             }
-        finally:
-            await engine.close()
 
     return asyncio.run(run())
 

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.algos.linear_logprobs import (
-    Kept,
-    OutputLayer,
-    Reference,
-    linear_logprobs,
-    squared_probabilities,
-)
+from tests.support.ranks.linear_logprobs import results
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -47,38 +41,6 @@ def a_case(*, vocab_size: int, num_tokens: int) -> dict[str, object]:
     }
 
 
-def unsplit(case: dict) -> dict[str, Tensor]:
-    hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
-    settings = {"vocab_size": case["vocab_size"], "barred_ids": BARRED}
-    computed = linear_logprobs(
-        hidden,
-        OutputLayer(weight=weight, **settings),
-        case["target"],
-        temperature=case["temperature"],
-        barred=case["barred"],
-        kept=Kept(*case["kept"]),
-        reference=Reference(
-            case["reference_hidden"], OutputLayer(weight=case["reference_weight"], **settings)
-        ),
-        chunk_columns=7,
-    )
-    sum((part * mix).sum() for part, mix in zip(computed, case["mix"], strict=True)).backward()
-    computed = torch.stack([part.detach() for part in computed])
-    squares = squared_probabilities(
-        hidden,
-        OutputLayer(weight=weight, **settings),
-        temperature=case["temperature"],
-        barred=case["barred"],
-        kept=Kept(*case["kept"]),
-    )
-    return {
-        "computed": computed,
-        "squares": squares,
-        "by_hidden": hidden.grad,
-        "by_weight": weight.grad,
-    }
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "num_tokens"),
     [
@@ -96,7 +58,8 @@ def test_two_ranks_compute_what_one_does_and_their_gradients_add_up(
         [start(tmp_path, "support.ranks.linear_logprobs", tmp_path, rank, 2) for rank in range(2)]
     )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    alone = unsplit(case)
+    hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    alone = results(case, hidden, weight, case["reference_weight"], chunk_columns=7)
     if num_tokens:
         assert min(part.abs().max() for part in alone["computed"]) > 0.1, "nothing was compared"
     assert torch.equal(first["computed"], second["computed"]), "ranks differ"

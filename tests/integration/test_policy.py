@@ -1,5 +1,6 @@
 """The policy's own path: alignment, temperatures, barred ends, and one step on several ranks."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -12,17 +13,20 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.integration
 
 
+LAYOUTS = {"one": 1, "two": 2}  # ranks that split each tensor
+
+
+def run_in_layouts(program: str, folder: Path) -> None:
+    model = write_tiny_model(folder / "model", "qwen3")
+    ranks = [
+        start_ranks(program, model, folder / name, count, tensor_parallel=count)
+        for name, count in LAYOUTS.items()
+    ]
+    outputs([*itertools.chain(*ranks)])
+
+
 def test_sequence_parallelism_takes_any_number_of_tokens(tmp_path: Path):
-    model = write_tiny_model(tmp_path / "model", "qwen3")
-    program = "support.ranks.sequence_parallel"
-    works = {"one": 1, "two": 2}
-    outputs(
-        [
-            p
-            for name, n in works.items()
-            for p in start_ranks(program, model, tmp_path / name, n, tensor_parallel=n)
-        ]
-    )
+    run_in_layouts("support.ranks.sequence_parallel", tmp_path)
     (alone,) = reports(tmp_path / "one", 1)
     assert {one["tokens"] % 2 for one in alone} == {0, 1}
     for report in reports(tmp_path / "two", 2):
@@ -36,17 +40,8 @@ def test_sequence_parallelism_takes_any_number_of_tokens(tmp_path: Path):
 
 
 def test_an_update_waits_for_its_device_once(tmp_path: Path):
-    model = write_tiny_model(tmp_path / "model", "qwen3")
-    program = "support.ranks.host_reads"
-    works = {"one": 1, "two": 2}
-    outputs(
-        [
-            p
-            for name, n in works.items()
-            for p in start_ranks(program, model, tmp_path / name, n, tensor_parallel=n)
-        ]
-    )
-    for name, world_size in works.items():
+    run_in_layouts("support.ranks.host_reads", tmp_path)
+    for name, world_size in LAYOUTS.items():
         for report in reports(tmp_path / name, world_size):
             for norm, of_megatron in report.pop("norms"):
                 assert norm == pytest.approx(of_megatron, rel=1e-6)

@@ -24,7 +24,7 @@ from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.sglang_load import until_load
+from tests.integration.sglang_load import client_of, until_load
 from tests.support.blank_model import write_blank_model
 from tests.support.families import write_family
 from tests.support.family_models import MODELS
@@ -33,7 +33,6 @@ from tests.support.ranks.decisions import write_submissions
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_run import serving
-from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 LAYERS, EXPERTS = 3, 8
@@ -107,14 +106,8 @@ def server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
 
 def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[T]]) -> T:
     async def run() -> T:
-        engine = SglangEngine(
-            server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
-        )
-        try:
-            await engine.label(OLD)
+        async with client_of(server, OLD) as engine:
             return await scenario(engine)
-        finally:
-            await engine.close()
 
     return asyncio.run(run())
 

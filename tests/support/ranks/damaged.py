@@ -4,13 +4,10 @@ Usage: damaged MODEL_FOLDER WORK_FOLDER
 Writes WORK_FOLDER/0.json: by file and damage, what loading it was refused with.
 """
 
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from slipstream.learner.batches.packing import pack
 from slipstream.learner.config import LearnerSection
@@ -18,7 +15,7 @@ from slipstream.learner.model import device
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
-from tests.support.waiting import HANG_S
+from tests.support.ranks.program import finish, join_ranks, run
 
 
 def damage(path: Path, how: str) -> None:
@@ -32,20 +29,16 @@ def damage(path: Path, how: str) -> None:
 
 
 def main(folder: Path, work: Path) -> None:
-    device.prepare()
-    device.set_threads(1)
+    topology = join_ranks(work, 0, 1, LearnerSection())
     from slipstream.learner.checkpoints.files import save_checkpoint
     from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
     from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_checkpoint
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import load_hf_weights
-    from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step
     from slipstream.wire.process.phases import PhaseClock
-
-    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=HANG_S)
 
     def policy() -> Policy:
         model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
@@ -86,9 +79,8 @@ def main(folder: Path, work: Path) -> None:
                 refused[copy.name] = str(error)
             else:
                 refused[copy.name] = "loaded"
-    (work / "0.json").write_text(json.dumps(refused))
-    destroy_topology()
+    finish(work / "0.json", refused)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run(main)

@@ -4,24 +4,17 @@ Usage: decisions MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON SUBMISSIO
 Writes the log-probabilities of each to WORK_FOLDER/RANK.json.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import msgspec
-import torch
 
-from slipstream.algos.section import AlgoSection
 from slipstream.generators.rollout import Submission
 from slipstream.learner.batches.packing import pack, unpack
-from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.messages.codec import decode_payload
 from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload
-from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import join_ranks
+from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.run import section_of
 
 
@@ -47,16 +40,10 @@ def read_submissions(path: Path) -> dict[str, list[tuple[TrajectoryHeader, Traje
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file: Path) -> None:
     learner = section_of(layout, dtype="float32")
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
-    settings = LearnerSettings(
-        run=RunSection(model=str(folder)),
-        learner=learner,
-        algo=AlgoSection(kl={"coefficient": 0.1, "name": "k3"}),
-        weightbus=WeightBusSection(),
-        sampling=SamplingSection(max_response_tokens=64),
-    )
+    algo = {"kl": {"coefficient": 0.1, "name": "k3"}}
+    settings = settings_of(folder, learner, algo, longest=64)
     policy = build_policy(settings, algorithm_of(settings), topology)
     vocab_size = policy.model.hf_config.vocab_size
     report: dict[str, dict[str, object]] = {}
@@ -76,16 +63,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file
                 "engine": batch.behavior_logprobs[batch.loss_mask].tolist(),
                 "entropy": outputs.entropy[batch.loss_mask].tolist(),
             }
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        *map(int, sys.argv[3:5]),
-        sys.argv[5],
-        Path(sys.argv[6]),
-    )
+    run(main)

@@ -4,7 +4,6 @@ Usage: host_reads MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Writes WORK_FOLDER/RANK.json: per algorithm and model, what the last of two updates did.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,22 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
-from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import (
-    algorithms,
-    join_ranks,
-    random_outcomes,
-    train_sequences,
-    whole_plan,
-)
+from tests.support.ranks.policy import algorithms, random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.run import section_of
 
 _READ = ("tolist", "cpu", "numpy")  # of a tensor: no operator on a CPU
@@ -152,7 +143,6 @@ def fused_difference(build: Callable[[], object], train: Callable[[object], obje
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     topology = join_ranks(work, rank, world_size, section_of(layout))
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.optimizer import gradient_norm, use_fused_kernels
 
@@ -165,15 +155,9 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     report: dict[str, object] = {}
     norms = []
     for name, algo in {**algorithms(folder), "bfloat16": {}}.items():
-        settings = LearnerSettings(
-            run=RunSection(model=str(folder)),
-            learner=LearnerSection(
-                lr=1e-2, adam_epsilon=1e-3, dtype="bfloat16" if name == "bfloat16" else "float32"
-            ),
-            algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
-            weightbus=WeightBusSection(),
-            sampling=SamplingSection(max_response_tokens=32),
-        )
+        dtype = "bfloat16" if name == "bfloat16" else "float32"
+        learner = LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype=dtype)
+        settings = settings_of(folder, learner, algo)
         algorithm = algorithm_of(settings)
 
         def train(policy: object) -> None:
@@ -198,10 +182,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
                 train,
             )
     report["norms"] = norms
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])
+    run(main)

@@ -34,6 +34,7 @@ from slipstream.wire.messages.status import EvalFigures, EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.health import Health
 from slipstream.wire.settings.load import load_table
+from tests.support.ranks.program import run
 from tests.support.waiting import HANG_S, until
 
 
@@ -163,8 +164,8 @@ class ScriptedStop:
         return is_so
 
 
-def main(config: Path, file: Path, script: str, rank: int, overrides: list[str]) -> None:
-    settings = learner_settings(load_table(config, overrides))
+def main(config: Path, file: Path, script: str, rank: int, *overrides: str) -> None:
+    settings = learner_settings(load_table(config, list(overrides)))
     device.prepare()
     device.set_threads(1)
     device.set_deterministic()
@@ -214,4 +215,4 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    run(main)

@@ -6,7 +6,6 @@ adapters, as they are published, to WORK_FOLDER/adapters-KL.safetensors.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,26 +13,21 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
-from slipstream.learner.batches.plan import plan_step
-from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
-from slipstream.wire.settings.sections import RunSection, SamplingSection
 from tests.support.published_parts import written_tensors
 from tests.support.ranks.policy import (
     distance,
-    join_ranks,
     plain_logprobs,
     published,
     random_outcomes,
     train_sequences,
 )
+from tests.support.ranks.program import finish, join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
 
 if TYPE_CHECKING:
@@ -64,31 +58,18 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
     learner = section_of(layout, lr=2e-2, adam_epsilon=1e-3)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.hf_weights import save_hf_folder
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
     everything = train_sequences()
-    plans = plan_step(
-        [len(s.token_ids) for s in everything],
-        replicas=topology.data_parallel,
-        minibatches=2,
-        max_tokens=24,
-        coupled=learner.sizes.couples_replicas,
-        multiple_of=learner.sizes.microbatch_multiple,
-    )
-    batches = [
-        [pack([everything[i] for i in indices], device.device()) for indices in share]
-        for share in (plan.microbatches[topology.data_parallel_rank] for plan in plans)
-    ]
+    plans, batches = planned(everything, learner, topology, minibatches=2, max_tokens=24)
     report: dict[str, object] = {}
     for name, kl in KL.items():
-        settings = LearnerSettings(
-            run=RunSection(model=str(folder), seed=3),
-            learner=learner,
+        settings = settings_of(
+            folder,
+            learner,
+            {"kl": {"coefficient": 0.1, **kl}},
+            seed=3,
             lora=msgspec.convert(json.loads(lora), LoraSection),
-            algo=AlgoSection(kl={"coefficient": 0.1, **kl}),
-            weightbus=WeightBusSection(),
-            sampling=SamplingSection(max_response_tokens=32),
         )
         algorithm = algorithm_of(settings)
         policy = build_policy(settings, algorithm, topology)
@@ -122,10 +103,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
             report[f"{name} plain"] = [
                 value for s in everything for value in plain_logprobs(policy.model, s)
             ]
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5], sys.argv[6])
+    run(main)

@@ -4,8 +4,6 @@ Usage: megatron MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Writes WORK_FOLDER/RANK.json, and the model as it exports it to WORK_FOLDER/exported.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -14,16 +12,14 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
-from slipstream.learner.model import device
 from tests.support.published_parts import memory_of, written_tensors
+from tests.support.ranks.program import finish, join_ranks, run
 from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
-from tests.support.waiting import HANG_S
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
-    device.prepare()
-    device.set_threads(1)
+    topology = join_ranks(work, rank, world_size, section_of(layout))
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import (
@@ -31,16 +27,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         load_hf_weights,
         save_hf_folder,
     )
-    from slipstream.learner.model.topology import destroy_topology, init_topology
 
-    topology = init_topology(
-        rank=rank,
-        world_size=world_size,
-        sizes=section_of(layout).sizes,
-        store=dist.FileStore(str(work / "store"), world_size),
-        seed=1,
-        timeout_s=HANG_S,
-    )
     # Under sequence parallelism Megatron's finalization sums gradients of norms, and is not here.
     learner = section_of(layout, sequence_parallel=False)
     model = build_model(load_hf_config(folder), dtype=torch.float32, extra={}, learner=learner)
@@ -64,9 +51,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         "writes": writes,
         "kernels": kernels_of_many_sequences(model),
     }
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 def forward_backward(model, topology):  # noqa: ANN001 - known only after prepare()
@@ -159,4 +144,4 @@ def gradient_norm(model, topology):  # noqa: ANN001 - known only after prepare()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])
+    run(main)

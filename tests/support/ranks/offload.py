@@ -6,26 +6,18 @@ kinds of tensors that the device held; and the trained models to WORK_FOLDER/SET
 """
 
 import gc
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import PackedBatch, pack
-from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RunSection, SamplingSection
 from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
-from tests.support.waiting import HANG_S
+from tests.support.ranks.program import finish, join_ranks, run, settings_of
 
 if TYPE_CHECKING:
     from slipstream.learner.training.policy import Policy
@@ -55,20 +47,22 @@ SETTINGS: dict[str, dict[str, object]] = {
     "all-bfloat16": {"offload": KINDS, "dtype": "bfloat16"},
     **{kind: {"offload": (kind,)} for kind in KINDS},
 }
+ALGO: dict[str, object] = {
+    "preset": "vapo",
+    "critic": {"warmup_steps": 0, "lr": 1e-2},
+    "kl": {"coefficient": 0.1, "name": "k1", "place": "reward", "renew_every": 1},
+}
 
 
 def main(folder: Path, work: Path) -> None:
-    device.prepare()
-    device.set_threads(1)
+    topology = join_ranks(work, 0, 1, LearnerSection())
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     from slipstream.learner.model.hf_weights import save_hf_folder
-    from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training import trainable
     from slipstream.learner.training.passes import Passes
 
-    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=HANG_S)
     everything = train_sequences()
     batch, plan = pack(everything, device.device()), whole_plan(everything)
     held: list[tuple[str, list[str]]] = []
@@ -88,17 +82,8 @@ def main(folder: Path, work: Path) -> None:
 
     report: dict[str, object] = {}
     for name, learner in SETTINGS.items():
-        settings = LearnerSettings(
-            run=RunSection(model=str(folder)),
-            learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, **learner),  # type: ignore[arg-type]
-            algo=AlgoSection(
-                preset="vapo",
-                critic={"warmup_steps": 0, "lr": 1e-2},  # type: ignore[arg-type]
-                kl={"coefficient": 0.1, "name": "k1", "place": "reward", "renew_every": 1},  # type: ignore[arg-type]
-            ),
-            weightbus=WeightBusSection(),
-            sampling=SamplingSection(max_response_tokens=32),
-        )
+        section = LearnerSection(lr=1e-2, adam_epsilon=1e-3, **learner)  # type: ignore[arg-type]
+        settings = settings_of(folder, section, ALGO)
         held.clear()
         policy = None
         gc.collect()
@@ -131,9 +116,7 @@ def main(folder: Path, work: Path) -> None:
         }
         save_hf_folder(policy.model, work / name, folder)
         policies.clear()
-    (work / "0.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / "0.json", report)
 
 
 def _held(policy: "Policy") -> set[str]:
@@ -154,4 +137,4 @@ def _held(policy: "Policy") -> set[str]:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    run(main)

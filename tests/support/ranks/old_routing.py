@@ -5,24 +5,20 @@ Writes to WORK_FOLDER/RANK.json, by replay, how often a token of the second upda
 in a layer than before the first.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
 from slipstream.learner.batches.plan import plan_step
-from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RoutingReplay, RunSection
-from tests.support.ranks.policy import join_ranks, random_outcomes, train_sequences
+from slipstream.wire.settings.sections import RoutingReplay
+from tests.support.ranks.policy import random_outcomes, train_sequences
+from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.routing import recorded_maps
 from tests.support.ranks.run import section_of
 
@@ -32,7 +28,6 @@ REPLAYS: tuple[RoutingReplay, ...] = ("off", "R2")
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     learner = section_of(layout, lr=1e-2, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
     everything = train_sequences()
@@ -40,12 +35,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     first, second = plan_step(lengths, replicas=1, minibatches=2, max_tokens=sum(lengths))
     report = {}
     for replay in REPLAYS:
-        settings = LearnerSettings(
-            run=RunSection(model=str(folder), routing_replay=replay),
-            learner=learner,
-            algo=AlgoSection(anchor="behavior", correction="none"),
-            weightbus=WeightBusSection(),
-        )
+        algo = {"anchor": "behavior", "correction": "none"}
+        settings = settings_of(folder, learner, algo, replay=replay)
         algorithm = algorithm_of(settings)
         assert not algorithm.needs_proximal, "the first update would have a pass before it"
         policy = build_policy(settings, algorithm, topology)
@@ -64,9 +55,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         later = [one for one in updates if len(one) == len(before[0])][:layers]
         assert len(updates[0]) != len(before[0]), "both updates are of as many tokens"
         report[replay] = share_of_others(torch.stack(before), torch.stack(later))
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 def share_of_others(some: Tensor, others: Tensor) -> float:
@@ -75,4 +64,4 @@ def share_of_others(some: Tensor, others: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])
+    run(main)

@@ -4,18 +4,15 @@ Usage: optimizer MODEL_FOLDER WORK_FOLDER
 Writes WORK_FOLDER/0.json.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from slipstream.learner.batches.packing import pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
-from tests.support.waiting import HANG_S
+from tests.support.ranks.program import finish, join_ranks, run
 
 SCHEDULES: dict[str, dict[str, object]] = {
     "constant": {"lr_warmup_steps": 3},
@@ -27,18 +24,15 @@ SCHEDULES: dict[str, dict[str, object]] = {
 
 
 def main(folder: Path, work: Path) -> None:
-    device.prepare()
-    device.set_threads(1)
+    topology = join_ranks(work, 0, 1, LearnerSection())
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import export_hf_weights, load_hf_weights
-    from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.training.critic import Critic, with_value_head
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step
     from slipstream.wire.process.phases import PhaseClock
 
-    topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=HANG_S)
     everything = train_sequences()
 
     def policy(critic: Critic | None = None, **settings: object) -> Policy:
@@ -99,9 +93,8 @@ def main(folder: Path, work: Path) -> None:
         "rates": {schedule: rates(settings) for schedule, settings in SCHEDULES.items()},
         "warming": rates_after_the_critic_alone(),
     }
-    (work / "0.json").write_text(json.dumps(report))
-    destroy_topology()
+    finish(work / "0.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run(main)

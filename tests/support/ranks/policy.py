@@ -6,8 +6,6 @@ WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORI
 """
 
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,29 +14,27 @@ import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from slipstream.algos.advantages import Outcomes
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import KeptTokens, PackedBatch, TrainTrajectory, pack
-from slipstream.learner.batches.plan import MinibatchPlan, plan_step
-from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.batches.plan import MinibatchPlan
+from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.learner.training.step_data import StepData
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RoutingReplay, RunSection, SamplingSection
+from slipstream.wire.settings.sections import RoutingReplay
 from tests.support.published_parts import written_tensors
+from tests.support.ranks.program import finish, join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
-from tests.support.waiting import HANG_S
 
 if TYPE_CHECKING:
     from slipstream.learner.model.hf_config import HfConfig
@@ -276,66 +272,25 @@ def published(policy: "Policy", topology: "Topology", exported: Path) -> list[st
     return sorted(name for name, view in views.items() if not view.equal(right[name]))
 
 
-def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) -> "Topology":
-    """Prepare this process for Megatron and join the other ranks through a file in ``work``."""
-    device.prepare()
-    device.set_threads(1)
-    from slipstream.learner.model.topology import init_topology
-
-    return init_topology(
-        rank=rank,
-        world_size=world_size,
-        sizes=learner.sizes,
-        ranks_per_node=learner.ranks_per_node,
-        store=FileStore(str(work / "store"), world_size),
-        seed=1,
-        timeout_s=HANG_S,
-    )
-
-
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     # A large epsilon: Adam amplifies rounding where the second moment is tiny.
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import save_hf_folder
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
     hf = load_hf_config(folder)
     everything = with_experts(train_sequences(), hf)
-    plans = plan_step(
-        [len(s.token_ids) for s in everything],
-        replicas=topology.data_parallel,
-        minibatches=2,
-        max_tokens=24,
-        coupled=learner.sizes.couples_replicas,
-        multiple_of=learner.sizes.microbatch_multiple,
-    )
-    cpu = device.device()
-    minibatches = [
-        [
-            pack([everything[i] for i in indices], cpu)
-            for indices in plan.microbatches[topology.data_parallel_rank]
-        ]
-        for plan in plans
-    ]
+    plans, minibatches = planned(everything, learner, topology, minibatches=2, max_tokens=24)
     report: dict[str, object] = {"num_microbatches": [len(batches) for batches in minibatches]}
     figures = {}
     for name, algo in algorithms(work.parent / "reference").items():
-        settings = LearnerSettings(
-            run=RunSection(
-                model=str(folder),
-                routing_replay=REPLAYS.get(name, "off") if hf.num_routed_experts else "off",
-            ),
-            learner=learner,
-            algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
-            weightbus=WeightBusSection(),
-            sampling=SamplingSection(max_response_tokens=32),
-        )
+        replay = REPLAYS.get(name, "off") if hf.num_routed_experts else "off"
+        settings = settings_of(folder, learner, algo, replay=replay)
         policy = build_policy(settings, algorithm_of(settings), topology)
         if name == "default":  # one pack of all, for a comparison with the plain formula
-            together = pack(everything, cpu)
+            together = pack(everything, device.device())
             report["logprobs"] = policy.proximal([together])[0].logprobs.tolist()
             if world_size == 1:
                 policy.bring_weights()
@@ -377,10 +332,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             report["renewed"] = distance(renewed, mine)
             report |= restored_reference(policy, settings, topology, work, batches)
     report["figures"] = figures
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])
+    run(main)

@@ -8,7 +8,6 @@ the probes, whether the random state is as it was, and the bytes of the weights 
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,11 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from slipstream.algos.section import AlgoSection
-from slipstream.learner.batches.packing import TrainTrajectory, pack
-from slipstream.learner.batches.plan import plan_step
-from slipstream.learner.config import LearnerSettings
-from slipstream.learner.model import device
+from slipstream.learner.batches.packing import TrainTrajectory
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
@@ -29,8 +24,8 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
-from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import join_ranks, random_outcomes
+from tests.support.ranks.policy import random_outcomes
+from tests.support.ranks.program import finish, join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
 
 
@@ -56,7 +51,6 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
     orders = json.loads(order)
     learner = section_of(layout)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.publish.contents import AdaptersAlone, WholeModel
     from slipstream.learner.publish.weight_writer import WeightWriter
     from slipstream.learner.starting_policy import build_policy
@@ -64,29 +58,11 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
 
     lora = msgspec.convert(orders["lora"] or {}, LoraSection)
     bus = msgspec.convert(orders["weightbus"], WeightBusSection)
-    settings = LearnerSettings(
-        run=RunSection(model=str(folder), seed=3),
-        learner=learner,
-        lora=lora,
-        algo=AlgoSection(),
-        weightbus=bus,
-        sampling=SamplingSection(max_response_tokens=32),
-    )
+    settings = settings_of(folder, learner, {}, seed=3, lora=lora, weightbus=bus)
     algorithm = algorithm_of(settings)
     policy = build_policy(settings, algorithm, topology)
     everything = random_sequences(policy.model.hf_config.vocab_size)
-    plans = plan_step(
-        [len(s.token_ids) for s in everything],
-        replicas=topology.data_parallel,
-        minibatches=1,
-        max_tokens=64,
-        coupled=learner.sizes.couples_replicas,
-        multiple_of=learner.sizes.microbatch_multiple,
-    )
-    batches = [
-        [pack([everything[i] for i in indices], device.device()) for indices in share]
-        for share in (plan.microbatches[topology.data_parallel_rank] for plan in plans)
-    ]
+    plans, batches = planned(everything, learner, topology, minibatches=1, max_tokens=64)
 
     contents = AdaptersAlone(policy.model) if lora.is_named else WholeModel(policy.model)
     policy.bring_weights()
@@ -122,10 +98,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
     for _, weights in sorted(policy.model.named_weights(), key=lambda item: item[0]):
         whole.update(weights.detach().float().numpy().tobytes())
     report = {"probes": probes, "same": all(is_same), "weights": whole.hexdigest()}
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5], sys.argv[6])
+    run(main)

@@ -7,29 +7,20 @@ the models as they were saved or read, and after the next step: WORK_FOLDER/save
 WORK_FOLDER/from-NAME and WORK_FOLDER/from-NAME-next.
 """
 
-import sys
 from pathlib import Path
 
 import torch
 
-from slipstream.algos.section import AlgoSection
-from slipstream.learner.batches.packing import pack
-from slipstream.learner.batches.plan import plan_step
-from slipstream.learner.config import LearnerSettings
-from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import checkpoint_info, join_ranks, random_outcomes, train_sequences
+from tests.support.ranks.policy import checkpoint_info, random_outcomes, train_sequences
+from tests.support.ranks.program import join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
 
 
-def main(
-    folder: Path, work: Path, rank: int, world_size: int, layout: str, others: list[Path]
-) -> None:
+def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *others: Path) -> None:
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
@@ -39,27 +30,11 @@ def main(
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.policy import Policy
 
-    settings = LearnerSettings(
-        run=RunSection(model=str(folder)),
-        learner=learner,
-        algo=AlgoSection(preset="vapo", critic={"warmup_steps": 0, "lr": 1e-2}),
-        weightbus=WeightBusSection(),
-        sampling=SamplingSection(max_response_tokens=32),
-    )
+    algo = {"preset": "vapo", "critic": {"warmup_steps": 0, "lr": 1e-2}}
+    settings = settings_of(folder, learner, algo)
     algorithm = algorithm_of(settings)
     everything = train_sequences()
-    plans = plan_step(
-        [len(s.token_ids) for s in everything],
-        replicas=topology.data_parallel,
-        minibatches=1,
-        max_tokens=48,
-        coupled=learner.sizes.couples_replicas,
-        multiple_of=learner.sizes.microbatch_multiple,
-    )
-    batches = [
-        [pack([everything[i] for i in indices], device.device()) for indices in share]
-        for share in (plan.microbatches[topology.data_parallel_rank] for plan in plans)
-    ]
+    plans, batches = planned(everything, learner, topology, minibatches=1, max_tokens=48)
 
     def train(policy: Policy, times: int, name: str) -> None:
         for _ in range(times):
@@ -89,9 +64,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(
-        *map(Path, sys.argv[1:3]),
-        *map(int, sys.argv[3:5]),
-        sys.argv[5],
-        [Path(other) for other in sys.argv[6:]],
-    )
+    run(main)

@@ -1,22 +1,19 @@
 """One rank of a learner that loads models, exports them and publishes them.
 
 Usage: round_trip MODELS_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON NAME ...
-Models are folders of MODELS_FOLDER. Rank 0 writes WORK_FOLDER/0.json: by name, which tensors came
-out otherwise, and exports each to WORK_FOLDER/NAME.
+Models are folders of MODELS_FOLDER. Writes WORK_FOLDER/RANK.json, of rank 0 by name which tensors
+came out otherwise, and exports each to WORK_FOLDER/NAME.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from slipstream.learner.model import device
 from tests.support.published_parts import written_tensors
+from tests.support.ranks.program import finish, join_ranks, run
 from tests.support.ranks.run import section_of
-from tests.support.waiting import HANG_S
 
 
 def same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -24,8 +21,8 @@ def same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *names: str) -> None:
-    device.prepare()
-    device.set_threads(1)
+    learner = section_of(layout)
+    topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import (
@@ -33,18 +30,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
         load_hf_weights,
         save_hf_folder,
     )
-    from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.publish.weight_writer import WeightWriter
-
-    learner = section_of(layout)
-    topology = init_topology(
-        rank=rank,
-        world_size=world_size,
-        sizes=learner.sizes,
-        store=dist.FileStore(str(work / "store"), world_size),
-        seed=1,
-        timeout_s=HANG_S,
-    )
 
     report = {}
     for name in names:
@@ -69,11 +55,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
             }
         dist.barrier()
         writer.close()
-    if rank == 0:
-        (work / "0.json").write_text(json.dumps(report))
-    dist.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), *sys.argv[5:])
+    run(main)

@@ -5,23 +5,18 @@ Writes to WORK_FOLDER/RANK.json, with replay and without, the log-probabilities 
 how often a token had other experts in a layer than the engine gave it.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack, unpack
-from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
-from slipstream.weightbus.config import WeightBusSection
-from slipstream.wire.settings.sections import RoutingReplay, RunSection
+from slipstream.wire.settings.sections import RoutingReplay
 from tests.support.ranks.decisions import read_submissions
-from tests.support.ranks.policy import join_ranks
+from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.run import section_of
 
 if TYPE_CHECKING:
@@ -47,19 +42,13 @@ def recorded_maps(model: "RankModel") -> list[Tensor]:
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file: Path) -> None:
     learner = section_of(layout)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.batch import expert_sizes
 
     cases = read_submissions(file)
     report: dict[str, dict[str, object]] = {name: {} for name in cases}
     for replay in REPLAYS:
-        settings = LearnerSettings(
-            run=RunSection(model=str(folder), routing_replay=replay),
-            learner=learner,
-            algo=AlgoSection(),
-            weightbus=WeightBusSection(),
-        )
+        settings = settings_of(folder, learner, {}, replay=replay)
         policy = build_policy(settings, algorithm_of(settings), topology)
         hf = policy.model.hf_config
         maps = recorded_maps(policy.model)
@@ -85,16 +74,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, file
                 "all": int(known.sum()) * batch.experts.size(1),
                 "each has": sorted(set(chosen.sum(-1).flatten().tolist())),
             }
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        *map(int, sys.argv[3:5]),
-        sys.argv[5],
-        Path(sys.argv[6]),
-    )
+    run(main)

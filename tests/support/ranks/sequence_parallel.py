@@ -4,22 +4,15 @@ Usage: sequence_parallel MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Tensor parallelism comes with sequence parallelism. Writes WORK_FOLDER/RANK.json.
 """
 
-import json
-import sys
 from pathlib import Path
 
-import torch
-
-from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
-from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
-from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import join_ranks, random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.run import section_of
 
 # With a critic, whose head is no layer of Megatron's, and a reference beside the policy.
@@ -34,16 +27,9 @@ ALGO: dict[str, object] = {
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32")
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
-    settings = LearnerSettings(
-        run=RunSection(model=str(folder)),
-        learner=learner,
-        algo=AlgoSection(**ALGO),  # type: ignore[arg-type]  # TOML's types
-        weightbus=WeightBusSection(),
-        sampling=SamplingSection(max_response_tokens=32),
-    )
+    settings = settings_of(folder, learner, ALGO)
     algorithm = algorithm_of(settings)
     report = []
     everything = train_sequences()
@@ -68,10 +54,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
                 "figures": figures,
             }
         )
-    (work / f"{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    destroy_topology()
+    finish(work / f"{rank}.json", report)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5])
+    run(main)
