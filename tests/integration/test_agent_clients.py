@@ -31,7 +31,7 @@ def assert_kept(it: Served) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
+async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
     agents: Any = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     seen: list[int] = []
@@ -42,30 +42,27 @@ def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
         seen.append(a + b)
         return a + b
 
-    async def test() -> None:
-        says = [call("add", a=2, b=3), call("transfer_to_judge"), "it is 5"]
-        async with asyncio.timeout(HANG_S), served(*says) as it:
-            model = agents.OpenAIChatCompletionsModel("policy", openai_client=it.client)
-            judge = agents.Agent(name="judge", instructions="Judge.", model=model)
-            agent = agents.Agent(
-                name="adder", instructions="Add.", model=model, tools=[add], handoffs=[judge]
-            )
-            if streams:
-                running = agents.Runner.run_streamed(agent, "what is 2+3?")
-                async for _event in running.stream_events():
-                    pass
-                output = running.final_output
-            else:
-                output = (await agents.Runner.run(agent, "what is 2+3?")).final_output
-            assert (output, seen) == ("it is 5", [5])
-            assert_kept(it)
-            # The second call goes on after the first; the judge has other instructions and tools.
-            assert len(it.session.conversation.branches) == 1
-
-    asyncio.run(test())
+    says = [call("add", a=2, b=3), call("transfer_to_judge"), "it is 5"]
+    async with asyncio.timeout(HANG_S), served(*says) as it:
+        model = agents.OpenAIChatCompletionsModel("policy", openai_client=it.client)
+        judge = agents.Agent(name="judge", instructions="Judge.", model=model)
+        agent = agents.Agent(
+            name="adder", instructions="Add.", model=model, tools=[add], handoffs=[judge]
+        )
+        if streams:
+            running = agents.Runner.run_streamed(agent, "what is 2+3?")
+            async for _event in running.stream_events():
+                pass
+            output = running.final_output
+        else:
+            output = (await agents.Runner.run(agent, "what is 2+3?")).final_output
+        assert (output, seen) == ("it is 5", [5])
+        assert_kept(it)
+        # The second call goes on after the first; the judge has other instructions and tools.
+        assert len(it.session.conversation.branches) == 1
 
 
-def test_smolagents_call_a_tool():
+async def test_smolagents_call_a_tool():
     smolagents: Any = pytest.importorskip("smolagents")
 
     @smolagents.tool  # type: ignore[untyped-decorator]
@@ -78,41 +75,28 @@ def test_smolagents_call_a_tool():
         """
         return a + b
 
-    async def test() -> None:
-        says = [call("add", a=2, b=3), call("final_answer", answer="5")]
-        async with asyncio.timeout(HANG_S), served(*says) as it:
+    says = [call("add", a=2, b=3), call("final_answer", answer="5")]
+    async with asyncio.timeout(HANG_S), served(*says) as it:
 
-            def run() -> object:
-                model = smolagents.OpenAIServerModel(
-                    "policy", api_base=it.server.url, api_key=it.key
-                )
-                agent = smolagents.ToolCallingAgent(tools=[add], model=model, verbosity_level=0)
-                return agent.run("what is 2+3?")
+        def run() -> object:
+            model = smolagents.OpenAIServerModel("policy", api_base=it.server.url, api_key=it.key)
+            agent = smolagents.ToolCallingAgent(tools=[add], model=model, verbosity_level=0)
+            return agent.run("what is 2+3?")
 
-            assert await asyncio.to_thread(run) == "5"
-            assert_kept(it)
-
-    asyncio.run(test())
+        assert await asyncio.to_thread(run) == "5"
+        assert_kept(it)
 
 
-def test_smolagents_write_code():
+async def test_smolagents_write_code():
     smolagents: Any = pytest.importorskip("smolagents")
 
-    async def test() -> None:
-        says = [
-            "Thought: add.\n<code>\nx = 2 + 3\nprint(x)\n</code>",
-            "<code>final_answer(x)</code>",
-        ]
-        async with asyncio.timeout(HANG_S), served(*says) as it:
+    says = ["Thought: add.\n<code>\nx = 2 + 3\nprint(x)\n</code>", "<code>final_answer(x)</code>"]
+    async with asyncio.timeout(HANG_S), served(*says) as it:
 
-            def run() -> object:
-                model = smolagents.OpenAIServerModel(
-                    "policy", api_base=it.server.url, api_key=it.key
-                )
-                agent = smolagents.CodeAgent(tools=[], model=model, verbosity_level=0)
-                return agent.run("what is 2+3?")
+        def run() -> object:
+            model = smolagents.OpenAIServerModel("policy", api_base=it.server.url, api_key=it.key)
+            agent = smolagents.CodeAgent(tools=[], model=model, verbosity_level=0)
+            return agent.run("what is 2+3?")
 
-            assert await asyncio.to_thread(run) == 5
-            assert_kept(it)
-
-    asyncio.run(test())
+        assert await asyncio.to_thread(run) == 5
+        assert_kept(it)

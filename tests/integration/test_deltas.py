@@ -4,8 +4,7 @@ The engines are plain tensors; over a slow link, with SGLang, it is tests/e2e/te
 """
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +78,12 @@ class Agent:
         assert digest_of(engine.tensors) == digest_of(self.bus.at(step))
         await until_async(lambda: bool(self.bus.fetched(step)))
 
+    async def runs(self, steps: Iterable[int]) -> None:
+        """Have versions published one after the other, and each adopted."""
+        for step in steps:
+            self.bus.publish(step)
+            await self.adopts(step)
+
     def memory_file(self) -> Path:
         return self.staging.folder / "memory"
 
@@ -106,195 +111,155 @@ def agents(bus: Bus, *names: str, uses_deltas: bool = True) -> Iterator[list[Age
         yield made
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        yield Path(name)
+def with_agent(folder: Path, scenario: Callable[[Bus, Agent], Awaitable[None]]) -> None:
+    """Run a scenario beside a relay and an agent."""
 
-
-def test_an_agent_fetches_what_changed_and_holds_every_byte(folder: Path):
-    async def scenario() -> None:
+    async def run() -> None:
         bus = Bus(folder)
         with agents(bus, "a") as (one,):
             async with running_bus(bus, one):
-                bus.publish(0)
-                await one.adopts(0)
-                assert bus.fetched(0) == [NUM_BYTES]
-                for step in range(1, 6):
-                    bus.publish(step)
-                    await one.adopts(step)
-                    (fetched,) = bus.fetched(step)
-                    assert 0 < fetched < NUM_BYTES / 20
+                await scenario(bus, one)
+
+    asyncio.run(run())
+
+
+def test_an_agent_fetches_what_changed_and_holds_every_byte(folder: Path):
+    async def scenario(bus: Bus, one: Agent) -> None:
+        await one.runs([0])
+        assert bus.fetched(0) == [NUM_BYTES]
+        for step in range(1, 6):
+            bus.publish(step)
+            await one.adopts(step)
+            (fetched,) = bus.fetched(step)
+            assert 0 < fetched < NUM_BYTES / 20
         assert one.staging.num_refused_deltas == 0
         assert bus.deltas.num_sent == 5 * NUM_BUCKETS
         assert bus.deltas.whole_because == {"the agent has no version": NUM_BUCKETS}
 
-    asyncio.run(scenario())
+    with_agent(folder, scenario)
 
 
-def test_an_agent_without_deltas_fetches_every_byte_and_the_relay_computes_none(folder: Path):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a", uses_deltas=False) as (one,):
-            async with running_bus(bus, one):
-                for step in range(3):
-                    bus.publish(step)
-                    await one.adopts(step)
-                    assert bus.fetched(step) == [NUM_BYTES]
-        assert bus.deltas._copy is None
-        assert not bus.deltas.whole_because
-
-    asyncio.run(scenario())
+async def test_an_agent_without_deltas_fetches_every_byte_and_the_relay_computes_none(folder: Path):
+    bus = Bus(folder)
+    with agents(bus, "a", uses_deltas=False) as (one,):
+        async with running_bus(bus, one):
+            for step in range(3):
+                bus.publish(step)
+                await one.adopts(step)
+                assert bus.fetched(step) == [NUM_BYTES]
+    assert bus.deltas._copy is None
+    assert not bus.deltas.whole_because
 
 
 @pytest.mark.parametrize("missed", [1, KEPT - 1, KEPT], ids="behind by {}".format)
-def test_an_agent_some_versions_behind_catches_up_and_one_too_far_gets_all(
+async def test_an_agent_some_versions_behind_catches_up_and_one_too_far_gets_all(
     folder: Path, missed: int
 ):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a", "b") as (one, other):
-            async with running_bus(bus, other):
-                async with running(one.subscriber.run(bus.near)):
-                    for step in range(2):
-                        bus.publish(step)
-                        await one.adopts(step)
-                        await other.adopts(step)
-                for step in range(2, 2 + missed):
+    bus = Bus(folder)
+    with agents(bus, "a", "b") as (one, other):
+        async with running_bus(bus, other):
+            async with running(one.subscriber.run(bus.near)):
+                for step in range(2):
                     bus.publish(step)
+                    await one.adopts(step)
                     await other.adopts(step)
-                async with running(one.subscriber.run(bus.near)):
-                    last = 2 + missed
-                    bus.publish(last)
-                    await one.adopts(last)
-                    await until_async(lambda: any(bus.fetched(last)))
-                    (fetched,) = (size for size in bus.fetched(last) if size)
-                    await other.adopts(last)
-        if missed < KEPT:
-            assert 0 < fetched < NUM_BYTES / 20 * (missed + 1)
-        else:
-            assert fetched == NUM_BYTES
-            assert bus.deltas.whole_because["what changed since the agent's version is not kept"]
-
-    asyncio.run(scenario())
+            for step in range(2, 2 + missed):
+                bus.publish(step)
+                await other.adopts(step)
+            async with running(one.subscriber.run(bus.near)):
+                last = 2 + missed
+                bus.publish(last)
+                await one.adopts(last)
+                await until_async(lambda: any(bus.fetched(last)))
+                (fetched,) = (size for size in bus.fetched(last) if size)
+                await other.adopts(last)
+    if missed < KEPT:
+        assert 0 < fetched < NUM_BYTES / 20 * (missed + 1)
+    else:
+        assert fetched == NUM_BYTES
+        assert bus.deltas.whole_because["what changed since the agent's version is not kept"]
 
 
 def test_a_damaged_base_is_noticed_and_that_bucket_alone_is_fetched_whole(folder: Path):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a") as (one,):
-            async with running_bus(bus, one):
-                for step in range(2):
-                    bus.publish(step)
-                    await one.adopts(step)
-                with one.memory_file().open("r+b") as file:  # a bit of the last tensor
-                    file.seek(-3, 2)
-                    byte = file.read(1)[0]
-                    file.seek(-3, 2)
-                    file.write(bytes([byte ^ 4]))
-                bus.publish(2)
-                await one.adopts(2)
-                assert one.staging.num_refused_deltas == 1
-                (fetched,) = bus.fetched(2)
-                bucket = NUM_BYTES // NUM_BUCKETS
-                assert bucket < fetched < bucket + NUM_BYTES / 20
-                bus.publish(3)
-                await one.adopts(3)
-                assert bus.fetched(3)[0] < NUM_BYTES / 20
+    async def scenario(bus: Bus, one: Agent) -> None:
+        await one.runs(range(2))
+        with one.memory_file().open("r+b") as file:  # a bit of the last tensor
+            file.seek(-3, 2)
+            byte = file.read(1)[0]
+            file.seek(-3, 2)
+            file.write(bytes([byte ^ 4]))
+        await one.runs([2])
+        assert one.staging.num_refused_deltas == 1
+        (fetched,) = bus.fetched(2)
+        bucket = NUM_BYTES // NUM_BUCKETS
+        assert bucket < fetched < bucket + NUM_BYTES / 20
+        await one.runs([3])
+        assert bus.fetched(3)[0] < NUM_BYTES / 20
 
-    asyncio.run(scenario())
+    with_agent(folder, scenario)
 
 
 def test_a_learner_that_took_over_goes_on_with_deltas_if_its_tensors_are_the_same(folder: Path):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a") as (one,):
-            async with running_bus(bus, one):
-                for step in range(3):
-                    bus.publish(step)
-                    await one.adopts(step)
-                bus.open_memory(bus.tensors)  # v2: it resumes one step before
-                bus.publish(1)
-                await one.adopts(1)
-                assert 0 < bus.fetched(1)[0] < NUM_BYTES / 20
+    async def scenario(bus: Bus, one: Agent) -> None:
+        await one.runs(range(3))
+        bus.open_memory(bus.tensors)  # v2: it resumes one step before
+        await one.runs([1])
+        assert 0 < bus.fetched(1)[0] < NUM_BYTES / 20
 
-    asyncio.run(scenario())
+    with_agent(folder, scenario)
 
 
 def test_a_layout_of_other_buckets_is_fetched_whole_and_then_by_deltas_again(folder: Path):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a") as (one,):
-            async with running_bus(bus, one):
-                for step in range(2):
-                    bus.publish(step)
-                    await one.adopts(step)
-                bus.open_memory(dict(reversed(bus.tensors.items())))
-                for step in range(2):
-                    bus.publish(step)
-                    await one.adopts(step)
-                assert bus.fetched(0) == [NUM_BYTES]
-                assert bus.fetched(1)[0] < NUM_BYTES / 20
+    async def scenario(bus: Bus, one: Agent) -> None:
+        await one.runs(range(2))
+        bus.open_memory(dict(reversed(bus.tensors.items())))
+        await one.runs(range(2))
+        assert bus.fetched(0) == [NUM_BYTES]
+        assert bus.fetched(1)[0] < NUM_BYTES / 20
 
-    asyncio.run(scenario())
+    with_agent(folder, scenario)
 
 
-def test_a_new_relay_knows_no_base_and_sends_all(folder: Path):
-    async def scenario() -> None:
-        first = Bus(folder)
-        with agents(first, "a") as (one,):
-            async with running(one.subscriber.run(first.near)):
-                async with running(first.publisher.run(first.near)):
-                    for step in range(2):
-                        first.publish(step)
-                        await one.adopts(step)
-                second = one.bus = Bus(folder)
-                async with running(second.publisher.run(second.near)):
-                    second.publish(2)
-                    await one.adopts(2)
-                    assert second.fetched(2) == [NUM_BYTES]
-                    second.publish(3)
-                    await one.adopts(3)
-                    assert second.fetched(3)[0] < NUM_BYTES / 20
-
-    asyncio.run(scenario())
+async def test_a_new_relay_knows_no_base_and_sends_all(folder: Path):
+    first = Bus(folder)
+    with agents(first, "a") as (one,):
+        async with running(one.subscriber.run(first.near)):
+            async with running(first.publisher.run(first.near)):
+                await one.runs(range(2))
+            second = one.bus = Bus(folder)
+            async with running(second.publisher.run(second.near)):
+                await one.runs([2])
+                assert second.fetched(2) == [NUM_BYTES]
+                await one.runs([3])
+                assert second.fetched(3)[0] < NUM_BYTES / 20
 
 
 def test_a_slow_engine_breaks_no_chain_and_delays_no_learner(folder: Path):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a") as (one,):
-            async with running_bus(bus, one):
-                bus.publish(0)
-                await one.adopts(0)
-                slow = bus.versions.read()
-                assert slow is not None
-                for step in range(1, 6):
-                    bus.publish(step)  # raises where no slot is free
-                    await one.adopts(step)
-                    assert bus.fetched(step)[0] < NUM_BYTES / 20
-                await slow.end()
+    async def scenario(bus: Bus, one: Agent) -> None:
+        await one.runs([0])
+        slow = bus.versions.read()
+        assert slow is not None
+        for step in range(1, 6):
+            bus.publish(step)  # raises where no slot is free
+            await one.adopts(step)
+            assert bus.fetched(step)[0] < NUM_BYTES / 20
+        await slow.end()
 
-    asyncio.run(scenario())
+    with_agent(folder, scenario)
 
 
-def test_a_relay_without_agents_that_ask_forgets_its_copy(folder: Path):
-    async def scenario() -> None:
-        bus = Bus(folder)
-        with agents(bus, "a") as (one,):
-            async with running_bus(bus):
-                async with running(one.subscriber.run(bus.near)):
-                    for step in range(2):
-                        bus.publish(step)
-                        await one.adopts(step)
-                assert bus.deltas._copy is not None
-                for step in range(2, 3 + 2 * KEPT):
-                    bus.publish(step)
-                    newest = PolicyVersion(bus.epoch, step)
-                    await until_async(
-                        lambda: bus.deltas._head == newest or bus.deltas._copy is None  # noqa: B023
-                    )
-                assert bus.deltas._copy is None
-                assert not bus.deltas._steps
-
-    asyncio.run(scenario())
+async def test_a_relay_without_agents_that_ask_forgets_its_copy(folder: Path):
+    bus = Bus(folder)
+    with agents(bus, "a") as (one,):
+        async with running_bus(bus):
+            async with running(one.subscriber.run(bus.near)):
+                await one.runs(range(2))
+            assert bus.deltas._copy is not None
+            for step in range(2, 3 + 2 * KEPT):
+                bus.publish(step)
+                newest = PolicyVersion(bus.epoch, step)
+                await until_async(
+                    lambda: bus.deltas._head == newest or bus.deltas._copy is None  # noqa: B023
+                )
+            assert bus.deltas._copy is None
+            assert not bus.deltas._steps

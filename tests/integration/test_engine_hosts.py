@@ -25,19 +25,18 @@ from slipstream.generators.sglang.running import running_engine, watch_all
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
-from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.version.engine_checksums import Holder, check_same, expected_checksums
 from slipstream.wire.errors import EngineError, PeerLostError
 from slipstream.wire.files.keys import write_client_key
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.health import Health
 from slipstream.wire.settings.load import load_table
+from tests.support.bus.published import subscriber_of
 from tests.support.bus.remote import EPOCH, Relay, adopts, client_key, free_ports, running
 from tests.support.listening import listeners_of
 from tests.support.processes import shared_memory_of, tree_of
 from tests.support.tiny_run import ROOT, write_policy
-from tests.support.waiting import HANG_S, NEVER_S, until, until_async
+from tests.support.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.integration
 NAME = "generator-0"
@@ -149,22 +148,12 @@ async def agent_of(
     hosts: Hosts, leader: Leader, engine: SglangEngine, relay: Relay
 ) -> AsyncIterator[Subscriber]:
     staging = Staging(hosts.folder, NAME, uses_deltas=True)
-    subscriber = Subscriber(
+    subscriber = subscriber_of(
         engine,
-        join=Join(
-            name=NAME,
-            incarnation="a",
-            device="cpu",
-            torch_version=installed_libraries().torch_version,
-            num_ranks=2,
-            transport="tcp",
-        ),
-        tensors=model_tensors(hosts.folder / "model", dtype="float32"),
-        staging=staging,
-        silence_s=NEVER_S,
-        fetch_timeout_s=NEVER_S,
-        on_pause=lambda: None,
-        on_adopt=lambda _version, _still_s: None,
+        model_tensors(hosts.folder / "model", dtype="float32"),
+        staging,
+        transport="tcp",
+        num_ranks=2,
         key=KEY,
         others=leader,
     )
@@ -394,9 +383,11 @@ def assert_gone(hosts: Hosts) -> None:
 
 
 def servers() -> list[psutil.Process]:
+    """Return what lives of SGLang and of the roles of this test, whoever their parent is now."""
     alive = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if one.status() != psutil.STATUS_ZOMBIE:
+            words = [*one.cmdline(), one.name()]
+            if any(word.startswith(("sglang", "slipstream.generators.")) for word in words):
                 alive.append(one)
     return alive

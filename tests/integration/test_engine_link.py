@@ -92,199 +92,160 @@ def fetching(link: Link, *, may_be_read: bool = True) -> "asyncio.Task[int]":
     return asyncio.create_task(link.leader.fetch_too(RECEIVE, RELAY, may_be_read=may_be_read))
 
 
-def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is_named():
-    async def scenario() -> None:
-        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-            await link.leader.until_all_are_there(NEVER_S)
-            first, second = one[0], two[0]
-            task = fetching(link)
-            orders = [await first.fetches.get(), await second.fetches.get()]
-            assert (
-                orders
-                == [FetchToo(command_id=1, receive=RECEIVE, relay=RELAY, may_be_read=True)] * 2
-            )
-            await first.answer(1, num_bytes=5)
-            await asyncio.sleep(0.1)
-            assert not task.done()
-            await second.answer(1, num_bytes=7)
-            assert await task == 12
+async def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is_named():
+    async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+        await link.leader.until_all_are_there(NEVER_S)
+        first, second = one[0], two[0]
+        task = fetching(link)
+        orders = [await first.fetches.get(), await second.fetches.get()]
+        assert (
+            orders == [FetchToo(command_id=1, receive=RECEIVE, relay=RELAY, may_be_read=True)] * 2
+        )
+        await first.answer(1, num_bytes=5)
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await second.answer(1, num_bytes=7)
+        assert await task == 12
 
-            task = fetching(link)
-            await second.answer(1, num_bytes=7)  # late, of the one before
-            await first.answer(2)
-            await second.answer(2, error="bucket 0 was wrong")
-            with pytest.raises(PublishError, match=r"^node 2 \(host .*, rank 2\): bucket 0 was"):
-                await task
-
-    asyncio.run(scenario())
+        task = fetching(link)
+        await second.answer(1, num_bytes=7)  # late, of the one before
+        await first.answer(2)
+        await second.answer(2, error="bucket 0 was wrong")
+        with pytest.raises(PublishError, match=r"^node 2 \(host .*, rank 2\): bucket 0 was"):
+            await task
 
 
-def test_nodes_hear_that_their_memory_may_be_read_until_all_have_taken_other():
-    async def scenario() -> None:
-        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-            await link.leader.until_all_are_there(NEVER_S)
-            told = []
-            for number, (error, may_be_read) in enumerate((("full", True), ("", False)), 1):
-                task = fetching(link, may_be_read=may_be_read)
-                told += [(await follower[0].fetches.get()).may_be_read for follower in (one, two)]
-                await one[0].answer(number)
-                await two[0].answer(number, error=error)
-                await asyncio.gather(task, return_exceptions=True)
-            task = fetching(link, may_be_read=False)
-            told.append((await one[0].fetches.get()).may_be_read)
-            assert told == [True, True, True, True, False]
-            task.cancel()
-
-    asyncio.run(scenario())
+async def test_nodes_hear_that_their_memory_may_be_read_until_all_have_taken_other():
+    async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+        await link.leader.until_all_are_there(NEVER_S)
+        told = []
+        for number, (error, may_be_read) in enumerate((("full", True), ("", False)), 1):
+            task = fetching(link, may_be_read=may_be_read)
+            told += [(await follower[0].fetches.get()).may_be_read for follower in (one, two)]
+            await one[0].answer(number)
+            await two[0].answer(number, error=error)
+            await asyncio.gather(task, return_exceptions=True)
+        task = fetching(link, may_be_read=False)
+        told.append((await one[0].fetches.get()).may_be_read)
+        assert told == [True, True, True, True, False]
+        task.cancel()
 
 
-def test_an_order_that_comes_after_a_newer_one_is_not_obeyed():
-    async def scenario() -> None:
-        async with linked() as link, link.follower(1) as one, link.follower(2):
-            await link.leader.until_all_are_there(NEVER_S)
-            peer = link.leader.book.known[1].peer
-            for number in (2, 1, 3):
-                order = FetchToo(command_id=number, receive=RECEIVE, relay=RELAY)
-                await link.leader._send(peer, order)
-            assert [(await one[0].fetches.get()).command_id for _ in range(2)] == [2, 3]
-
-    asyncio.run(scenario())
+async def test_an_order_that_comes_after_a_newer_one_is_not_obeyed():
+    async with linked() as link, link.follower(1) as one, link.follower(2):
+        await link.leader.until_all_are_there(NEVER_S)
+        peer = link.leader.book.known[1].peer
+        for number in (2, 1, 3):
+            order = FetchToo(command_id=number, receive=RECEIVE, relay=RELAY)
+            await link.leader._send(peer, order)
+        assert [(await one[0].fetches.get()).command_id for _ in range(2)] == [2, 3]
 
 
-def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(tmp_path: Path):
-    async def scenario() -> None:
-        link = FollowerLink(NodePlace(1, 2, 1, Address("h", 1)), FACTS, KEY, silence_s=NEVER_S)
+async def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(tmp_path: Path):
+    link = FollowerLink(NodePlace(1, 2, 1, Address("h", 1)), FACTS, KEY, silence_s=NEVER_S)
+    staging = Staging(tmp_path, "a")
+    before = (staging.folder / "memory").readlink()
+    for number in (1, 2):
+        order = FetchToo(command_id=number, receive=RECEIVE, relay=RELAY, may_be_read=number == 1)
+        link.fetches.put_nowait(order)
+    bus = WeightBusSection(timeout_s=0.1)
+    fetcher = HostFetcher(bus, 1, link, staging, TENSORS, KEY)
+    async with running(fetcher.run()):
+        await until_async(lambda: (staging.folder / "memory").readlink() != before)
+    staging.close()
+
+
+async def test_a_node_without_memory_for_a_version_says_so(tmp_path: Path):
+    async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+        await link.leader.until_all_are_there(NEVER_S)
         staging = Staging(tmp_path, "a")
-        before = (staging.folder / "memory").readlink()
-        for number in (1, 2):
-            order = FetchToo(
-                command_id=number, receive=RECEIVE, relay=RELAY, may_be_read=number == 1
-            )
-            link.fetches.put_nowait(order)
-        bus = WeightBusSection(timeout_s=0.1)
-        fetcher = HostFetcher(bus, 1, link, staging, TENSORS, KEY)
-        async with running(fetcher.run()):
-            await until_async(lambda: (staging.folder / "memory").readlink() != before)
         staging.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_node_without_memory_for_a_version_says_so(tmp_path: Path):
-    async def scenario() -> None:
-        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-            await link.leader.until_all_are_there(NEVER_S)
-            staging = Staging(tmp_path, "a")
-            staging.close()
-            fetcher = HostFetcher(WeightBusSection(), 1, one[0], staging, TENSORS, KEY)
-            async with running(fetcher.run()):
-                task = fetching(link, may_be_read=False)
-                await two[0].answer(1)
-                with pytest.raises(PublishError, match="Bad file descriptor"):
-                    await task
-
-    asyncio.run(scenario())
-
-
-def test_a_node_that_takes_too_long_is_named_with_the_setting():
-    async def scenario() -> None:
-        async with linked(receive_timeout_s=0.2) as link, link.follower(1) as one, link.follower(2):
-            await link.leader.until_all_are_there(NEVER_S)
-            task = fetching(link)
-            await one[0].answer(1)
-            with pytest.raises(PublishError, match=r"^node 2 .* \(weightbus\.receive_timeout"):
+        fetcher = HostFetcher(WeightBusSection(), 1, one[0], staging, TENSORS, KEY)
+        async with running(fetcher.run()):
+            task = fetching(link, may_be_read=False)
+            await two[0].answer(1)
+            with pytest.raises(PublishError, match="Bad file descriptor"):
                 await task
 
-    asyncio.run(scenario())
+
+async def test_a_node_that_takes_too_long_is_named_with_the_setting():
+    async with linked(receive_timeout_s=0.2) as link, link.follower(1) as one, link.follower(2):
+        await link.leader.until_all_are_there(NEVER_S)
+        task = fetching(link)
+        await one[0].answer(1)
+        with pytest.raises(PublishError, match=r"^node 2 .* \(weightbus\.receive_timeout"):
+            await task
 
 
-def test_what_was_lost_with_a_connection_is_asked_and_answered_again():
-    async def scenario() -> None:
-        async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-            await link.leader.until_all_are_there(NEVER_S)
-            first, second = one[0], two[0]
-            task = fetching(link)
-            await first.answer(1, num_bytes=1)
-            order = await second.fetches.get()
-            endpoint = f"tcp://{link.address}"
-            two[1].disconnect(endpoint)
-            await second.answer(order.command_id, num_bytes=1)  # into nothing
-            await asyncio.sleep(0.1)
-            assert not task.done()
-            connect(two[1], endpoint, server_key=KEY.public, key=KEY)
-            assert await task == 2
-            assert second.fetches.empty()
-
-    asyncio.run(scenario())
+async def test_what_was_lost_with_a_connection_is_asked_and_answered_again():
+    async with linked() as link, link.follower(1) as one, link.follower(2) as two:
+        await link.leader.until_all_are_there(NEVER_S)
+        first, second = one[0], two[0]
+        task = fetching(link)
+        await first.answer(1, num_bytes=1)
+        order = await second.fetches.get()
+        endpoint = f"tcp://{link.address}"
+        two[1].disconnect(endpoint)
+        await second.answer(order.command_id, num_bytes=1)  # into nothing
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        connect(two[1], endpoint, server_key=KEY.public, key=KEY)
+        assert await task == 2
+        assert second.fetches.empty()
 
 
-def test_another_key_does_not_get_in_and_a_second_process_is_refused():
-    async def scenario() -> None:
-        async with (
-            linked() as link,
-            link.follower(1, client_key("gpu-8")) as stranger,
-            link.follower(1) as first,
-            link.follower(2),
-        ):
-            await link.leader.until_all_are_there(NEVER_S)
-            assert not stranger[0].is_admitted
-            with pytest.raises(PeerLostError, match=r"does not reach node 0 .* another key"):
-                await stranger[0].until_started(0.1)
-            async with link.follower(1) as second:
-                with pytest.raises(NameTakenError, match="two processes came as node 1"):
-                    await second[2]
-            assert first[0].is_admitted
-            assert link.leader.book.ended == {}
-
-    asyncio.run(scenario())
+async def test_another_key_does_not_get_in_and_a_second_process_is_refused():
+    async with (
+        linked() as link,
+        link.follower(1, client_key("gpu-8")) as stranger,
+        link.follower(1) as first,
+        link.follower(2),
+    ):
+        await link.leader.until_all_are_there(NEVER_S)
+        assert not stranger[0].is_admitted
+        with pytest.raises(PeerLostError, match=r"does not reach node 0 .* another key"):
+            await stranger[0].until_started(0.1)
+        async with link.follower(1) as second:
+            with pytest.raises(NameTakenError, match="two processes came as node 1"):
+                await second[2]
+        assert first[0].is_admitted
+        assert link.leader.book.ended == {}
 
 
 @pytest.mark.parametrize("host", ["localhost", "::1"])
-def test_nodes_meet_at_a_name_and_at_an_address_of_ipv6(host: str):
-    async def scenario() -> None:
-        async with linked(host) as link, link.follower(1), link.follower(2):
-            await link.leader.until_all_are_there(NEVER_S)
-
-    asyncio.run(scenario())
+async def test_nodes_meet_at_a_name_and_at_an_address_of_ipv6(host: str):
+    async with linked(host) as link, link.follower(1), link.follower(2):
+        await link.leader.until_all_are_there(NEVER_S)
 
 
-def test_what_nobody_understands_changes_nothing():
-    async def scenario() -> None:
-        async with linked() as link, link.follower(1) as one, link.follower(2):
-            for frames in ([b""], [b"\xff" * 100], [b"\x81\xa4kind\xa6follow"], [b"a", b"b"]):
-                await one[1].send_multipart(frames)
-            await link.leader.until_all_are_there(NEVER_S)
-            await until_async(lambda: one[0].is_admitted)
-
-    asyncio.run(scenario())
+async def test_what_nobody_understands_changes_nothing():
+    async with linked() as link, link.follower(1) as one, link.follower(2):
+        for frames in ([b""], [b"\xff" * 100], [b"\x81\xa4kind\xa6follow"], [b"a", b"b"]):
+            await one[1].send_multipart(frames)
+        await link.leader.until_all_are_there(NEVER_S)
+        await until_async(lambda: one[0].is_admitted)
 
 
-def test_silence_is_noticed_on_both_sides():
-    async def scenario() -> None:
-        async with linked(silence_s=6) as link, link.follower(1) as one, link.follower(2) as two:
-            await link.leader.until_all_are_there(NEVER_S)
-            _, store = await link.leader.start()
-            store.close()
-            two[2].cancel()  # says nothing any more
-            with pytest.raises(PeerLostError, match=r"^node 2 .* for 6 s \(generators\.node_s"):
-                await link.leader.watch()
-            one[1].disconnect(f"tcp://{link.address}")
-            with pytest.raises(PeerLostError, match=r"^node 0 \(rank 0\) at .* for 6 s \(gen"):
-                await one[2]
-
-    asyncio.run(scenario())
+async def test_silence_is_noticed_on_both_sides():
+    async with linked(silence_s=6) as link, link.follower(1) as one, link.follower(2) as two:
+        await link.leader.until_all_are_there(NEVER_S)
+        _, store = await link.leader.start()
+        store.close()
+        two[2].cancel()  # says nothing any more
+        with pytest.raises(PeerLostError, match=r"^node 2 .* for 6 s \(generators\.node_s"):
+            await link.leader.watch()
+        one[1].disconnect(f"tcp://{link.address}")
+        with pytest.raises(PeerLostError, match=r"^node 0 \(rank 0\) at .* for 6 s \(gen"):
+            await one[2]
 
 
-def test_nobody_waits_for_nodes_that_node_0_hears_no_more():
+async def test_nobody_waits_for_nodes_that_node_0_hears_no_more():
     async def deaf() -> None:
         raise RuntimeError("its socket is gone")
 
-    async def scenario() -> None:
-        async with linked() as link:
-            serving = asyncio.create_task(deaf())
-            serving.add_done_callback(link.leader.deafened)
-            with pytest.raises(PeerLostError, match=r"hears no other node any more: .* is gone"):
-                await link.leader.watch()
-            await asyncio.gather(serving, return_exceptions=True)
-
-    asyncio.run(scenario())
+    async with linked() as link:
+        serving = asyncio.create_task(deaf())
+        serving.add_done_callback(link.leader.deafened)
+        with pytest.raises(PeerLostError, match=r"hears no other node any more: .* is gone"):
+            await link.leader.watch()
+        await asyncio.gather(serving, return_exceptions=True)

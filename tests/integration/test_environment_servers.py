@@ -24,7 +24,7 @@ from slipstream.weightbus.net.curve import LeaderListener
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.settings.rendezvous import Address
-from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, run, session
+from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, session
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.capture.test_capture import Engine
 from tests.unit.generators.turns.test_rendering import token_text
@@ -115,88 +115,76 @@ async def played(
     return found, its
 
 
-def test_turns_are_taken_as_on_one_host():
-    async def test() -> None:
-        async with serving("Guess") as served, linked(served) as servers:
-            assert servers.version == served.host.version
-            found, its = await played(servers, ["3", "9", "7"])
-            assert (found.reward, found.rewards) == (0.5, [-0.25, -0.25, 1.0])
-            assert its.conversation.branches == ()
-            await until_async(lambda: not served.server.num_trajectories)
-
-    run(test())
+async def test_turns_are_taken_as_on_one_host():
+    async with serving("Guess") as served, linked(served) as servers:
+        assert servers.version == served.host.version
+        found, its = await played(servers, ["3", "9", "7"])
+        assert (found.reward, found.rewards) == (0.5, [-0.25, -0.25, 1.0])
+        assert its.conversation.branches == ()
+        await until_async(lambda: not served.server.num_trajectories)
 
 
-def test_whether_it_may_reward_is_known_here():
-    async def test() -> None:
-        for name, expected in (("Tools", False), ("Guess", True)):
-            async with serving(name) as served, linked(served) as servers:
-                assert servers.may_reward is expected
-
-    run(test())
+async def test_whether_it_may_reward_is_known_here():
+    for name, expected in (("Tools", False), ("Guess", True)):
+        async with serving(name) as served, linked(served) as servers:
+            assert servers.may_reward is expected
 
 
-def test_an_agent_there_reaches_the_policy_here():
-    async def test() -> None:
-        async with serving("rollout") as served, linked(served) as servers:
-            assert servers.drives_itself
-            found, its = await played(servers, ["7", "yes"])
-            assert (found.reward, found.parts) == (1.0, {"length": 1.0})
-            assert len(its.conversation.branches) == 1
-
-    run(test())
+async def test_an_agent_there_reaches_the_policy_here():
+    async with serving("rollout") as served, linked(served) as servers:
+        assert servers.drives_itself
+        found, its = await played(servers, ["7", "yes"])
+        assert (found.reward, found.parts) == (1.0, {"length": 1.0})
+        assert len(its.conversation.branches) == 1
 
 
-def test_the_limit_and_the_reasons_of_failures_reach_the_other_side():
-    async def test() -> None:
-        async with serving("asks_on") as served, linked(served) as servers:
-            found, _ = await played(servers, list("123456"), {"max_turns": 2})
-            assert found.ended_by == "turns"
-        async with serving("Raises") as served, linked(served) as servers:
-            with pytest.raises(EnvironmentFailedError, match=r"ValueError: what is x\?"):
-                await played(servers, ["x"])
-        async with serving("Exits") as served, linked(served) as servers:
-            with pytest.raises(EnvironmentFailedError, match="ended with code 7"):
-                await played(servers, ["x"])
-
-    run(test())
+async def test_the_limit_and_the_reasons_of_failures_reach_the_other_side():
+    async with serving("asks_on") as served, linked(served) as servers:
+        found, _ = await played(servers, list("123456"), {"max_turns": 2})
+        assert found.ended_by == "turns"
+    async with serving("Raises") as served, linked(served) as servers:
+        with pytest.raises(EnvironmentFailedError, match=r"ValueError: what is x\?"):
+            await played(servers, ["x"])
+    async with serving("Exits") as served, linked(served) as servers:
+        with pytest.raises(EnvironmentFailedError, match="ended with code 7"):
+            await played(servers, ["x"])
 
 
-def test_trajectories_wait_for_room_and_one_that_is_given_up_leaves_nothing():
-    async def test() -> None:
-        async with serving("Hangs", most=1) as served, linked(served) as servers:
-            before = len(psutil.Process().children(recursive=True))
-            hanging = asyncio.create_task(played(servers, ["x"]))
-            await until_async(lambda: served.server.num_trajectories == 1)
-            waiting = asyncio.create_task(played(servers, ["x"]))
-            servers._servers[0].room = 1  # another generator took it meanwhile
-            servers._changed.set()
-            await until_async(lambda: not servers._servers[0].room)
-            assert not waiting.done()
-            await given_up(hanging)
-            await until_async(lambda: len(servers._servers[0].acting) == 1)
-            await until_async(lambda: served.server.num_trajectories == 1)
-            await given_up(waiting)
-            await until_async(lambda: not served.server.num_trajectories)
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
-
-    run(test())
+async def begun(served: Served, servers: EnvironmentServers) -> "asyncio.Task[object]":
+    """Return a trajectory that has begun there."""
+    task = asyncio.create_task(played(servers, ["x"]))
+    await until_async(lambda: served.server.num_trajectories == 1)
+    return task
 
 
-def test_a_trajectory_that_is_ended_before_it_ran_holds_no_place():
-    async def test() -> None:
-        async with serving("Hangs", most=1) as served, linked(served) as servers:
-            server = served.server
-            await until_async(lambda: bool(server._clients))
-            (client,) = server._clients.values()
-            await server._open(client, 99)
-            (one,) = client.trajectories.values()
-            assert one.task is not None
-            one.task.cancel()  # at once: the task has not begun
-            await until_async(lambda: not server.num_trajectories)
-            assert servers._servers[0].incarnation
+async def test_trajectories_wait_for_room_and_one_that_is_given_up_leaves_nothing():
+    async with serving("Hangs", most=1) as served, linked(served) as servers:
+        before = len(psutil.Process().children(recursive=True))
+        hanging = await begun(served, servers)
+        waiting = asyncio.create_task(played(servers, ["x"]))
+        servers._servers[0].room = 1  # another generator took it meanwhile
+        servers._changed.set()
+        await until_async(lambda: not servers._servers[0].room)
+        assert not waiting.done()
+        await given_up(hanging)
+        await until_async(lambda: len(servers._servers[0].acting) == 1)
+        await until_async(lambda: served.server.num_trajectories == 1)
+        await given_up(waiting)
+        await until_async(lambda: not served.server.num_trajectories)
+        await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
 
-    run(test())
+
+async def test_a_trajectory_that_is_ended_before_it_ran_holds_no_place():
+    async with serving("Hangs", most=1) as served, linked(served) as servers:
+        server = served.server
+        await until_async(lambda: bool(server._clients))
+        (client,) = server._clients.values()
+        await server._open(client, 99)
+        (one,) = client.trajectories.values()
+        assert one.task is not None
+        one.task.cancel()  # at once: the task has not begun
+        await until_async(lambda: not server.num_trajectories)
+        assert servers._servers[0].incarnation
 
 
 async def given_up(*tasks: "asyncio.Task[object]") -> None:
@@ -205,46 +193,39 @@ async def given_up(*tasks: "asyncio.Task[object]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_without_a_server_trajectories_wait_for_one():
-    async def test() -> None:
-        port = free_port()
-        first = AsyncExitStack()
-        served = await first.enter_async_context(serving("Guess", port=port))
-        async with first, linked(served) as servers:
-            await first.aclose()
-            servers._lost(servers._servers[0], "silent")
+async def test_without_a_server_trajectories_wait_for_one():
+    port = free_port()
+    first = AsyncExitStack()
+    served = await first.enter_async_context(serving("Guess", port=port))
+    async with first, linked(served) as servers:
+        await first.aclose()
+        servers._lost(servers._servers[0], "silent")
+        waiting = asyncio.create_task(played(servers, ["7"]))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        async with serving("Guess", port=port):
+            found, _ = await waiting
+            assert found.reward == 1.0
+
+
+async def test_a_server_with_other_options_is_refused():
+    port = free_port()
+    async with serving("Guess", port=port) as other:
+        with pytest.raises(ConfigError, match=r"other options.*environment\.options"):
+            async with linked(other, identity=identity_of("mine.py:Guess", {})):
+                pass
+    first = AsyncExitStack()
+    served = await first.enter_async_context(serving("Hangs", port=port))
+    async with first, linked(served) as servers:
+        hanging = await begun(served, servers)
+        await first.aclose()
+        async with serving("Guess", port=port):
+            with pytest.raises(EnvironmentFailedError, match="it serves another environment"):
+                await hanging
             waiting = asyncio.create_task(played(servers, ["7"]))
             await asyncio.sleep(0.2)
-            assert not waiting.done()
-            async with serving("Guess", port=port):
-                found, _ = await waiting
-                assert found.reward == 1.0
-
-    run(test())
-
-
-def test_a_server_with_other_options_is_refused():
-    async def test() -> None:
-        port = free_port()
-        async with serving("Guess", port=port) as other:
-            with pytest.raises(ConfigError, match=r"other options.*environment\.options"):
-                async with linked(other, identity=identity_of("mine.py:Guess", {})):
-                    pass
-        first = AsyncExitStack()
-        served = await first.enter_async_context(serving("Hangs", port=port))
-        async with first, linked(served) as servers:
-            hanging = asyncio.create_task(played(servers, ["x"]))
-            await until_async(lambda: served.server.num_trajectories == 1)
-            await first.aclose()
-            async with serving("Guess", port=port):
-                with pytest.raises(EnvironmentFailedError, match="it serves another environment"):
-                    await hanging
-                waiting = asyncio.create_task(played(servers, ["7"]))
-                await asyncio.sleep(0.2)
-                assert not waiting.done(), "it is not used"
-                await given_up(waiting)
-
-    run(test())
+            assert not waiting.done(), "it is not used"
+            await given_up(waiting)
 
 
 def test_an_environment_is_the_same_wherever_its_file_lies():
@@ -254,80 +235,55 @@ def test_an_environment_is_the_same_wherever_its_file_lies():
     assert identity_of("env.py:Env", {}) != identity_of("env.py:Other", {})
 
 
-def test_what_a_server_forgot_fails_here_once_it_is_heard_again():
-    async def test() -> None:
-        async with serving("Hangs", silence_s=1.5) as served, linked(served) as servers:
-            hanging = asyncio.create_task(played(servers, ["x"]))
-            await until_async(lambda: served.server.num_trajectories == 1)
-            (server,) = servers._servers
-            link, server._socket = server._socket, None  # nothing arrives for a while
-            await until_async(lambda: not served.server._clients)
-            server._socket = link
-            with pytest.raises(EnvironmentFailedError, match="no longer has this trajectory"):
+async def test_what_a_server_forgot_fails_here_once_it_is_heard_again():
+    async with serving("Hangs", silence_s=1.5) as served, linked(served) as servers:
+        hanging = await begun(served, servers)
+        (server,) = servers._servers
+        link, server._socket = server._socket, None  # nothing arrives for a while
+        await until_async(lambda: not served.server._clients)
+        server._socket = link
+        with pytest.raises(EnvironmentFailedError, match="no longer has this trajectory"):
+            await hanging
+
+
+async def test_trajectories_are_spread_and_a_server_that_is_gone_fails_its_own_alone():
+    async with serving("Hangs") as one, serving("Hangs") as other, linked(one, other) as servers:
+        await until_async(lambda: all(s.incarnation for s in servers._servers))
+        tasks = [asyncio.create_task(played(servers, ["x"])) for _ in range(4)]
+        both = (one.server, other.server)
+        await until_async(lambda: [s.num_trajectories for s in both] == [2, 2])
+        servers._lost(servers._servers[0], "silent")
+        failed = [task for task in tasks if task.done()] or (
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        )[0]
+        assert all("silent" in str(task.exception()) for task in failed)
+        assert other.server.num_trajectories == 2
+        await given_up(*tasks)
+
+
+async def test_a_server_that_was_restarted_has_lost_its_trajectories():
+    port = free_port()
+    first = AsyncExitStack()
+    served = await first.enter_async_context(serving("Hangs", port=port))
+    async with first, linked(served) as servers:
+        hanging = await begun(served, servers)
+        await first.aclose()
+        async with serving("Hangs", port=port):
+            with pytest.raises(EnvironmentFailedError, match="it was restarted"):
                 await hanging
 
-    run(test())
+
+async def test_a_generator_that_is_silent_has_lost_its_trajectories():
+    async with serving("Hangs", silence_s=2.0) as served, linked(served) as servers:
+        hanging = await begun(served, servers)
+        for task in servers._tasks:  # it says nothing more
+            task.cancel()
+        await until_async(lambda: not served.server.num_trajectories)
+        await given_up(hanging)
 
 
-def test_trajectories_are_spread_and_a_server_that_is_gone_fails_its_own_alone():
-    async def test() -> None:
-        async with (
-            serving("Hangs") as one,
-            serving("Hangs") as other,
-            linked(one, other) as servers,
-        ):
-            await until_async(lambda: all(s.incarnation for s in servers._servers))
-            tasks = [asyncio.create_task(played(servers, ["x"])) for _ in range(4)]
-            both = (one.server, other.server)
-            await until_async(lambda: [s.num_trajectories for s in both] == [2, 2])
-            servers._lost(servers._servers[0], "silent")
-            failed = [task for task in tasks if task.done()] or (
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            )[0]
-            assert all("silent" in str(task.exception()) for task in failed)
-            assert other.server.num_trajectories == 2
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    run(test())
-
-
-def test_a_server_that_was_restarted_has_lost_its_trajectories():
-    async def test() -> None:
-        port = free_port()
-        first = AsyncExitStack()
-        served = await first.enter_async_context(serving("Hangs", port=port))
-        async with first, linked(served) as servers:
-            hanging = asyncio.create_task(played(servers, ["x"]))
-            await until_async(lambda: served.server.num_trajectories == 1)
-            await first.aclose()
-            async with serving("Hangs", port=port):
-                with pytest.raises(EnvironmentFailedError, match="it was restarted"):
-                    await hanging
-
-    run(test())
-
-
-def test_a_generator_that_is_silent_has_lost_its_trajectories():
-    async def test() -> None:
-        async with serving("Hangs", silence_s=2.0) as served, linked(served) as servers:
-            hanging = asyncio.create_task(played(servers, ["x"]))
-            await until_async(lambda: served.server.num_trajectories == 1)
-            for task in servers._tasks:  # it says nothing more
-                task.cancel()
-            await until_async(lambda: not served.server.num_trajectories)
-            hanging.cancel()
-            await asyncio.gather(hanging, return_exceptions=True)
-
-    run(test())
-
-
-def test_without_the_key_nobody_is_served():
-    async def test() -> None:
-        async with serving("Guess") as served:
-            with pytest.raises(PeerLostError, match=r"no environment server answers .*key_file"):
-                async with linked(served, key=a_key(), patience_s=0.5):
-                    pass
-
-    run(test())
+async def test_without_the_key_nobody_is_served():
+    async with serving("Guess") as served:
+        with pytest.raises(PeerLostError, match=r"no environment server answers .*key_file"):
+            async with linked(served, key=a_key(), patience_s=0.5):
+                pass

@@ -22,7 +22,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S, until_async
-from tests.unit.generators.capture.test_capture import CALL, Engine, parse, run
+from tests.unit.generators.capture.test_capture import CALL, Engine, parse
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 pytestmark = pytest.mark.integration
@@ -63,6 +63,16 @@ def session(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> C
 PROMPT = Prompt(prompt="which?", ground_truth=7)
 
 
+async def tried(environment: EnvironmentHost, *says: str, timeout_s: float = HANG_S) -> Outcome:
+    return await run_trajectory(
+        environment, session(Engine(list(says))), PROMPT, timeout_s=timeout_s
+    )
+
+
+def num_children() -> int:
+    return len(psutil.Process().children(recursive=True))
+
+
 async def outcome(
     name: str, *says: str, timeout_s: float = HANG_S, **options: int
 ) -> tuple[Outcome, CaptureSession]:
@@ -71,56 +81,49 @@ async def outcome(
         return await run_trajectory(environment, its, PROMPT, timeout_s=timeout_s), its
 
 
-def test_policy_and_environment_take_turns_until_it_is_done():
-    async def test() -> None:
-        found, its = await outcome("Guess", "3", "9", "7")
-        assert (found.ended_by, found.reward, found.rewards) == (
-            "environment",
-            0.5,
-            [-0.25, -0.25, 1.0],
-        )
-        assert found.parts == {"guesses": 3.0}
-        assert its.conversation.branches == ()
-        assert decode(its.conversation.token_ids) == (
-            "<|user|>\nwhich?<|end|>\n<|assistant|>\n3<|end|>"
-            "\n<|user|>\nno<|end|>\n<|assistant|>\n9<|end|>"
-            "\n<|user|>\nno<|end|>\n<|assistant|>\n7<|end|>"
-        )
-
-    run(test())
+async def test_policy_and_environment_take_turns_until_it_is_done():
+    found, its = await outcome("Guess", "3", "9", "7")
+    assert (found.ended_by, found.reward, found.rewards) == (
+        "environment",
+        0.5,
+        [-0.25, -0.25, 1.0],
+    )
+    assert found.parts == {"guesses": 3.0}
+    assert its.conversation.branches == ()
+    assert decode(its.conversation.token_ids) == (
+        "<|user|>\nwhich?<|end|>\n<|assistant|>\n3<|end|>"
+        "\n<|user|>\nno<|end|>\n<|assistant|>\n9<|end|>"
+        "\n<|user|>\nno<|end|>\n<|assistant|>\n7<|end|>"
+    )
 
 
-def test_tools_are_called_and_what_they_raise_is_their_result():
-    async def test() -> None:
-        says = [
-            "CALL " + CALL,
-            'CALL {"name": "fail", "arguments": {"why": "so"}}',
-            'CALL {"name": "none", "arguments": {}}',
-            "done",
-        ]
-        found, _ = await outcome("Tools", *says)
-        results = [one["content"] for one in found.messages if one["role"] == "tool"]
-        assert results == [
-            "it",
-            "error: RuntimeError: so",
-            "error: there is no tool none, only look, fail",
-        ]
-        assert found.reward is None
-
-    run(test())
+async def test_tools_are_called_and_what_they_raise_is_their_result():
+    says = [
+        "CALL " + CALL,
+        'CALL {"name": "fail", "arguments": {"why": "so"}}',
+        'CALL {"name": "none", "arguments": {}}',
+        "done",
+    ]
+    found, _ = await outcome("Tools", *says)
+    results = [one["content"] for one in found.messages if one["role"] == "tool"]
+    assert results == [
+        "it",
+        "error: RuntimeError: so",
+        "error: there is no tool none, only look, fail",
+    ]
+    assert found.reward is None
 
 
 @pytest.mark.parametrize(
     ("options", "ended_by"), [({"max_turns": 2}, "turns"), ({"max_tokens": 90}, "tokens")]
 )
-def test_a_trajectory_ends_at_its_limits_with_what_it_has(options: dict[str, int], ended_by: str):
-    async def test() -> None:
-        found, its = await outcome("Guess", *"1234568", **options)
-        assert found.ended_by == ended_by
-        assert its.conversation.num_turns == len(found.rewards) == 2
-        assert found.reward == -0.5
-
-    run(test())
+async def test_a_trajectory_ends_at_its_limits_with_what_it_has(
+    options: dict[str, int], ended_by: str
+):
+    found, its = await outcome("Guess", *"1234568", **options)
+    assert found.ended_by == ended_by
+    assert its.conversation.num_turns == len(found.rewards) == 2
+    assert found.reward == -0.5
 
 
 @pytest.mark.parametrize(
@@ -138,148 +141,105 @@ def test_a_trajectory_ends_at_its_limits_with_what_it_has(options: dict[str, int
         ("asks_nothing", "there is no endpoint"),
     ],
 )
-def test_an_environment_that_fails_gives_a_reason_and_no_reward(name: str, why: str):
-    async def test() -> None:
-        with pytest.raises(EnvironmentFailedError, match=why):
-            await outcome(name, "x")
-
-    run(test())
+async def test_an_environment_that_fails_gives_a_reason_and_no_reward(name: str, why: str):
+    with pytest.raises(EnvironmentFailedError, match=why):
+        await outcome(name, "x")
 
 
-def test_shared_memory_is_the_environments_own_and_bounded():
-    async def test() -> None:
-        async with host(
-            "FillsSharedMemory", Limits(memory_mb=150, max_processes=32)
-        ) as environment:
-            its = session(Engine(["x"]))
-            found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)
-            assert found.parts == {"errno": float(errno.ENOSPC), "written": 600.0}
-            assert not Path("/dev/shm/fills-0").exists()  # noqa: ASYNC240, S108 one look
-
-    run(test())
+async def test_shared_memory_is_the_environments_own_and_bounded():
+    async with host("FillsSharedMemory", Limits(memory_mb=150, max_processes=32)) as environment:
+        found = await tried(environment, "x")
+        assert found.parts == {"errno": float(errno.ENOSPC), "written": 600.0}
+        assert not Path("/dev/shm/fills-0").exists()  # noqa: ASYNC240, S108 one look
 
 
-def test_one_that_hangs_is_killed_at_the_deadline_of_its_trajectory():
-    async def test() -> None:
-        async with host("Hangs") as environment:
-            began = asyncio.get_running_loop().time()
-            with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s = 1"):
-                await run_trajectory(environment, session(Engine(["x"])), PROMPT, timeout_s=1.0)
-            assert asyncio.get_running_loop().time() - began < HANG_S / 2
-            assert not environment._acting
-
-    run(test())
+async def test_one_that_hangs_is_killed_at_the_deadline_of_its_trajectory():
+    async with host("Hangs") as environment:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s = 1"):
+            await tried(environment, "x", timeout_s=1.0)
+        assert asyncio.get_running_loop().time() - began < HANG_S / 2
+        assert not environment._acting
 
 
-def test_a_process_that_never_connects_is_killed_and_its_trajectory_fails():
-    async def test() -> None:
-        impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
-        async with host("NeverConnects", impatient) as environment:
-            before = len(psutil.Process().children(recursive=True))
-            for _ in range(2):
-                with pytest.raises(
-                    EnvironmentFailedError, match=r"does not connect: it used no CPU .* for 0\.5 s"
-                ):
-                    await run_trajectory(
-                        environment, session(Engine(["x"])), PROMPT, timeout_s=HANG_S
-                    )
-            assert environment.replaced == {"connect": 2}
-            assert len(psutil.Process().children(recursive=True)) == before
-
-    run(test())
+async def test_a_process_that_never_connects_is_killed_and_its_trajectory_fails():
+    impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
+    async with host("NeverConnects", impatient) as environment:
+        before = num_children()
+        for _ in range(2):
+            with pytest.raises(
+                EnvironmentFailedError, match=r"does not connect: it used no CPU .* for 0\.5 s"
+            ):
+                await tried(environment, "x")
+        assert environment.replaced == {"connect": 2}
+        assert num_children() == before
 
 
-def test_one_that_is_given_up_before_it_connects_is_killed_too():
-    async def test() -> None:
-        async with host("NeverConnects") as environment:
-            before = len(psutil.Process().children(recursive=True))
-            for timeout_s in (1.0, 0.0):  # when it has begun, and before that
-                with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s"):
-                    await run_trajectory(
-                        environment, session(Engine(["x"])), PROMPT, timeout_s=timeout_s
-                    )
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) == before)
-
-    run(test())
+async def test_one_that_is_given_up_before_it_connects_is_killed_too():
+    async with host("NeverConnects") as environment:
+        before = num_children()
+        for timeout_s in (1.0, 0.0):  # when it has begun, and before that
+            with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s"):
+                await tried(environment, "x", timeout_s=timeout_s)
+        await until_async(lambda: num_children() == before)
 
 
-def test_a_loader_that_forks_no_more_is_replaced():
-    async def test() -> None:
-        impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
-        async with host("Guess", impatient) as environment:
-            assert environment._loader is not None
-            stopped = psutil.Process(environment._loader.pids[0]).children(recursive=True)
-            for one in stopped:
-                one.suspend()
-            with pytest.raises(EnvironmentFailedError, match="does not fork"):
-                await run_trajectory(environment, session(Engine(["7"])), PROMPT, timeout_s=HANG_S)
-            await until_async(lambda: environment.replaced["loader"])
-            environment._limits = LIMITS  # patient with what is slow alone
-            its = session(Engine(["7"]))
-            assert (await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)).reward == 1.0
-
-    run(test())
+async def test_a_loader_that_forks_no_more_is_replaced():
+    impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
+    async with host("Guess", impatient) as environment:
+        assert environment._loader is not None
+        stopped = psutil.Process(environment._loader.pids[0]).children(recursive=True)
+        for one in stopped:
+            one.suspend()
+        with pytest.raises(EnvironmentFailedError, match="does not fork"):
+            await tried(environment, "7")
+        await until_async(lambda: environment.replaced["loader"])
+        environment._limits = LIMITS  # patient with what is slow alone
+        assert (await tried(environment, "7")).reward == 1.0
 
 
-def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
-    async def test() -> None:
-        file = tmp_path / "pids"
-        async with host("Leaves") as environment:
-            before = len(psutil.Process().children(recursive=True))
-            found = await run_trajectory(
-                environment, session(Engine([str(file)])), PROMPT, timeout_s=HANG_S
-            )
-            assert found.reward == 1.0
-            assert len(file.read_text().split()) == 2
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) == before)
-
-    run(test())
+async def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
+    file = tmp_path / "pids"
+    async with host("Leaves") as environment:
+        before = num_children()
+        found = await tried(environment, str(file))
+        assert found.reward == 1.0
+        assert len(file.read_text().split()) == 2
+        await until_async(lambda: num_children() == before)
 
 
-def test_what_a_trajectory_that_died_has_started_is_killed_too(tmp_path: Path):
-    async def test() -> None:
-        file = tmp_path / "pid"
-        async with host("LeavesAnOrphan") as environment:
-            before = len(psutil.Process().children(recursive=True))
-            with pytest.raises(EnvironmentFailedError, match="ended with code 3"):
-                await run_trajectory(
-                    environment, session(Engine([str(file)])), PROMPT, timeout_s=HANG_S
-                )
-            assert file.read_text()
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
-
-    run(test())
+async def test_what_a_trajectory_that_died_has_started_is_killed_too(tmp_path: Path):
+    file = tmp_path / "pid"
+    async with host("LeavesAnOrphan") as environment:
+        before = num_children()
+        with pytest.raises(EnvironmentFailedError, match="ended with code 3"):
+            await tried(environment, str(file))
+        assert file.read_text()
+        await until_async(lambda: num_children() <= before)
 
 
-def test_trajectories_run_side_by_side_and_one_that_fails_costs_no_other():
-    async def test() -> None:
-        async with host("Guess") as environment:
+async def test_trajectories_run_side_by_side_and_one_that_fails_costs_no_other():
+    async with host("Guess") as environment:
 
-            async def one(*says: str) -> float | None:
-                its = session(Engine(list(says)))
-                return (await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)).reward
+        async def one(*says: str) -> float | None:
+            its = session(Engine(list(says)))
+            return (await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)).reward
 
-            rewards = await asyncio.gather(
-                one("7"), one("1", "7"), *(one("fail") for _ in range(3)), return_exceptions=True
-            )
-            assert rewards[:2] == [1.0, 0.75]
-            assert all(isinstance(error, Exception) for error in rewards[2:])
-
-    run(test())
+        rewards = await asyncio.gather(
+            one("7"), one("1", "7"), *(one("fail") for _ in range(3)), return_exceptions=True
+        )
+        assert rewards[:2] == [1.0, 0.75]
+        assert all(isinstance(error, Exception) for error in rewards[2:])
 
 
-def test_the_process_that_has_it_imported_is_replaced_when_it_is_lost():
-    async def test() -> None:
-        async with host("Guess") as environment:
-            assert environment._loader is not None
-            (pid,) = environment._loader.pids
-            os.kill(pid, 9)
-            await until_async(lambda: environment.replaced["loader"])
-            its = session(Engine(["7"]))
-            found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)
-            assert found.reward == 1.0
-
-    run(test())
+async def test_the_process_that_has_it_imported_is_replaced_when_it_is_lost():
+    async with host("Guess") as environment:
+        assert environment._loader is not None
+        (pid,) = environment._loader.pids
+        os.kill(pid, 9)
+        await until_async(lambda: environment.replaced["loader"])
+        found = await tried(environment, "7")
+        assert found.reward == 1.0
 
 
 async def driven(
@@ -300,54 +260,42 @@ async def driven(
     return found, its
 
 
-def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
-    async def test() -> None:
-        found, its = await driven("rollout")
-        assert (found.reward, found.parts) == (1.0, {"length": 1.0})
-        assert not found.has_turn_rewards
-        assert len(its.conversation.branches) == 1  # it forgot what it had asked
-        assert [one["role"] for one in found.messages] == ["user", "assistant"]
-
-    run(test())
+async def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
+    found, its = await driven("rollout")
+    assert (found.reward, found.parts) == (1.0, {"length": 1.0})
+    assert not found.has_turn_rewards
+    assert len(its.conversation.branches) == 1  # it forgot what it had asked
+    assert [one["role"] for one in found.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(
     ("limits", "ended_by", "num_turns"),
     [({"max_turns": 2}, "turns", 2), ({"max_tokens": 90}, "tokens", 2)],
 )
-def test_an_agent_that_meets_a_limit_has_a_trajectory_that_was_cut_off(
+async def test_an_agent_that_meets_a_limit_has_a_trajectory_that_was_cut_off(
     limits: dict[str, int], ended_by: str, num_turns: int
 ):
-    async def test() -> None:
-        found, its = await driven("asks_on", says="123456789", limits=limits)
-        assert (found.ended_by, found.reward) == (ended_by, None)
-        assert its.conversation.num_turns == num_turns
-
-    run(test())
+    found, its = await driven("asks_on", says="123456789", limits=limits)
+    assert (found.ended_by, found.reward) == (ended_by, None)
+    assert its.conversation.num_turns == num_turns
 
 
 @pytest.mark.parametrize("name", ["Guess", "asks_on"])
-def test_a_prompt_that_leaves_no_room_is_no_trajectory(name: str):
-    async def test() -> None:
-        with pytest.raises(
-            EnvironmentFailedError, match=r"the first prompt is too long: .*a prompt of 31 tokens"
-        ):
-            await driven(name, limits={"max_tokens": 3})
-
-    run(test())
+async def test_a_prompt_that_leaves_no_room_is_no_trajectory(name: str):
+    with pytest.raises(
+        EnvironmentFailedError, match=r"the first prompt is too long: .*a prompt of 31 tokens"
+    ):
+        await driven(name, limits={"max_tokens": 3})
 
 
-def test_an_agent_that_drives_itself_may_reward_each_reply():
-    async def test() -> None:
-        found, its = await driven("rewards_turns")
-        assert (found.reward, found.rewards, found.parts) == (0.75, [0.25, 0.5], {"length": 1.0})
-        assert its.conversation.by_turn([0.25, 0.5]) == (0.25, 0.5)
-        found, _ = await driven("rewards_turns", score=2.0)
-        assert (found.reward, found.rewards) == (2.0, [0.25, 0.5])
-        with pytest.raises(EnvironmentFailedError, match=r"has 3 numbers, .* gave 2 replies"):
-            await driven("rewards_turns", count=3)
-
-    run(test())
+async def test_an_agent_that_drives_itself_may_reward_each_reply():
+    found, its = await driven("rewards_turns")
+    assert (found.reward, found.rewards, found.parts) == (0.75, [0.25, 0.5], {"length": 1.0})
+    assert its.conversation.by_turn([0.25, 0.5]) == (0.25, 0.5)
+    found, _ = await driven("rewards_turns", score=2.0)
+    assert (found.reward, found.rewards) == (2.0, [0.25, 0.5])
+    with pytest.raises(EnvironmentFailedError, match=r"has 3 numbers, .* gave 2 replies"):
+        await driven("rewards_turns", count=3)
 
 
 @pytest.mark.parametrize(
@@ -361,12 +309,9 @@ def test_an_agent_that_drives_itself_may_reward_each_reply():
         ("HERE", {}, "AttributeError"),
     ],
 )
-def test_what_is_no_environment_is_refused_at_the_start(
+async def test_what_is_no_environment_is_refused_at_the_start(
     name: str, options: dict[str, object], why: str
 ):
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=why):
-            async with host(name, **options):
-                pass
-
-    run(test())
+    with pytest.raises(ConfigError, match=why):
+        async with host(name, **options):
+            pass

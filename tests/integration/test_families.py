@@ -17,15 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.files.families.registry import FAMILIES
+from tests.integration.sglang_load import client_of
 from tests.support.families import write_family
 from tests.support.family_models import IN_MAKE_TEST, MODELS
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_run import sglang_server, write_policy
-from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 DENSE, EXPERTS = "glm4", "deepseek_v3"
@@ -54,13 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 async def checksums_of(server: SglangProcess) -> dict[str, str]:
-    engine = SglangEngine(
-        server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
-    )
-    try:
+    async with client_of(server) as engine:
         return await engine.checksums()
-    finally:
-        await engine.close()
 
 
 def align(*words: object) -> tuple[int, str, str]:

@@ -499,18 +499,12 @@ async def one_step(it: Fuzzed) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    "count", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_000)])]
+)
 @pytest.mark.usefixtures("_only_errors")
-def test_ten_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(short_folder: Path):
-    lay_siege(short_folder, 10_000)
-
-
-@pytest.mark.slow  # ten times what the one before draws
-@pytest.mark.timeout(3_000)
-@pytest.mark.usefixtures("_only_errors")
-def test_a_hundred_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(
-    short_folder: Path,
-):
-    lay_siege(short_folder, 100_000)
+def test_hostile_sequences_change_nothing_and_leave_nothing_behind(short_folder: Path, count: int):
+    lay_siege(short_folder, count)
 
 
 # ---- what is no ZMTP at all ---------------------------------------------------
@@ -550,51 +544,46 @@ async def sent(port: int, stream: bytes, *, then_close: bool) -> float:
 
 
 @pytest.mark.integration
-def test_streams_that_prove_no_key_are_closed_before_the_loop(short_folder: Path):
+async def test_streams_that_prove_no_key_are_closed_before_the_loop(short_folder: Path):
     """Noise, half a handshake and then silence, a client without keys: none gets to the loop."""
 
-    async def body() -> float:
-        async with fuzzed(short_folder, listens=True) as it:
-            address = it.server.addresses[1]
-            port = int(address.rpartition(":")[2])
-            key = make_client_key(short_folder / "keys", "hostb", "observer")
-            it.server._clients.refresh_keys()
-            honest, _ = await BrokerClient.connect(
-                address, role="observer", name="o", timeout_s=HANG_S, key_file=str(key)
-            )
-            seen = it.server.telemetry
-            random, process = Random(4), psutil.Process()
-            before, state = process.num_fds(), encode_state(it.ledger.book.state)
-            null: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            keyless = null.socket(zmq.DEALER)
-            keyless.setsockopt(zmq.LINGER, 0)
-            keyless.connect(address)
-            keyless.send_multipart([b"1", b"", encode(Hello(role="learner", name="l"))])
-            for _ in range(NUM_STREAMS // 20):
-                some = (sent(port, stream_of(random), then_close=True) for _ in range(20))
-                await asyncio.gather(*some)
-                await honest.ask(GetStatus(), StatusAnswer)
-            silent = [GREETING + b"CURVE".ljust(20, b"\0") + bytes(32), b"", GREETING]
-            waiting = asyncio.gather(
-                *(sent(port, silent[i % 3], then_close=False) for i in range(SILENT))
-            )
+    async with fuzzed(short_folder, listens=True) as it:
+        address = it.server.addresses[1]
+        port = int(address.rpartition(":")[2])
+        key = make_client_key(short_folder / "keys", "hostb", "observer")
+        it.server._clients.refresh_keys()
+        honest, _ = await BrokerClient.connect(
+            address, role="observer", name="o", timeout_s=HANG_S, key_file=str(key)
+        )
+        seen = it.server.telemetry
+        random, process = Random(4), psutil.Process()
+        before, state = process.num_fds(), encode_state(it.ledger.book.state)
+        null: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keyless = null.socket(zmq.DEALER)
+        keyless.setsockopt(zmq.LINGER, 0)
+        keyless.connect(address)
+        keyless.send_multipart([b"1", b"", encode(Hello(role="learner", name="l"))])
+        for _ in range(NUM_STREAMS // 20):
+            some = (sent(port, stream_of(random), then_close=True) for _ in range(20))
+            await asyncio.gather(*some)
             await honest.ask(GetStatus(), StatusAnswer)
-            assert not waiting.done(), (
-                "the honest one was answered only when the silent were closed"
-            )
-            kept = await waiting
-            await honest.ask(GetStatus(), StatusAnswer)
-            assert keyless.poll(0) == 0
-            keyless.close()
-            null.term()
-            honest.close()
-            await until_async(lambda: process.num_fds() <= before, "connections were not closed")
-            assert encode_state(it.ledger.book.state) == state
-            assert not +seen.rejected
-            assert len(it.server._sessions._by_token) == 1
-            return max(kept)
-
-    kept_s = asyncio.run(body())
+        silent = [GREETING + b"CURVE".ljust(20, b"\0") + bytes(32), b"", GREETING]
+        waiting = asyncio.gather(
+            *(sent(port, silent[i % 3], then_close=False) for i in range(SILENT))
+        )
+        await honest.ask(GetStatus(), StatusAnswer)
+        assert not waiting.done(), "the honest one was answered only when the silent were closed"
+        kept = await waiting
+        await honest.ask(GetStatus(), StatusAnswer)
+        assert keyless.poll(0) == 0
+        keyless.close()
+        null.term()
+        honest.close()
+        await until_async(lambda: process.num_fds() <= before, "connections were not closed")
+        assert encode_state(it.ledger.book.state) == state
+        assert not +seen.rejected
+        assert len(it.server._sessions._by_token) == 1
+        kept_s = max(kept)
     print(f"\n{NUM_STREAMS} streams, {SILENT} silent ones kept {kept_s:.1f} s")  # noqa: T201
 
 

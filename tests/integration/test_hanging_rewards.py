@@ -1,7 +1,6 @@
 """A reward function that hangs for some answers, in real children, under the real broker's loop."""
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_attempts(
+async def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_attempts(
     short_folder: Path, processes: int
 ):
     """All siblings of such a group were tried in rounds, one after the other: 24 times."""
@@ -52,40 +51,36 @@ def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_attempts(
         drop_zero_variance=False,
     )
 
-    async def body() -> tuple[Counter[str], Counter[str], str]:
-        async with running(short_folder, make_ledger(rules)) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            worker = await it.client("reward_worker", "w")
-            await learner.ask(TakeOver(step=0), TookOver)
-            leased, _ = await generator.ask(
-                LeaseGroups(adopted=V0, max_sequences=GROUPS * SIBLINGS, wait_s=30.0), GroupsLeased
+    async with running(short_folder, make_ledger(rules)) as it:
+        learner = await it.client("learner", "learner")
+        generator = await it.client("generator", "generator-0")
+        worker = await it.client("reward_worker", "w")
+        await learner.ask(TakeOver(step=0), TookOver)
+        leased, _ = await generator.ask(
+            LeaseGroups(adopted=V0, max_sequences=GROUPS * SIBLINGS, wait_s=30.0), GroupsLeased
+        )
+        for group in leased.groups:
+            for sibling in group.siblings:
+                sent = header(group.group_id, sibling, V0, lease_id=group.lease_id)
+                frames = [b"payload", b"r" * sibling]
+                await generator.ask(SubmitTrajectory(header=sent), Done, frames=frames)
+        pool = await RewardPool.start(settings)
+        scorer = Scorer(worker, pool, max_credits=64, heartbeat_s=1.0)
+        scoring = asyncio.create_task(scorer.run())
+        try:
+            await until_async(lambda: it.server._learner._trouble._tries, "nothing was scored")
+            await until_async(
+                lambda: it.ledger.book.state.dropped["reward_unavailable"], "nothing was dropped"
             )
-            for group in leased.groups:
-                for sibling in group.siblings:
-                    sent = header(group.group_id, sibling, V0, lease_id=group.lease_id)
-                    frames = [b"payload", b"r" * sibling]
-                    await generator.ask(SubmitTrajectory(header=sent), Done, frames=frames)
-            pool = await RewardPool.start(settings)
-            scorer = Scorer(worker, pool, max_credits=64, heartbeat_s=1.0)
-            scoring = asyncio.create_task(scorer.run())
-            try:
-                await until_async(lambda: it.server._learner._trouble._tries, "nothing was scored")
-                await until_async(
-                    lambda: it.ledger.book.state.dropped["reward_unavailable"],
-                    "nothing was dropped",
-                )
-                await until_async(lambda: not it.server._leases._scoring.num_waiting)
-                request = RequestBatch(version=V0, step=0, wait_s=0.0)
-                answer, _ = await learner.ask(request, BatchNotReady)
-                assert it.status.in_flight["ready"] == GROUPS - 1
-                return it.ledger.book.state.dropped, pool.replaced, answer.reason
-            finally:
-                scoring.cancel()
-                await asyncio.gather(scoring, return_exceptions=True)
-                await pool.close()
-
-    dropped, replaced, _ = asyncio.run(body())
+            await until_async(lambda: not it.server._leases._scoring.num_waiting)
+            request = RequestBatch(version=V0, step=0, wait_s=0.0)
+            answer, _ = await learner.ask(request, BatchNotReady)
+            assert it.status.in_flight["ready"] == GROUPS - 1
+            dropped, replaced, _ = it.ledger.book.state.dropped, pool.replaced, answer.reason
+        finally:
+            scoring.cancel()
+            await asyncio.gather(scoring, return_exceptions=True)
+            await pool.close()
     assert dropped == {"reward_unavailable": 1}
     # Each child may be at another sibling when the first one fails.
     assert ATTEMPTS <= replaced["timeout"] <= ATTEMPTS + processes - 1

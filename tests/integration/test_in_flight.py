@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -34,7 +34,7 @@ from slipstream.weightbus.version.layout import plan_layout
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.sglang_load import Load, until_load
+from tests.integration.sglang_load import Load, client_of, until_load
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.run import ROOT
@@ -165,31 +165,6 @@ def keeping(weights: Weights) -> Iterator[SglangProcess]:
 def either(request: pytest.FixtureRequest) -> tuple[SglangProcess, Mode]:
     name = "retracting" if request.param == "retract" else "keeping"
     return request.getfixturevalue(name), request.param
-
-
-def on(
-    process: SglangProcess, mode: Mode, scenario: Callable[[SglangEngine], Awaitable[None]]
-) -> None:
-    async def run() -> None:
-        async with client(process, mode) as engine:
-            await scenario(engine)
-
-    asyncio.run(run())
-
-
-@asynccontextmanager
-async def client(process: SglangProcess, mode: Mode) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(
-        process.url,
-        process.api_key,
-        request_timeout_s=HANG_S,
-        control_timeout_s=HANG_S,
-        in_flight=mode,
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 @contextmanager
@@ -353,13 +328,16 @@ def by_learner(
         yield answer, dict(zip(VERSIONS, row, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["retracting", "overlapping"])
-def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_run_names(
-    weights: Weights, oracle: Oracle, schedule: str, request: pytest.FixtureRequest
-):
-    process: SglangProcess = request.getfixturevalue(schedule)
+@pytest.fixture
+def process(schedule: str, request: pytest.FixtureRequest) -> SglangProcess:
+    return request.getfixturevalue(schedule)
 
-    async def scenario(engine: SglangEngine) -> None:
+
+@pytest.mark.parametrize("schedule", ["retracting", "overlapping"])
+async def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_run_names(
+    weights: Weights, oracle: Oracle, schedule: str, process: SglangProcess
+):
+    async with client_of(process, in_flight="retract") as engine:
         assert await overlaps(process) == (schedule == "overlapping")
         answers = await changed_twice(process, engine, weights)
         for answer, by_version in by_learner(oracle, weights, answers):
@@ -367,13 +345,11 @@ def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_r
             for starts in moved(answer.starts):
                 assert answer.error(picked(by_version, starts)) > TOLERANCE
 
-    on(process, "retract", scenario)
 
-
-def test_answer_changed_in_place_keeps_its_keys_and_values(
+async def test_answer_changed_in_place_keeps_its_keys_and_values(
     weights: Weights, oracle: Oracle, keeping: SglangProcess
 ):
-    async def scenario(engine: SglangEngine) -> None:
+    async with client_of(keeping, in_flight="in_place") as engine:
         answers = await changed_twice(keeping, engine, weights)
         off_the_learners = []
         for answer, by_version in by_learner(oracle, weights, answers):
@@ -386,15 +362,13 @@ def test_answer_changed_in_place_keeps_its_keys_and_values(
             off_the_learners.append(answer.error(picked(by_version, answer.starts)))
         assert max(off_the_learners) > 0.01, "no answer shows that keys and values were kept"
 
-    on(keeping, "in_place", scenario)
 
-
-def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
+async def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
     weights: Weights, oracle: Oracle, either: tuple[SglangProcess, Mode]
 ):
     process, mode = either
 
-    async def scenario(engine: SglangEngine) -> None:
+    async with client_of(process, in_flight=mode) as engine:
         await change(engine, weights[V0], V0)
         before = await ask(engine, PREFIX, SHORT, 3)
         cached = await num_cached(process, PREFIX)
@@ -427,18 +401,16 @@ def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
                 assert answer.versions == [version]
                 assert answer.error(by_version[version]) < TOLERANCE
 
-    on(process, mode, scenario)
 
-
-def test_a_change_that_leaves_cached_prefixes_would_be_seen(
+async def test_a_change_that_leaves_cached_prefixes_would_be_seen(
     weights: Weights, oracle: Oracle, retracting: SglangProcess
 ):
     """An engine that keeps keys and values must not cache prefixes: here its server does."""
 
-    async def scenario(engine: SglangEngine) -> None:
+    async with client_of(retracting, in_flight="retract") as engine:
         await change(engine, weights[V0], V0)
         await ask(engine, PREFIX, SHORT, 2)
-        async with client(retracting, "in_place") as careless:
+        async with client_of(retracting, in_flight="in_place") as careless:
             await change(careless, weights[V1], V1)
         stale = await ask(engine, PREFIX, SHORT, 2)
         for answer, by_version in by_learner(oracle, weights, stale):
@@ -452,17 +424,15 @@ def test_a_change_that_leaves_cached_prefixes_would_be_seen(
         for answer, by_version in by_learner(oracle, weights, clean):
             assert answer.error(by_version[V1]) < TOLERANCE
 
-    on(retracting, "retract", scenario)
 
-
-def test_a_folder_that_lacks_a_file_of_its_index_is_refused_before_a_tensor_is_loaded(
+async def test_a_folder_that_lacks_a_file_of_its_index_is_refused_before_a_tensor_is_loaded(
     weights: Weights, oracle: Oracle, retracting: SglangProcess, tmp_path: Path
 ):
     (tmp_path / "model.safetensors").symlink_to(weights[V1] / "model.safetensors")
     index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    async def scenario(engine: SglangEngine) -> None:
+    async with client_of(retracting, in_flight="retract") as engine:
         await change(engine, weights[V0], V0)
         await engine.pause()
         with pytest.raises(EngineError, match=r"model-2\.safetensors"):
@@ -471,8 +441,6 @@ def test_a_folder_that_lacks_a_file_of_its_index_is_refused_before_a_tensor_is_l
         answers = await ask(engine, PREFIX, SHORT, 1)
         for answer, by_version in by_learner(oracle, weights, answers):
             assert answer.error(by_version[V0]) < TOLERANCE
-
-    on(retracting, "retract", scenario)
 
 
 async def num_cached(process: SglangProcess, prompt: list[int]) -> int:

@@ -62,7 +62,7 @@ async def generate_for_ever(it: Running) -> None:
         await worker.ask(SubmitScores(scores=scores), Done)
 
 
-def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_path: Path):
+async def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_path: Path):
     settings = settings_in(tmp_path, steps=9)
     ledger = make_ledger(make_rules(total_steps=9, plan=eval_plan(1)))
 
@@ -78,17 +78,14 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
         assert isinstance(second, BatchNotReady)
         return [first, second]
 
-    async def scenario() -> None:
-        async with running(tmp_path, ledger) as it:
-            took_over = asyncio.Event()
-            broker = asyncio.get_running_loop()
-            learning = asyncio.create_task(asyncio.to_thread(learner, took_over, broker))
-            await took_over.wait()
-            it.server.plan_stop("enough")
-            answers = await asyncio.wait_for(learning, HANG_S)  # noqa: TID251 cancelled by nobody
-            assert [answer.last_step for answer in answers] == [0, 0]
-
-    asyncio.run(scenario())
+    async with running(tmp_path, ledger) as it:
+        took_over = asyncio.Event()
+        broker = asyncio.get_running_loop()
+        learning = asyncio.create_task(asyncio.to_thread(learner, took_over, broker))
+        await took_over.wait()
+        it.server.plan_stop("enough")
+        answers = await asyncio.wait_for(learning, HANG_S)  # noqa: TID251 cancelled by nobody
+        assert [answer.last_step for answer in answers] == [0, 0]
 
 
 def groups_of(order: object) -> list[int]:
@@ -96,7 +93,7 @@ def groups_of(order: object) -> list[int]:
     return [group.group_id for group in order.batch.groups]
 
 
-def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path):
+async def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path):
     settings = settings_in(tmp_path, steps=3)
     ledger = make_ledger(make_rules(groups_per_step=1, total_steps=3, max_staleness_steps=2))
 
@@ -134,19 +131,16 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
             assert isinstance(link.next_order(version, max_wait_s=HANG_S), RunComplete)
             link.close()
 
-    async def scenario() -> None:
-        async with running(tmp_path, ledger) as it:
-            is_bound = threading.Event()
-            learning = asyncio.create_task(asyncio.to_thread(learner, is_bound))
-            generating = asyncio.create_task(generate_for_ever(it))
-            while not learning.done():
-                if 1 in ledger.book.state.batches:
-                    is_bound.set()
-                await asyncio.sleep(0.01)
-            generating.cancel()
-            await learning
-            status = it.status
-            assert (status.steps, status.unaccounted) == (3, 0)
-            assert status.dropped == {"nonfinite": 1}
-
-    asyncio.run(scenario())
+    async with running(tmp_path, ledger) as it:
+        is_bound = threading.Event()
+        learning = asyncio.create_task(asyncio.to_thread(learner, is_bound))
+        generating = asyncio.create_task(generate_for_ever(it))
+        while not learning.done():
+            if 1 in ledger.book.state.batches:
+                is_bound.set()
+            await asyncio.sleep(0.01)
+        generating.cancel()
+        await learning
+        status = it.status
+        assert (status.steps, status.unaccounted) == (3, 0)
+        assert status.dropped == {"nonfinite": 1}

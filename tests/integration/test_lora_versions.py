@@ -5,7 +5,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,27 +19,19 @@ from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import engine_of
 from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
-from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.relay.publisher import Publisher
-from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.layout import plan_layout
-from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.adapters import CONFIG, TENSORS, adapter_config, adapter_shapes
-from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
+from slipstream.wire.messages.weightbus import PublishRecord
 from tests.integration.sglang_load import until_load
 from tests.support.blank_model import write_blank_model
+from tests.support.bus.published import Published, subscriber_of
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.run import outputs, start
 from tests.support.tiny_run import serving
-from tests.support.waiting import HANG_S, NEVER_S, until
+from tests.support.waiting import NEVER_S, until
 
 pytestmark = pytest.mark.integration
 KEPT = 3  # run.max_staleness_steps + 1
@@ -80,52 +72,26 @@ def started() -> Iterator[tuple[GeneratorSettings, SglangProcess]]:
             yield settings, process
 
 
-class Bus:
+class Bus(Published):
     """A learner's memory and a publisher of it, with one engine that is subscribed to it."""
 
     def __init__(
         self, settings: GeneratorSettings, engine: AdapterEngine, transport: str, epoch: int
     ) -> None:
         folder = Path(settings.run.dir)
-        facts = settings.lora.facts()
-        self.engine, self.epoch, self.facts = engine, epoch, facts
+        self.engine, self.epoch, self.facts = engine, epoch, settings.lora.facts()
         weights = model_tensors(settings.model, dtype="float32")
-        self.shapes = adapter_shapes(weights.shapes, facts)
+        self.shapes = adapter_shapes(weights.shapes, self.facts)
         self.published: dict[PolicyVersion, dict[str, Tensor]] = {}
-        self.records: asyncio.Queue[PublishRecord] = asyncio.Queue()
         self.pauses = 0
-        self.versions = Versions(folder / f"weights-{epoch}")
-        bus = WeightBusSection(
-            timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S
-        )
-        self.publisher = Publisher(
-            bus, self.versions, on_record=self.records.put, libraries=installed_libraries()
-        )
-        self.subscriber = Subscriber(
+        super().__init__(folder, self.random(0), bucket_bytes=16 * 1024, epoch=epoch)
+        self.subscriber = subscriber_of(
             engine,
-            join=Join(
-                name="generator-0",
-                incarnation="a",
-                device="cpu",
-                torch_version=installed_libraries().torch_version,
-                transport=transport,
-            ),
-            tensors=TensorSet(self.shapes, "float32"),
-            staging=Staging(folder, "generator-0"),
-            silence_s=NEVER_S,
-            fetch_timeout_s=NEVER_S,
+            TensorSet(self.shapes, "float32"),
+            Staging(folder, "generator-0"),
+            transport=transport,
             on_pause=self._paused,
-            on_adopt=lambda _version, _stood_s: None,
             adapters=engine,
-        )
-        specs = [tensor_spec(name, tensor) for name, tensor in self.random(0).items()]
-        self._layout = plan_layout(specs, bucket_bytes=16 * 1024)
-        size = self._layout.num_bytes
-        self._memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
-        self.versions.open(
-            OpenMemory(
-                epoch=epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
-            )
         )
 
     def _paused(self) -> None:
@@ -138,22 +104,12 @@ class Bus:
             for name, shape in self.shapes.items()
         }
 
-    def write(self, step: int) -> PolicyVersion:
-        version, tensors = PolicyVersion(self.epoch, step), self.random(step)
-        slot = self.versions.reserve(self.epoch)
-        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(tensors[name])
-        self.versions.written(self.epoch, slot, version)
-        self.published[version] = tensors
-        return version
-
     async def publish(self, step: int) -> PublishRecord:
         """Publish a version and return the record of the first attempt."""
-        version = self.write(step)
-        while True:
-            record = await asyncio.wait_for(self.records.get(), HANG_S)  # noqa: TID251 cancelled by nobody
-            if record.version == version:
-                return record
+        tensors = self.random(step)
+        version = self.write(step, tensors)
+        self.published[version] = tensors
+        return await self.record_of(version)
 
 
 @asynccontextmanager
@@ -164,19 +120,10 @@ async def running_bus(
     engine = engine_of(settings, process)
     assert isinstance(engine, AdapterEngine)
     bus = Bus(settings, engine, transport, epoch)
-    at = f"ipc://{settings.run.dir}/{epoch}"
-    door = RelayAddress(endpoint=f"{at}-bus", bulk_endpoint=f"{at}-bulk")
-    tasks = [
-        asyncio.create_task(bus.publisher.run(door)),
-        asyncio.create_task(bus.subscriber.run(door)),
-    ]
     try:
-        yield bus
+        async with bus.running(bus.subscriber):
+            yield bus
     finally:
-        for task in reversed(tasks):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
         for version in engine.versions:
             await engine.drop_adapter(version)
         await engine.close()
@@ -210,57 +157,53 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "disk"])
-def test_answers_end_under_the_version_that_they_began_with(
+async def test_answers_end_under_the_version_that_they_began_with(
     started: tuple[GeneratorSettings, SglangProcess], transport: str
 ):
     settings, process = started
     answers: list[Completion] = []
 
-    async def scenario() -> Bus:
-        async with running_bus(started, transport, epoch=2 if transport == "tcp" else 3) as bus:
-            with pytest.raises(EngineError, match="has adopted no version yet"):
-                await bus.engine.sample(PROMPT, SHORT, count=1)
-            first = await bus.publish(0)
-            assert first.adopted_by, first.failed
-            step = 0
-            for _attempt in range(TRIES):
-                began = PolicyVersion(bus.epoch, step)
-                asked = bus.engine.sample(PROMPT, LONG, count=2)
-                generation = asyncio.create_task(asked)
-                await until_load(process, lambda load: load.num_running == 2 or generation.done())  # noqa: B023
-                in_flight: list[int] = []
-                for _ in range(4):
-                    step += 1
-                    record = await bus.publish(step)
-                    assert record.transports == {"generator-0": transport}
-                    assert record.adopted_by, record.failed
-                    in_flight.append(record.num_in_flight["generator-0"])
-                    assert len(record.engine_digests["generator-0"]) == 32
-                was_generating = not generation.done()
-                (short,) = await bus.engine.sample(PROMPT, SHORT, count=1)
-                assert short.version_starts == [(0, PolicyVersion(bus.epoch, step))]
-                answers.append(short)
-                if was_generating:
-                    assert in_flight == [2] * 4
-                    assert began in bus.engine.versions, "unloaded under its answers"
-                long = await generation
-                for one in long:
-                    assert one.version_starts == [(0, began)]
-                    assert len(one.token_ids) == 400
-                if was_generating:
-                    answers.extend(long)
-                    break
-            else:
-                raise AssertionError("no answer took longer than four publishes")
-            newest = [PolicyVersion(bus.epoch, one) for one in range(step - KEPT + 1, step + 1)]
-            await eventually(lambda: list(bus.engine.versions) == newest)
-            await bus.engine.checksums()  # those of older versions are as they were
-            load = await bus.engine.load()
-            assert load.num_retractions == 0
-            assert bus.pauses == 0
-            return bus
-
-    bus = asyncio.run(scenario())
+    async with running_bus(started, transport, epoch=2 if transport == "tcp" else 3) as bus:
+        with pytest.raises(EngineError, match="has adopted no version yet"):
+            await bus.engine.sample(PROMPT, SHORT, count=1)
+        first = await bus.publish(0)
+        assert first.adopted_by, first.failed
+        step = 0
+        for _attempt in range(TRIES):
+            began = PolicyVersion(bus.epoch, step)
+            asked = bus.engine.sample(PROMPT, LONG, count=2)
+            generation = asyncio.create_task(asked)
+            await until_load(process, lambda load: load.num_running == 2 or generation.done())  # noqa: B023
+            in_flight: list[int] = []
+            for _ in range(4):
+                step += 1
+                record = await bus.publish(step)
+                assert record.transports == {"generator-0": transport}
+                assert record.adopted_by, record.failed
+                in_flight.append(record.num_in_flight["generator-0"])
+                assert len(record.engine_digests["generator-0"]) == 32
+            was_generating = not generation.done()
+            (short,) = await bus.engine.sample(PROMPT, SHORT, count=1)
+            assert short.version_starts == [(0, PolicyVersion(bus.epoch, step))]
+            answers.append(short)
+            if was_generating:
+                assert in_flight == [2] * 4
+                assert began in bus.engine.versions, "unloaded under its answers"
+            long = await generation
+            for one in long:
+                assert one.version_starts == [(0, began)]
+                assert len(one.token_ids) == 400
+            if was_generating:
+                answers.extend(long)
+                break
+        else:
+            raise AssertionError("no answer took longer than four publishes")
+        newest = [PolicyVersion(bus.epoch, one) for one in range(step - KEPT + 1, step + 1)]
+        await eventually(lambda: list(bus.engine.versions) == newest)
+        await bus.engine.checksums()  # those of older versions are as they were
+        load = await bus.engine.load()
+        assert load.num_retractions == 0
+        assert bus.pauses == 0
     own = [(answer, answer.version_starts[0][1]) for answer in answers]
     newest = max(bus.published)
     for (answer, _), expected in zip(own, by_peft(settings, bus, own), strict=True):
@@ -272,46 +215,43 @@ def test_answers_end_under_the_version_that_they_began_with(
         assert (max(differences) > 0.1) == (version != newest)
 
 
-def test_a_version_that_is_not_what_was_sent_is_never_used(
+async def test_a_version_that_is_not_what_was_sent_is_never_used(
     started: tuple[GeneratorSettings, SglangProcess], monkeypatch: pytest.MonkeyPatch
 ):
-    async def scenario() -> None:
-        async with running_bus(started, "tcp", epoch=4) as bus:
-            await bus.publish(0)
-            write = AdapterEngine._write
+    async with running_bus(started, "tcp", epoch=4) as bus:
+        await bus.publish(0)
+        write = AdapterEngine._write
 
-            def damaged(engine: AdapterEngine, received: Path, own: Path) -> None:
-                write(engine, received, own)
-                with (own / TENSORS).open("r+b") as file:
-                    file.seek(-1, 2)
-                    last = file.read(1)
-                    file.seek(-1, 2)
-                    file.write(bytes([last[0] ^ 1]))
+        def damaged(engine: AdapterEngine, received: Path, own: Path) -> None:
+            write(engine, received, own)
+            with (own / TENSORS).open("r+b") as file:
+                file.seek(-1, 2)
+                last = file.read(1)
+                file.seek(-1, 2)
+                file.write(bytes([last[0] ^ 1]))
 
-            with monkeypatch.context() as patch:
-                patch.setattr(AdapterEngine, "_write", damaged)
-                record = await bus.publish(1)
-                assert "tensors differ in the engine" in record.failed["generator-0"]
-                (answer,) = await bus.engine.sample(PROMPT, SHORT, count=1)
-                assert answer.version_starts == [(0, PolicyVersion(4, 0))]
-            while not record.adopted_by:
-                record = await asyncio.wait_for(bus.records.get(), HANG_S)  # noqa: TID251
+        with monkeypatch.context() as patch:
+            patch.setattr(AdapterEngine, "_write", damaged)
+            record = await bus.publish(1)
+            assert "tensors differ in the engine" in record.failed["generator-0"]
             (answer,) = await bus.engine.sample(PROMPT, SHORT, count=1)
-            assert answer.version_starts == [(0, PolicyVersion(4, 1))]
-            assert bus.pauses == 0
+            assert answer.version_starts == [(0, PolicyVersion(4, 0))]
+        while not record.adopted_by:
+            record = await bus.record_of(record.version)
+        (answer,) = await bus.engine.sample(PROMPT, SHORT, count=1)
+        assert answer.version_starts == [(0, PolicyVersion(4, 1))]
+        assert bus.pauses == 0
 
-            with monkeypatch.context() as patch:
-                bucket = WeightSnapshot.bucket
+        with monkeypatch.context() as patch:
+            bucket = WeightSnapshot.bucket
 
-                def changed(snapshot: WeightSnapshot, index: int) -> Tensor:
-                    sent: Tensor = bucket(snapshot, index).clone()
-                    sent[:4] ^= torch.tensor(1, dtype=torch.uint8)
-                    return sent
+            def changed(snapshot: WeightSnapshot, index: int) -> Tensor:
+                sent: Tensor = bucket(snapshot, index).clone()
+                sent[:4] ^= torch.tensor(1, dtype=torch.uint8)
+                return sent
 
-                patch.setattr(WeightSnapshot, "bucket", changed)
-                record = await bus.publish(2)
-                assert "arrived with digest" in record.failed["generator-0"]
-            (answer,) = await bus.engine.sample(PROMPT, SHORT, count=1)
-            assert answer.version_starts[0][1] >= PolicyVersion(4, 1)
-
-    asyncio.run(scenario())
+            patch.setattr(WeightSnapshot, "bucket", changed)
+            record = await bus.publish(2)
+            assert "arrived with digest" in record.failed["generator-0"]
+        (answer,) = await bus.engine.sample(PROMPT, SHORT, count=1)
+        assert answer.version_starts[0][1] >= PolicyVersion(4, 1)

@@ -49,63 +49,51 @@ async def results(*says: str, servers: dict[str, Json], **options: Json) -> list
 
 
 @needs_mcp
-def test_tools_of_a_server_are_called_in_one_session():
-    async def test() -> None:
-        said = await results(
-            call("note", text="a", times=2),
-            call("note", text="b"),
-            call("note", times=1),
-            call("fail", why="so"),
-            call("draw"),
-            call("long", size=10_000_000),
-            call("nothing"),
-            servers={"toy": started()},
-            max_result=100,
-        )
-        assert said[:2] == ["2", "3"]
-        assert said[2].startswith("error: Error executing tool note: 1 validation err")
-        assert said[3].startswith("error: ")
-        assert said[3].endswith("so")
-        assert said[4] == "(error: image/png of 6 bytes; only text can be read)"
-        assert said[5] == f"{'a' * 50}\n... 9999903 characters are left out ...\n{'a' * 47}end"
-        assert said[6].startswith("error: there is no tool nothing, only note, fail, draw")
-
-    run(test())
+async def test_tools_of_a_server_are_called_in_one_session():
+    said = await results(
+        call("note", text="a", times=2),
+        call("note", text="b"),
+        call("note", times=1),
+        call("fail", why="so"),
+        call("draw"),
+        call("long", size=10_000_000),
+        call("nothing"),
+        servers={"toy": started()},
+        max_result=100,
+    )
+    assert said[:2] == ["2", "3"]
+    assert said[2].startswith("error: Error executing tool note: 1 validation err")
+    assert said[3].startswith("error: ")
+    assert said[3].endswith("so")
+    assert said[4] == "(error: image/png of 6 bytes; only text can be read)"
+    assert said[5] == f"{'a' * 50}\n... 9999903 characters are left out ...\n{'a' * 47}end"
+    assert said[6].startswith("error: there is no tool nothing, only note, fail, draw")
 
 
 @needs_mcp
-def test_schemas_are_those_of_the_server_and_some_tools_may_be_chosen():
-    async def test() -> None:
-        async with hosted(
-            NAME, {"servers": {"toy": started()}, "only": ["note"]}, libraries=LIBRARIES
-        ) as host:
-            outcome = await play(host, ASKED, call("draw"), "done")
-        assert heard(outcome, "tool") == ["error: there is no tool draw, only note"]
-
-    run(test())
+async def test_schemas_are_those_of_the_server_and_some_tools_may_be_chosen():
+    async with hosted(
+        NAME, {"servers": {"toy": started()}, "only": ["note"]}, libraries=LIBRARIES
+    ) as host:
+        outcome = await play(host, ASKED, call("draw"), "done")
+    assert heard(outcome, "tool") == ["error: there is no tool draw, only note"]
 
 
 @needs_mcp
-def test_a_call_past_its_time_has_no_result_and_the_next_one_has():
-    async def test() -> None:
-        said = await results(
-            call("sleep", seconds=30), call("note", text="a"), servers={"toy": started()}, call_s=1
-        )
-        assert said[0] == "error: sleep gave no result within 1 s"
-
-    run(test())
+async def test_a_call_past_its_time_has_no_result_and_the_next_one_has():
+    said = await results(
+        call("sleep", seconds=30), call("note", text="a"), servers={"toy": started()}, call_s=1
+    )
+    assert said[0] == "error: sleep gave no result within 1 s"
 
 
 @needs_mcp
-def test_a_server_that_ends_makes_the_trajectory_fail_and_leaves_nothing():
-    async def test() -> None:
-        async with hosted(NAME, {"servers": {"toy": started()}}, libraries=LIBRARIES) as host:
-            before = processes()
-            with pytest.raises(EnvironmentFailedError, match="MCP server 'toy' is gone"):
-                await play(host, ASKED, call("leave"))
-            await until_async(lambda: processes() <= before)
-
-    run(test())
+async def test_a_server_that_ends_makes_the_trajectory_fail_and_leaves_nothing():
+    async with hosted(NAME, {"servers": {"toy": started()}}, libraries=LIBRARIES) as host:
+        before = processes()
+        with pytest.raises(EnvironmentFailedError, match="MCP server 'toy' is gone"):
+            await play(host, ASKED, call("leave"))
+        await until_async(lambda: processes() <= before)
 
 
 @needs_mcp
@@ -153,26 +141,20 @@ def test_a_server_is_reached_over_http():
         ({}, {}, "expected at least one"),
     ],
 )
-def test_what_gives_no_tools_is_refused_at_the_start(
+async def test_what_gives_no_tools_is_refused_at_the_start(
     servers: dict[str, Any], options: dict[str, Any], why: str
 ):
-    async def test() -> None:
-        before = processes()
-        with pytest.raises(ConfigError, match=why):
-            async with hosted(NAME, {"servers": servers, **options}, libraries=LIBRARIES):
-                pass
-        await until_async(lambda: processes() <= before)
-
-    run(test())
+    before = processes()
+    with pytest.raises(ConfigError, match=why):
+        async with hosted(NAME, {"servers": servers, **options}, libraries=LIBRARIES):
+            pass
+    await until_async(lambda: processes() <= before)
 
 
-def test_without_the_library_the_extra_is_named():
+async def test_without_the_library_the_extra_is_named():
     if importlib.util.find_spec("mcp") is not None:
         pytest.skip("it is installed")
 
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=r"pip install 'slipstream\[env-mcp\]'"):
-            async with hosted(NAME, {"servers": {}}):
-                pass
-
-    run(test())
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[env-mcp\]'"):
+        async with hosted(NAME, {"servers": {}}):
+            pass

@@ -121,22 +121,16 @@ def test_a_server_that_breaks_or_is_full_or_gone_fails_the_trajectory():
     ("url", "why"),
     [("http://127.0.0.1:9", "OpenEnv server http://127.0.0.1:9: "), ("x", "url: expected http://")],
 )
-def test_a_server_that_is_not_there_is_refused_at_the_start(url: str, why: str):
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=why):
-            async with hosted(NAME, {"url": url}, libraries=LIBRARIES):
-                pass
-
-    run(test())
+async def test_a_server_that_is_not_there_is_refused_at_the_start(url: str, why: str):
+    with pytest.raises(ConfigError, match=why):
+        async with hosted(NAME, {"url": url}, libraries=LIBRARIES):
+            pass
 
 
-def test_without_the_library_the_extra_is_named():
+async def test_without_the_library_the_extra_is_named():
     if spec is not None:
         pytest.skip("it is installed")
 
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=r"pip install 'slipstream\[env-openenv\]'"):
-            async with hosted(NAME, {"url": "http://127.0.0.1:9"}):
-                pass
-
-    run(test())
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[env-openenv\]'"):
+        async with hosted(NAME, {"url": "http://127.0.0.1:9"}):
+            pass

@@ -1,8 +1,5 @@
 """A part's relay and its head, whose connection breaks, and a head that is gone for good."""
 
-import asyncio
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,44 +22,35 @@ VERSION = PolicyVersion(EPOCH, 0)
 NOWHERE = RelayAddress(endpoint="ipc:///nowhere", bulk_endpoint="ipc:///tmp/sp-nowhere")
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        yield Path(name)
-
-
 @pytest.mark.parametrize("lost", ["answer", "question"])
-def test_a_hold_whose_answer_was_lost_with_the_connection_is_asked_for_again(
+async def test_a_hold_whose_answer_was_lost_with_the_connection_is_asked_for_again(
     folder: Path, lost: str
 ):
-    async def scenario() -> None:
-        learner, key = TwoHosts(folder), client_key("far")
-        async with learner.running_head() as head, learner.running_part(), Link(head) as link:
-            learner.listener.admit({key.public: "far"})
-            learner.show_head(msgspec.structs.replace(head, endpoint=link.endpoint))
-            with agent(folder, key, transport="tcp") as subscriber:
-                async with running(subscriber.run(head)):
-                    await until_async(lambda: 1 in learner.parts._parts)
-                    await until_async(lambda: len(learner.publisher.states()) == 1)
-                    held = learner.parts._parts[1].waiting
-                    link.swallow(to_head=lost == "answer", from_head=lost == "question")
-                    learner.publish(0)
-                    # The head hears of the version by another way than the part's report.
-                    state = learner.parts._parts[1].state
-                    learner.heads.heard(msgspec.structs.replace(state, whole=(VERSION,)), 0.0)
-                    await until_async(lambda: bool(held))
-                    if lost == "answer":
-                        await until_async(lambda: VERSION in learner.part._holds.held(0.0))
-                        await until_async(lambda: not learner.part._answering)
-                    before = link.num_swallowed  # and then another report
-                    await until_async(lambda: link.num_swallowed > before)
-                    assert subscriber.adopted is None
-                    assert held
-                    link.cut()
-                    await until_async(lambda: subscriber.adopted == VERSION)
-            assert not any(record.failed for record in learner.records)
-
-    asyncio.run(scenario())
+    learner, key = TwoHosts(folder), client_key("far")
+    async with learner.running_head() as head, learner.running_part(), Link(head) as link:
+        learner.listener.admit({key.public: "far"})
+        learner.show_head(msgspec.structs.replace(head, endpoint=link.endpoint))
+        with agent(folder, key, transport="tcp") as subscriber:
+            async with running(subscriber.run(head)):
+                await until_async(lambda: 1 in learner.parts._parts)
+                await until_async(lambda: len(learner.publisher.states()) == 1)
+                held = learner.parts._parts[1].waiting
+                link.swallow(to_head=lost == "answer", from_head=lost == "question")
+                learner.publish(0)
+                # The head hears of the version by another way than the part's report.
+                state = learner.parts._parts[1].state
+                learner.heads.heard(msgspec.structs.replace(state, whole=(VERSION,)), 0.0)
+                await until_async(lambda: bool(held))
+                if lost == "answer":
+                    await until_async(lambda: VERSION in learner.part._holds.held(0.0))
+                    await until_async(lambda: not learner.part._answering)
+                before = link.num_swallowed  # and then another report
+                await until_async(lambda: link.num_swallowed > before)
+                assert subscriber.adopted is None
+                assert held
+                link.cut()
+                await until_async(lambda: subscriber.adopted == VERSION)
+        assert not any(record.failed for record in learner.records)
 
 
 async def fetched(door: BulkDoor, key: ClientKey, manifest: WeightManifest) -> bytes:
@@ -80,30 +68,27 @@ async def fetched(door: BulkDoor, key: ClientKey, manifest: WeightManifest) -> b
 
 
 @pytest.mark.parametrize("bulk", ["encrypted", "plain"])
-def test_nobody_fetches_from_a_part_once_no_head_says_who_may(
+async def test_nobody_fetches_from_a_part_once_no_head_says_who_may(
     folder: Path, bulk: Bulk, caplog: pytest.LogCaptureFixture
 ):
-    async def scenario() -> None:
-        learner, key = TwoHosts(folder, bulk), client_key("far")
-        async with learner.running_part():
-            async with learner.running_head() as head:
-                learner.listener.admit({key.public: "far"})
-                learner.show_head(head)
-                with agent(folder, key, transport="tcp") as subscriber:
-                    async with running(subscriber.run(head)):
-                        learner.publish(0)
-                        await until_async(lambda: subscriber.adopted == VERSION)
-                found = learner.heads.find(VERSION)
-                assert found is not None
-                manifest = await found.manifest()
-                door = learner.part_listener.door
-                assert door is not None
-                assert await fetched(door, key, manifest)
-            assert await fetched(door, key, manifest), "it outlives the head for a while"
-            learner.part._keys._linger_s = 0.0  # that is over
-            await until_async(lambda: "no head says who may fetch" in caplog.text)
-            assert learner.part_listener.holders == {}
-            with pytest.raises(PublishError, match=r"refused our key|handshake"):
-                await fetched(door, key, manifest)
-
-    asyncio.run(scenario())
+    learner, key = TwoHosts(folder, bulk), client_key("far")
+    async with learner.running_part():
+        async with learner.running_head() as head:
+            learner.listener.admit({key.public: "far"})
+            learner.show_head(head)
+            with agent(folder, key, transport="tcp") as subscriber:
+                async with running(subscriber.run(head)):
+                    learner.publish(0)
+                    await until_async(lambda: subscriber.adopted == VERSION)
+            found = learner.heads.find(VERSION)
+            assert found is not None
+            manifest = await found.manifest()
+            door = learner.part_listener.door
+            assert door is not None
+            assert await fetched(door, key, manifest)
+        assert await fetched(door, key, manifest), "it outlives the head for a while"
+        learner.part._keys._linger_s = 0.0  # that is over
+        await until_async(lambda: "no head says who may fetch" in caplog.text)
+        assert learner.part_listener.holders == {}
+        with pytest.raises(PublishError, match=r"refused our key|handshake"):
+            await fetched(door, key, manifest)

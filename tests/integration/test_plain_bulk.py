@@ -5,8 +5,7 @@ test_remote_listener.py and test_deltas_of_parts.py.
 """
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,12 +37,6 @@ from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.integration
 VERSION = PolicyVersion(EPOCH, 0)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        yield Path(name)
 
 
 @asynccontextmanager
@@ -104,175 +97,154 @@ def unproved(relay: Relay) -> int:
     return relay.listener.traffic.unproved_requests
 
 
-def test_a_request_that_its_key_did_not_make_gets_no_answer_and_is_counted(folder: Path):
-    async def scenario() -> None:
-        key = client_key("gpu-7")
-        async with plain_relay(folder, key) as relay:
-            place = await relay.place()
-            proof, thief = proof_to(place, key), proof_to(place, client_key("thief"))
-            forged: Sequence[tuple[bytes, ...]] = (
-                (request(0),),
-                (b"", request(0)),
-                (thief.of(request(0)), request(0)),
-                (proof.of(request(1)), request(0)),
-                (proof.of(request(0)), request(0), b""),
-                (proof.of(request(0)) + b"0", request(0)),
-            )
+async def test_a_request_that_its_key_did_not_make_gets_no_answer_and_is_counted(folder: Path):
+    key = client_key("gpu-7")
+    async with plain_relay(folder, key) as relay:
+        place = await relay.place()
+        proof, thief = proof_to(place, key), proof_to(place, client_key("thief"))
+        forged: Sequence[tuple[bytes, ...]] = (
+            (request(0),),
+            (b"", request(0)),
+            (thief.of(request(0)), request(0)),
+            (proof.of(request(1)), request(0)),
+            (proof.of(request(0)), request(0), b""),
+            (proof.of(request(0)) + b"0", request(0)),
+        )
+        async with client(place) as one:
+            one.connect(key.public, proof.password)
+            for frames in forged:
+                await one.send(*frames)
+            await one.send(proof.of(request(2)), request(2))
+            index, data = await one.received()
+            assert index == 2
+            assert len(data) == 4 * 4096
+        assert unproved(relay) == len(forged)
+
+
+async def test_nobody_connects_without_the_proof_of_an_admitted_key(folder: Path):
+    key, stranger = client_key("gpu-7"), client_key("stranger")
+    async with plain_relay(folder, key) as relay:
+        place = await relay.place()
+        tries = (
+            (key.public, "0"),
+            (key.public, "0" * 64),
+            (key.public, proof_to(place, stranger).password),
+            (stranger.public, proof_to(place, stranger).password),
+            ("nobody", "nothing"),
+        )
+        for number, (username, password) in enumerate(tries):
             async with client(place) as one:
-                one.connect(key.public, proof.password)
-                for frames in forged:
-                    await one.send(*frames)
-                await one.send(proof.of(request(2)), request(2))
-                index, data = await one.received()
-                assert index == 2
-                assert len(data) == 4 * 4096
-            assert unproved(relay) == len(forged)
-
-    asyncio.run(scenario())
-
-
-def test_nobody_connects_without_the_proof_of_an_admitted_key(folder: Path):
-    async def scenario() -> None:
-        key, stranger = client_key("gpu-7"), client_key("stranger")
-        async with plain_relay(folder, key) as relay:
-            place = await relay.place()
-            tries = (
-                (key.public, "0"),
-                (key.public, "0" * 64),
-                (key.public, proof_to(place, stranger).password),
-                (stranger.public, proof_to(place, stranger).password),
-                ("nobody", "nothing"),
-            )
-            for number, (username, password) in enumerate(tries):
-                async with client(place) as one:
-                    one.connect(username, password)
-                    await one.send(proof_to(place, key).of(request(0)), request(0))
-                    await until_async(lambda: unproved(relay) > number)  # noqa: B023
-            async with client(place) as one:  # without any mechanism
-                events = one.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-                one.socket.connect(place.bulk_endpoint)
-                await events.recv_multipart()
-                one.socket.disable_monitor()
-            assert relay.publisher.traffic.sent_bytes == 0
-
-    asyncio.run(scenario())
+                one.connect(username, password)
+                await one.send(proof_to(place, key).of(request(0)), request(0))
+                await until_async(lambda: unproved(relay) > number)  # noqa: B023
+        async with client(place) as one:  # without any mechanism
+            events = one.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+            one.socket.connect(place.bulk_endpoint)
+            await events.recv_multipart()
+            one.socket.disable_monitor()
+        assert relay.publisher.traffic.sent_bytes == 0
 
 
-def test_a_revoked_key_gets_nothing_over_a_connection_that_is_open(folder: Path):
-    async def scenario() -> None:
-        key, other = client_key("gpu-7"), client_key("gpu-8")
-        async with plain_relay(folder, key) as relay:
-            place = await relay.place()
-            proof = proof_to(place, key)
-            async with client(place) as one:
-                one.connect(key.public, proof.password)
-                await one.send(proof.of(request(0)), request(0))
-                assert (await one.received())[0] == 0
-                relay.listener.admit({other.public: other.name})
-                await one.send(proof.of(request(0)), request(0))
-                await until_async(lambda: unproved(relay) == 1)
-                relay.listener.admit({key.public: key.name})
-                await one.send(proof.of(request(1)), request(1))
-                assert (await one.received())[0] == 1
-
-    asyncio.run(scenario())
+async def test_a_revoked_key_gets_nothing_over_a_connection_that_is_open(folder: Path):
+    key, other = client_key("gpu-7"), client_key("gpu-8")
+    async with plain_relay(folder, key) as relay:
+        place = await relay.place()
+        proof = proof_to(place, key)
+        async with client(place) as one:
+            one.connect(key.public, proof.password)
+            await one.send(proof.of(request(0)), request(0))
+            assert (await one.received())[0] == 0
+            relay.listener.admit({other.public: other.name})
+            await one.send(proof.of(request(0)), request(0))
+            await until_async(lambda: unproved(relay) == 1)
+            relay.listener.admit({key.public: key.name})
+            await one.send(proof.of(request(1)), request(1))
+            assert (await one.received())[0] == 1
 
 
-def test_what_was_proved_to_one_door_is_worth_nothing_at_another(folder: Path):
-    async def scenario() -> None:
-        key = client_key("gpu-7")
-        (folder / "other").mkdir()
-        async with plain_relay(folder, key) as relay, plain_relay(folder / "other", key) as other:
-            place, elsewhere = await relay.place(), await other.place()
-            proof = proof_to(place, key)
-            seen = proof.password, (proof.of(request(0)), request(0))
-            async with client(elsewhere) as thief:
-                thief.connect(key.public, seen[0])
-                await until_async(lambda: unproved(other) >= 1)
-            async with client(elsewhere) as thief:  # with a connection of its own making
-                thief.connect(key.public, proof_to(elsewhere, key).password)
-                await thief.send(*seen[1])
-                before = unproved(other)
-                await until_async(lambda: unproved(other) > before)
-            assert other.publisher.traffic.sent_bytes == 0
-            async with client(place) as thief:
-                thief.connect(key.public, seen[0])
-                await thief.send(*seen[1])  # once more: it shows what could be seen before
-                assert (await thief.received())[0] == 0
-                await thief.send(seen[1][0], request(1))
-                await until_async(lambda: unproved(relay) == 1)
-
-    asyncio.run(scenario())
+async def test_what_was_proved_to_one_door_is_worth_nothing_at_another(folder: Path):
+    key = client_key("gpu-7")
+    (folder / "other").mkdir()
+    async with plain_relay(folder, key) as relay, plain_relay(folder / "other", key) as other:
+        place, elsewhere = await relay.place(), await other.place()
+        proof = proof_to(place, key)
+        seen = proof.password, (proof.of(request(0)), request(0))
+        async with client(elsewhere) as thief:
+            thief.connect(key.public, seen[0])
+            await until_async(lambda: unproved(other) >= 1)
+        async with client(elsewhere) as thief:  # with a connection of its own making
+            thief.connect(key.public, proof_to(elsewhere, key).password)
+            await thief.send(*seen[1])
+            before = unproved(other)
+            await until_async(lambda: unproved(other) > before)
+        assert other.publisher.traffic.sent_bytes == 0
+        async with client(place) as thief:
+            thief.connect(key.public, seen[0])
+            await thief.send(*seen[1])  # once more: it shows what could be seen before
+            assert (await thief.received())[0] == 0
+            await thief.send(seen[1][0], request(1))
+            await until_async(lambda: unproved(relay) == 1)
 
 
 @pytest.mark.parametrize(
     ("digests", "what"), [("auto", "keyed digest"), ("blake2b", "expected blake2b:")]
 )
-def test_bytes_that_were_changed_on_the_way_reach_no_engine(
+async def test_bytes_that_were_changed_on_the_way_reach_no_engine(
     folder: Path, digests: Digests, what: str, caplog: pytest.LogCaptureFixture
 ):
-    async def scenario() -> None:
-        key, is_changing = client_key("gpu-7"), [True]
+    key, is_changing = client_key("gpu-7"), [True]
 
-        def change(data: bytes) -> bytes:
-            if len(data) < 4096 or not is_changing[0]:
-                return data  # handshakes
-            return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]
+    def change(data: bytes) -> bytes:
+        if len(data) < 4096 or not is_changing[0]:
+            return data  # handshakes
+        return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]
 
-        async with plain_relay(folder, key, digests=digests) as relay:
-            place = await relay.place()
-            async with Link(place, to_bulk=True, change=change) as link:
-                with agent(folder, key, transport="tcp") as subscriber:
-                    async with running(subscriber.run(through(place, link))):
-                        await until_async(lambda: "arrived with" in caplog.text)
-                        assert subscriber.adopted is None
-                        is_changing[0] = False
-                        await adopts(subscriber, 0)
-                        engine = subscriber._updates._engine
-                        assert digest_of(engine.tensors) == digest_of(TENSORS)  # type: ignore[attr-defined]
-            assert what in caplog.text
-
-    asyncio.run(scenario())
+    async with plain_relay(folder, key, digests=digests) as relay:
+        place = await relay.place()
+        async with Link(place, to_bulk=True, change=change) as link:
+            with agent(folder, key, transport="tcp") as subscriber:
+                async with running(subscriber.run(through(place, link))):
+                    await until_async(lambda: "arrived with" in caplog.text)
+                    assert subscriber.adopted is None
+                    is_changing[0] = False
+                    await adopts(subscriber, 0)
+                    engine = subscriber._updates._engine
+                    assert digest_of(engine.tensors) == digest_of(TENSORS)  # type: ignore[attr-defined]
+        assert what in caplog.text
 
 
 @pytest.mark.parametrize("trusts_xxh3", [False, True])
-def test_digests_that_others_can_fit_are_taken_from_a_plain_door_by_who_is_set_to(
+async def test_digests_that_others_can_fit_are_taken_from_a_plain_door_by_who_is_set_to(
     folder: Path, trusts_xxh3: bool, caplog: pytest.LogCaptureFixture
 ):
-    async def scenario() -> None:
-        key = client_key("gpu-7")
-        async with plain_relay(folder, key, digests="xxh3") as relay:
-            with agent(folder, key, transport="tcp", trusts_xxh3=trusts_xxh3) as subscriber:
-                async with running(subscriber.run(await relay.place())):
-                    if trusts_xxh3:
-                        await adopts(subscriber, 0)
-                    else:
-                        await until_async(lambda: "weightbus.digests" in caplog.text)
-                        assert relay.publisher.traffic.sent_bytes == 0
-
-    asyncio.run(scenario())
+    key = client_key("gpu-7")
+    async with plain_relay(folder, key, digests="xxh3") as relay:
+        with agent(folder, key, transport="tcp", trusts_xxh3=trusts_xxh3) as subscriber:
+            async with running(subscriber.run(await relay.place())):
+                if trusts_xxh3:
+                    await adopts(subscriber, 0)
+                else:
+                    await until_async(lambda: "weightbus.digests" in caplog.text)
+                    assert relay.publisher.traffic.sent_bytes == 0
 
 
-def test_a_frame_that_is_longer_than_any_bucket_is_not_gathered(folder: Path):
-    async def scenario() -> None:
-        key, sent = client_key("gpu-7"), []
+async def test_a_frame_that_is_longer_than_any_bucket_is_not_gathered(folder: Path):
+    key, sent = client_key("gpu-7"), []
 
-        def change(data: bytes) -> bytes:
-            if len(data) < 4096:
-                return data
-            sent.append(len(data))
-            return b"\x02" + (1 << 40).to_bytes(8, "big") + data  # a frame of a terabyte
+    def change(data: bytes) -> bytes:
+        if len(data) < 4096:
+            return data
+        sent.append(len(data))
+        return b"\x02" + (1 << 40).to_bytes(8, "big") + data  # a frame of a terabyte
 
-        async with plain_relay(folder, key) as relay:
-            place = await relay.place()
-            async with Link(place, to_bulk=True, change=change) as link:
-                with agent(folder, key, transport="tcp", fetch_timeout_s=2.0) as subscriber:
-                    async with running(subscriber.run(through(place, link))):
-                        await until_async(lambda: any(r.failed for r in relay.records))
-                        assert subscriber.adopted is None
-            assert sent
-
-    asyncio.run(scenario())
+    async with plain_relay(folder, key) as relay:
+        place = await relay.place()
+        async with Link(place, to_bulk=True, change=change) as link:
+            with agent(folder, key, transport="tcp", fetch_timeout_s=2.0) as subscriber:
+                async with running(subscriber.run(through(place, link))):
+                    await until_async(lambda: any(r.failed for r in relay.records))
+                    assert subscriber.adopted is None
+        assert sent
 
 
 def test_a_plain_door_without_a_key_of_ones_own_is_an_error(folder: Path):

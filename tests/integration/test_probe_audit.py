@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -31,24 +30,15 @@ from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import engine_of
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
-from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.relay.publisher import Publisher
-from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.layout import plan_layout
-from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
 from slipstream.wire.errors import QuarantineError
 from slipstream.wire.files.adapters import adapter_shapes
 from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.probe import ProbeLogprobs
-from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
+from slipstream.wire.messages.weightbus import PublishRecord
 from tests.support.blank_model import write_blank_model
+from tests.support.bus.published import Published, subscriber_of
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_run import serving
@@ -160,71 +150,43 @@ class Undelivered(AdapterEngine):
         super()._write(empty, own)
 
 
-class Bus:
+class Bus(Published):
     """A learner's memory and a publisher of it, with one engine that is audited."""
 
     def __init__(
         self, settings: GeneratorSettings, engine: SglangEngine, versions: Trained
     ) -> None:
         folder = Path(settings.run.dir)
-        self.engine, self.trained, self.epoch = engine, versions, next(_epochs)
-        self.records: asyncio.Queue[PublishRecord] = asyncio.Queue()
-        self.versions = Versions(folder / f"weights-{self.epoch}")
-        bus = WeightBusSection(
-            timeout_s=NEVER_S,
-            receive_timeout_s=NEVER_S,
-            member_silence_s=NEVER_S,
+        self.engine, self.trained = engine, versions
+        super().__init__(
+            folder,
+            versions.tensors[0],
+            bucket_bytes=1 << 20,
+            epoch=next(_epochs),
             engine_check_every=0,
-        )
-        self.publisher = Publisher(
-            bus, self.versions, on_record=self.records.put, libraries=installed_libraries()
         )
         self.audit = ProbeAudit(engine, Noise("float32"))
         tensors = model_tensors(settings.model, dtype="float32")
         if settings.lora.is_named:
             shapes = adapter_shapes(tensors.shapes, settings.lora.facts())
             tensors = TensorSet(shapes, "float32")
-        self.subscriber = Subscriber(
+        self.subscriber = subscriber_of(
             engine,
-            join=Join(
-                name="generator-0",
-                incarnation="a",
-                device="cpu",
-                torch_version=installed_libraries().torch_version,
-                transport="tcp",
-            ),
-            tensors=tensors,
-            staging=Staging(folder, "generator-0"),
-            silence_s=NEVER_S,
-            fetch_timeout_s=NEVER_S,
+            tensors,
+            Staging(folder, "generator-0"),
+            transport="tcp",
             on_pause=self.audit.pausing,
             on_adopt=lambda _version, _stood_s: self.audit.resumed(),
             on_probe=self.audit.adopted,
             adapters=engine if isinstance(engine, AdapterEngine) else None,
         )
-        specs = [tensor_spec(*item) for item in versions.tensors[0].items()]
-        self._layout = plan_layout(specs, bucket_bytes=1 << 20)
-        size = self._layout.num_bytes
-        self._memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
-        self.versions.open(
-            OpenMemory(
-                epoch=self.epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
-            )
-        )
 
     async def publish(self, step: int, damaged: dict[str, Tensor] | None = None) -> PublishRecord:
         """Publish a version, with other tensors where some are ``damaged``; return once adopted."""
-        version = PolicyVersion(self.epoch, step)
-        slot = self.versions.reserve(self.epoch)
         tensors = self.trained.tensors[step] | (damaged or {})
-        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(tensors[name])
-        self.versions.written(self.epoch, slot, version, self.trained.probes[step])
-        while True:
-            record = await asyncio.wait_for(self.records.get(), HANG_S)  # noqa: TID251 cancelled by nobody
-            if record.version == version:
-                assert record.adopted_by, record.failed
-                return record
+        record = await self.record_of(self.write(step, tensors, self.trained.probes[step]))
+        assert record.adopted_by, record.failed
+        return record
 
     async def proven(self, step: int, damaged: dict[str, Tensor] | None = None) -> None:
         """Publish a version and wait until it is proven.
@@ -250,20 +212,14 @@ async def running(
     settings: GeneratorSettings, engine: SglangEngine, versions: Trained
 ) -> AsyncIterator[Bus]:
     bus = Bus(settings, engine, versions)
-    at = f"ipc://{settings.run.dir}/{bus.epoch}"
-    door = RelayAddress(endpoint=f"{at}-bus", bulk_endpoint=f"{at}-bulk")
     bus.auditing = asyncio.create_task(bus.audit.run())
-    tasks: list[asyncio.Task[Any]] = [
-        asyncio.create_task(bus.publisher.run(door)),
-        asyncio.create_task(bus.subscriber.run(door)),
-    ]
     try:
-        yield bus
+        async with bus.running(bus.subscriber):
+            yield bus
     finally:
-        for task in (*reversed(tasks), bus.auditing):
-            task.cancel()
-            with suppress(asyncio.CancelledError, QuarantineError):
-                await task
+        bus.auditing.cancel()
+        with suppress(asyncio.CancelledError, QuarantineError):
+            await bus.auditing
         await engine.close()
 
 
@@ -299,24 +255,21 @@ def reason_of(
     return asyncio.run(scenario())
 
 
-def test_honest_publishes_are_proven_while_answers_are_made(
+async def test_honest_publishes_are_proven_while_answers_are_made(
     served: tuple[GeneratorSettings, SglangProcess], whole: Trained
 ):
     settings, process = served
 
-    async def scenario() -> None:
-        async with running(settings, engine_for(SglangEngine, process), whole) as bus:
-            await bus.proven(0)
-            params = SamplingParams(temperature=1.0, max_new_tokens=400, min_new_tokens=400)
-            answers = asyncio.create_task(bus.engine.sample([3, 4, 13], params, count=16))
-            for step in range(1, STEPS + 1):
-                await bus.proven(step)
-            assert bus.audit.counters == {"probes": STEPS + 1, "unproven": 0}
-            noise = bus.audit._noise
-            assert noise.bound.mean < 1e-4
-            await answers
-
-    asyncio.run(scenario())
+    async with running(settings, engine_for(SglangEngine, process), whole) as bus:
+        await bus.proven(0)
+        params = SamplingParams(temperature=1.0, max_new_tokens=400, min_new_tokens=400)
+        answers = asyncio.create_task(bus.engine.sample([3, 4, 13], params, count=16))
+        for step in range(1, STEPS + 1):
+            await bus.proven(step)
+        assert bus.audit.counters == {"probes": STEPS + 1, "unproven": 0}
+        noise = bus.audit._noise
+        assert noise.bound.mean < 1e-4
+        await answers
 
 
 def test_two_tensors_that_changed_places_are_caught(

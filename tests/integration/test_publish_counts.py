@@ -1,8 +1,6 @@
 """What real publishes move is what the arithmetic says: bytes, messages and copies, exactly."""
 
 import asyncio
-import tempfile
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,12 +14,6 @@ from tests.support.waiting import until_async
 pytestmark = pytest.mark.integration
 SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
 NUM_PUBLISHES = 3
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        yield Path(name)
 
 
 async def moved(folder: Path, *, members: int, fanout: int, bucket_bytes: int) -> list[Traffic]:

@@ -142,25 +142,19 @@ def test_calls_of_a_trajectory_are_limited_in_number_and_in_time():
     assert said[1] == "error: there is no time left for python, after 0.5 s"
 
 
-def test_code_is_limited_in_size():
-    async def test() -> None:
-        interpreter = Interpreter()
-        said = [await interpreter.python("#" * size) for size in (200_000, 131_072)]
-        assert said == ["error: the code has 200000 bytes, at most 131072", "(it printed nothing)"]
-        await interpreter.close()
-
-    run(test())
+async def test_code_is_limited_in_size():
+    interpreter = Interpreter()
+    said = [await interpreter.python("#" * size) for size in (200_000, 131_072)]
+    assert said == ["error: the code has 200000 bytes, at most 131072", "(it printed nothing)"]
+    await interpreter.close()
 
 
-def test_a_trajectory_that_is_given_up_takes_its_interpreter_along():
-    async def test() -> None:
-        async with hosted(NAME) as host:
-            before = len(psutil.Process().children(recursive=True))
-            with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s = 2"):
-                await play(host, ASKED, call("import time\ntime.sleep(1000)"), timeout_s=2.0)
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
-
-    run(test())
+async def test_a_trajectory_that_is_given_up_takes_its_interpreter_along():
+    async with hosted(NAME) as host:
+        before = len(psutil.Process().children(recursive=True))
+        with pytest.raises(EnvironmentFailedError, match=r"environment\.timeout_s = 2"):
+            await play(host, ASKED, call("import time\ntime.sleep(1000)"), timeout_s=2.0)
+        await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
 
 
 @pytest.mark.parametrize(
@@ -171,29 +165,23 @@ def test_a_trajectory_that_is_given_up_takes_its_interpreter_along():
         ({"sandbox": "wood"}, "sandbox: expected namespaces or none, got 'wood'"),
     ],
 )
-def test_wrong_limits_are_refused_at_the_start(options: dict[str, Any], why: str):
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=why):
-            async with hosted(NAME, options):
-                pass
-
-    run(test())
+async def test_wrong_limits_are_refused_at_the_start(options: dict[str, Any], why: str):
+    with pytest.raises(ConfigError, match=why):
+        async with hosted(NAME, options):
+            pass
 
 
-def test_calls_at_once_are_one_after_the_other_in_one_state():
-    async def test() -> None:
-        import asyncio
+async def test_calls_at_once_are_one_after_the_other_in_one_state():
+    import asyncio
 
-        interpreter = Interpreter()
-        try:
-            await interpreter.python("seen = []")
-            calls = [interpreter.python(f"seen.append({number}); len(seen)") for number in range(8)]
-            said = await asyncio.gather(*calls)
-            assert said == [str(number) for number in range(1, 9)]
-        finally:
-            await interpreter.close()
-
-    run(test())
+    interpreter = Interpreter()
+    try:
+        await interpreter.python("seen = []")
+        calls = [interpreter.python(f"seen.append({number}); len(seen)") for number in range(8)]
+        said = await asyncio.gather(*calls)
+        assert said == [str(number) for number in range(1, 9)]
+    finally:
+        await interpreter.close()
 
 
 def test_without_a_sandbox_there_are_limits_and_no_protection(tmp_path: Path):

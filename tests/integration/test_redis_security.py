@@ -84,27 +84,27 @@ def start(binary: str, folder: Path, port: int) -> tuple[subprocess.Popen[bytes]
     raise AssertionError(text)
 
 
-def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(server: tuple[str, Path]):
+async def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(
+    server: tuple[str, Path],
+):
     url, folder = server
     documented = Path(__file__).parents[2].joinpath("docs", "security.md").read_text()
     assert RULES.replace("secret-of-the-user", "PASSWORD") in documented
 
-    async def body() -> tuple[int, bytes | None, str]:
-        store = await RedisStore.connect(
-            url,
-            "run",
-            username="slipstream",
-            password="secret-of-the-user",  # noqa: S106 of this test's server
-            ca_file=str(folder / "ca.crt"),
-        )
-        try:
-            generation = await store.claim()
-            await store.commit(Changes(snapshot=b"state"))
-            return generation, await store.snapshot(), await store.durability()
-        finally:
-            await store.close()
-
-    assert asyncio.run(body()) == (1, b"state", "appendfsync always")
+    store = await RedisStore.connect(
+        url,
+        "run",
+        username="slipstream",
+        password="secret-of-the-user",  # noqa: S106 of this test's server
+        ca_file=str(folder / "ca.crt"),
+    )
+    try:
+        generation = await store.claim()
+        await store.commit(Changes(snapshot=b"state"))
+        found = generation, await store.snapshot(), await store.durability()
+    finally:
+        await store.close()
+    assert found == (1, b"state", "appendfsync always")
 
 
 # asyncio leaves a connection whose TLS handshake failed to the garbage collector.

@@ -10,7 +10,6 @@ import signal
 import socket as sockets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -34,13 +33,6 @@ from slipstream.wire.errors import (
 from tests.support.waiting import HANG_S, NEVER_S, until_async, until_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A private folder with a path short enough for Unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="s-") as path:
-        yield Path(path)
 
 
 @pytest.fixture(params=["packaged", "debian"])
@@ -135,7 +127,7 @@ async def check_whole(store: RedisStore, sizes: list[int]) -> None:
     assert found == expected
 
 
-def test_a_socket_that_is_bound_is_no_server_yet(folder: Path):
+async def test_a_socket_that_is_bound_is_no_server_yet(folder: Path):
     late = folder / "late-redis"
     late.write_text(
         f"#!/bin/sh\nuntil [ -e {folder}/go ]; do sleep 0.02; done\n"
@@ -143,7 +135,7 @@ def test_a_socket_that_is_bound_is_no_server_yet(folder: Path):
     )
     late.chmod(0o700)
 
-    async def body(server: RedisServer) -> None:
+    with running(launch(folder, binary=late)) as server:
         with sockets.socket(sockets.AF_UNIX) as bound:  # a server listens a moment later
             bound.bind(str(server.socket))
             listening = asyncio.create_task(server.until_listening(server.socket))
@@ -155,15 +147,14 @@ def test_a_socket_that_is_bound_is_no_server_yet(folder: Path):
             await store.commit(change(0))
             await check_whole(store, [100])
 
-    with running(launch(folder, binary=late)) as server:
-        asyncio.run(body(server))
-
 
 # ---- death -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_every_acknowledged_commit_survives_kill_9_exactly_once(
+@pytest.mark.parametrize(
+    ("binary", "seed"), [("packaged", 1), ("packaged", 2), ("debian", 1)], indirect=["binary"]
+)
+async def test_every_acknowledged_commit_survives_kill_9_exactly_once(
     folder: Path, binary: Path, seed: int
 ):
     rng = random.Random(seed)
@@ -176,7 +167,7 @@ def test_every_acknowledged_commit_survives_kill_9_exactly_once(
         server.process.kill()
         await commit
 
-    async def body(server: RedisServer) -> None:
+    with running(launch(folder, binary=binary)) as server:
         async with connected(server) as store, kept_alive(server):
             await store.claim()
             for number, size in enumerate(sizes):
@@ -185,9 +176,6 @@ def test_every_acknowledged_commit_survives_kill_9_exactly_once(
                 else:
                     await store.commit(change(number, size))
             await check_whole(store, sizes)
-
-    with running(launch(folder, binary=binary)) as server:
-        asyncio.run(body(server))
 
 
 def test_interrupted_commit_is_whole_or_absent(folder: Path):
@@ -218,8 +206,8 @@ def test_interrupted_commit_is_whole_or_absent(folder: Path):
         known = found
 
 
-def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
-    async def body(server: RedisServer) -> None:
+async def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
+    with running(launch(folder)) as server:
         async with connected(server) as store:
             await store.commit(change(0))
             os.kill(server.process.pid, signal.SIGSTOP)
@@ -237,16 +225,13 @@ def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
             await store.commit(change(2))
             assert await events_of(store) == [*found, 2]
 
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
 
-
-def test_outage_is_logged_once_and_ends_with_the_setting_to_change(
+async def test_outage_is_logged_once_and_ends_with_the_setting_to_change(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)
 
-    async def body(server: RedisServer) -> None:
+    with running(launch(folder)) as server:
         async with connected(server, outage_s=0.6) as store:
             await store.commit(change(0))
             kill(server)
@@ -256,17 +241,16 @@ def test_outage_is_logged_once_and_ends_with_the_setting_to_change(
             assert time.monotonic() - began_s >= 0.6
             with pytest.raises(PeerLostError):
                 await store.fetch([(0, 0)])
-
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
     messages = [record.getMessage() for record in caplog.records]
     assert len([text for text in messages if "nothing is acknowledged" in text]) == 1
 
 
-def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.LogCaptureFixture):
+async def test_reads_wait_for_a_server_that_comes_back(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level(logging.INFO)
 
-    async def body(server: RedisServer) -> None:
+    with running(launch(folder)) as server:
         async with connected(server) as store:
             await store.commit(Changes([b"0"], change(0).put, snapshot=b"snap"))
             assert store.is_answering
@@ -278,14 +262,11 @@ def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.Lo
                 assert store.is_answering
                 await until_async(lambda: "the Redis server is back after" in caplog.text)
         assert found == [[change(0).put[0, 0]], b"snap", [0]]
-
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
     assert "starting it again in 0.1 s" in caplog.text
 
 
-def test_a_server_that_forgot_acknowledged_commits_is_not_written_to(folder: Path):
-    async def body(server: RedisServer) -> None:
+async def test_a_server_that_forgot_acknowledged_commits_is_not_written_to(folder: Path):
+    with running(launch(folder)) as server:
         async with connected(server) as store:
             await store.claim()
             await store.commit(change(0))
@@ -300,12 +281,9 @@ def test_a_server_that_forgot_acknowledged_commits_is_not_written_to(folder: Pat
                     await store.commit(change(3))
                 assert await events_of(store) == [0]
 
+
+async def test_a_server_whose_folder_was_emptied_is_not_written_to(folder: Path):
     with running(launch(folder)) as server:
-        asyncio.run(body(server))
-
-
-def test_a_server_whose_folder_was_emptied_is_not_written_to(folder: Path):
-    async def body(server: RedisServer) -> None:
         async with connected(server) as store:
             for number in range(3):
                 await store.commit(change(number))
@@ -317,18 +295,15 @@ def test_a_server_whose_folder_was_emptied_is_not_written_to(folder: Path):
                     await store.commit(change(3))
                 assert await events_of(store) == []
 
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
-
 
 # ---- silence ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 3_000_000])
-def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
-    folder: Path, binary: Path, size: int, caplog: pytest.LogCaptureFixture
+async def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
+    folder: Path, size: int, caplog: pytest.LogCaptureFixture
 ):
-    async def body(server: RedisServer) -> None:
+    with running(launch(folder)) as server:
         async with connected(server, timeout_s=1.0) as store:
             for number in range(0, 4, 2):
                 await store.commit(change(number, size))
@@ -342,9 +317,6 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
                 os.kill(server.process.pid, signal.SIGCONT)
                 await commit
             await check_whole(store, [size] * 4)
-
-    with running(launch(folder, binary=binary)) as server:
-        asyncio.run(body(server))
 
 
 @dataclass
@@ -380,8 +352,8 @@ class Proxy:
                 writer.write(data)
 
 
-def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path):
-    async def body(server: RedisServer) -> None:
+async def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path):
+    with running(launch(folder)) as server:
         await server.until_listening(server.socket)
         proxy = Proxy(server.socket)
         listening = await asyncio.start_unix_server(proxy.serve, folder / "p.sock")
@@ -403,9 +375,6 @@ def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path)
             proxy.to_server[writing].close()
         listening.close()
         await until_async(lambda: proxy.num_open == 0, "a connection of the proxy stays open")
-
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
 
 
 def test_a_server_that_was_made_a_replica_is_left_for_the_one_behind_its_address(folder: Path):
@@ -495,8 +464,8 @@ def test_a_damaged_file_is_named_with_what_to_do_and_that_mends_it(folder: Path)
     assert 10 <= len(left) < 40
 
 
-def test_a_broker_that_slept_while_another_claimed_cannot_write(folder: Path):
-    async def body(server: RedisServer) -> None:
+async def test_a_broker_that_slept_while_another_claimed_cannot_write(folder: Path):
+    with running(launch(folder)) as server:
         async with connected(server) as stale, connected(server) as fresh:
             await stale.claim()
             await stale.commit(change(0))
@@ -508,12 +477,9 @@ def test_a_broker_that_slept_while_another_claimed_cannot_write(folder: Path):
                     await stale.commit(change(2))
                 assert await events_of(fresh) == [0, 1]
 
+
+async def test_of_many_rivals_exactly_one_can_write(folder: Path):
     with running(launch(folder)) as server:
-        asyncio.run(body(server))
-
-
-def test_of_many_rivals_exactly_one_can_write(folder: Path):
-    async def body(server: RedisServer) -> None:
         async with contextlib.AsyncExitStack() as stack:
             stores = [await stack.enter_async_context(connected(server)) for _ in range(6)]
             generations = await asyncio.gather(*(store.claim() for store in stores))
@@ -525,15 +491,12 @@ def test_of_many_rivals_exactly_one_can_write(folder: Path):
             assert [i for i, result in enumerate(results) if result is None] == [winner]
             assert await events_of(stores[0]) == [winner]
 
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
-
 
 # ---- refusals --------------------------------------------------------------------
 
 
-def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCaptureFixture):
-    async def body(server: RedisServer) -> None:
+async def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCaptureFixture):
+    with running(launch(folder)) as server:
         async with connected(server) as store, admin(server) as client:
             await store.commit(change(0))
             await client.config_set("maxmemory", "1")
@@ -543,9 +506,6 @@ def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCa
             await client.config_set("maxmemory", "0")
             await commit
             await check_whole(store, [100, 100])
-
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
 
 
 def test_durability_of_the_server_is_described_in_words(folder: Path):
@@ -570,10 +530,10 @@ def test_durability_of_the_server_is_described_in_words(folder: Path):
         ]
 
 
-def test_user_of_few_rights_is_served_or_shown_what_is_missing(folder: Path):
+async def test_user_of_few_rights_is_served_or_shown_what_is_missing(folder: Path):
     rights = "~slipstream:* +@read +@write +@transaction +@connection"
 
-    async def body(server: RedisServer) -> None:
+    with running(launch(folder)) as server:
         async with admin(server) as client:
             await server.until_listening(server.socket)
             for user, more in ("writer", ""), ("reader", "-@write"):
@@ -592,16 +552,10 @@ def test_user_of_few_rights_is_served_or_shown_what_is_missing(folder: Path):
                     with pytest.raises(ConfigError, match="forbids commands"):
                         await store.claim()
 
-    with running(launch(folder)) as server:
-        asyncio.run(body(server))
 
-
-def test_address_without_a_server_is_an_error_of_the_settings(folder: Path):
-    async def connect() -> None:
-        await RedisStore.connect(f"unix://{folder}/none.sock", "run")
-
+async def test_address_without_a_server_is_an_error_of_the_settings(folder: Path):
     with pytest.raises(ConfigError, match=r"broker\.redis\.url"):
-        asyncio.run(connect())
+        await RedisStore.connect(f"unix://{folder}/none.sock", "run")
 
 
 # ---- the child -------------------------------------------------------------------
@@ -749,8 +703,8 @@ def test_a_disk_that_stays_full_is_an_error_of_the_settings(folder: Path):
             asyncio.run(body(server))
 
 
-def test_the_append_only_file_stays_bounded(folder: Path, binary: Path):
-    async def body(server: RedisServer) -> None:
+async def test_the_append_only_file_stays_bounded(folder: Path, binary: Path):
+    with running(launch(folder, fsync="no", binary=binary)) as server:
         async with connected(server) as store, admin(server) as client:
             await client.config_set("auto-aof-rewrite-min-size", "4mb")
 
@@ -766,6 +720,3 @@ def test_the_append_only_file_stays_bounded(folder: Path, binary: Path):
                 await until_async(is_rewritten)  # what is written meanwhile is in the new file
             assert peak_bytes < 110_000_000, "of 150; Redis looks ten times a second"
             assert (await store.figures())["memory_bytes"] < 40_000_000
-
-    with running(launch(folder, fsync="no", binary=binary)) as server:
-        asyncio.run(body(server))

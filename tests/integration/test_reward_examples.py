@@ -110,7 +110,7 @@ def test_recorded_answers_get_their_scores_from_the_command(
     assert (code, found["unavailable"]) == (0, {})
 
 
-def test_each_data_source_may_have_its_own_reward():
+async def test_each_data_source_may_have_its_own_reward():
     rows = [lines("math")[0], lines("code")[0]]
     answers = [lines("math_answers")[0], lines("code_answers")[0]]
     settings = RewardSection(
@@ -135,14 +135,12 @@ def test_each_data_source_may_have_its_own_reward():
         for number, (row, answer) in enumerate(zip(rows, answers, strict=True))
     ]
 
-    async def body() -> dict[str, float | None]:
-        pool = await RewardPool.start(settings)
-        try:
-            return {score.function: score.reward async for score in pool.score(work)}
-        finally:
-            await pool.close()
-
-    assert asyncio.run(body()) == {FUNCTIONS["math"]: 1.0, FUNCTIONS["code"]: 1.0}
+    pool = await RewardPool.start(settings)
+    try:
+        found = {score.function: score.reward async for score in pool.score(work)}
+    finally:
+        await pool.close()
+    assert found == {FUNCTIONS["math"]: 1.0, FUNCTIONS["code"]: 1.0}
 
 
 @pytest.mark.parametrize("name", ["simple_equations", "fraction_simplification", "gsm_symbolic"])

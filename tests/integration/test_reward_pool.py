@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from msgspec import structs
 from slipstream.broker.config import RewardSection, RewardTable, private_paths, redis_folder
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import run_section
@@ -286,15 +288,33 @@ def settings(rewards: Path, function: str, **changes: object) -> RewardSection:
     return RewardSection(function=f"{rewards}:{function}", **(patient | changes))  # type: ignore[arg-type]
 
 
+@asynccontextmanager
+async def pool_of(section: RewardSection, hide: Sequence[Path] = ()) -> AsyncIterator[RewardPool]:
+    pool = await RewardPool.start(section, hide=hide)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
 def scored(
     section: RewardSection, *answers: str, groups: int = 1
 ) -> tuple[list[Score], RewardPool]:
     async def body() -> tuple[list[Score], RewardPool]:
-        pool = await RewardPool.start(section)
-        try:
+        async with pool_of(section) as pool:
             return await score_all(pool, work(*answers, groups=groups)), pool
-        finally:
-            await pool.close()
+
+    return asyncio.run(body())
+
+
+def scores_of(
+    section: RewardSection, todo: list[tuple[ScoringItem, Transcript]], hide: Sequence[Path] = ()
+) -> list[Score]:
+    """Return the scores of answers that are more than texts."""
+
+    async def body() -> list[Score]:
+        async with pool_of(section, hide) as pool:
+            return await score_all(pool, todo)
 
     return asyncio.run(body())
 
@@ -371,14 +391,7 @@ def test_functions_go_by_data_source_and_a_file_sees_its_neighbors(rewards: Path
             ),
         )
 
-    async def body() -> list[Score]:
-        pool = await RewardPool.start(section)
-        try:
-            return await score_all(pool, todo)
-        finally:
-            await pool.close()
-
-    add, other, unknown = asyncio.run(body())
+    add, other, unknown = scores_of(section, todo)
     assert (add.reward, unknown.reward) == (42.0, 3.0)
     assert other.parts["none"] == 1.0, "reward.sandbox did not reach a function that names it"
 
@@ -390,14 +403,7 @@ def test_a_function_rewards_the_turns_that_it_is_shown(rewards: Path):
         for (item, transcript), replies in zip(work("a", "-", "-"), texts, strict=True)
     ]
 
-    async def body() -> list[Score]:
-        pool = await RewardPool.start(settings(rewards, "by_turn"))
-        try:
-            return await score_all(pool, todo)
-        finally:
-            await pool.close()
-
-    plain, two, three = asyncio.run(body())
+    plain, two, three = scores_of(settings(rewards, "by_turn"), todo)
     assert (plain.reward, plain.turn_rewards) == (1.0, (1.0,))
     assert (two.reward, two.turn_rewards) == (4.0, (1.0, 3.0))
     assert (three.reward, three.turn_rewards) == (None, ())
@@ -456,7 +462,23 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "reason", "fault"), FAULTS, ids=[f[0] for f in FAULTS])
+# What namespaces end or count, and what is to do it without them.
+OF_PROCESSES = {
+    *("blocks signals", "fork bomb", "threads", "child's memory", "a child burns"),
+    *("replaces all", "_exit", "daemon", "setsid twice", "returns twice"),
+}
+
+
+@pytest.mark.parametrize(
+    ("isolation", "answer", "reason", "fault"),
+    [
+        pytest.param(isolation, *fault, id=f"{fault[0]}-{isolation}")
+        for isolation in ("namespaces", "none")
+        for fault in FAULTS
+        if isolation == "namespaces" or fault[0] in OF_PROCESSES
+    ],
+    indirect=["isolation"],
+)
 @pytest.mark.usefixtures("isolation")
 def test_a_fault_costs_its_own_answer_and_nothing_else(
     rewards: Path, answer: str, reason: str | None, fault: str | None
@@ -487,18 +509,12 @@ def test_a_fault_costs_its_own_answer_and_nothing_else(
 
 
 @pytest.mark.usefixtures("isolation")
-def test_daemons_are_killed_after_the_call_and_not_only_at_the_end(rewards: Path):
-    async def body() -> int:
-        pool = await RewardPool.start(settings(rewards, "faulty"))
-        try:
-            await score_all(pool, work("setsid twice", "a"))
-            await until_async(lambda: pool.left_behind > 0 and not marked())
-            assert (await score_all(pool, work("a")))[0].reward == 1.0
-            return pool.left_behind
-        finally:
-            await pool.close()
-
-    assert asyncio.run(body()) >= 1
+async def test_daemons_are_killed_after_the_call_and_not_only_at_the_end(rewards: Path):
+    async with pool_of(settings(rewards, "faulty")) as pool:
+        await score_all(pool, work("setsid twice", "a"))
+        await until_async(lambda: pool.left_behind > 0 and not marked())
+        assert (await score_all(pool, work("a")))[0].reward == 1.0
+        assert pool.left_behind >= 1
 
 
 def test_a_function_that_prints_gigabytes_fills_neither_memory_nor_the_log(
@@ -620,16 +636,11 @@ def test_a_group_that_hangs_is_lost_and_other_groups_are_not(rewards: Path):
     assert [score.reward for score in scores] == [1.0, None, 1.0, None]
 
 
-def test_a_batch_is_split_among_idle_children(rewards: Path):
-    async def body() -> list[Score]:
-        pool = await RewardPool.start(settings(rewards, "batch", processes=3))
-        try:
-            await until_async(lambda: all(slot.is_idle for slot in pool._slots))
-            return await score_all(pool, work(*["a"] * 8))
-        finally:
-            await pool.close()
-
-    sizes = sorted(score.parts["size"] for score in asyncio.run(body()))
+async def test_a_batch_is_split_among_idle_children(rewards: Path):
+    async with pool_of(settings(rewards, "batch", processes=3)) as pool:
+        await until_async(lambda: all(slot.is_idle for slot in pool._slots))
+        found = await score_all(pool, work(*["a"] * 8))
+    sizes = sorted(score.parts["size"] for score in found)
     assert sizes == [2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
 
 
@@ -641,44 +652,32 @@ def test_callers_take_turns(rewards: Path):
         finished.append(name)
 
     async def body() -> None:
-        pool = await RewardPool.start(settings(rewards, "slow", processes=1))
-        try:
+        async with pool_of(settings(rewards, "slow", processes=1)) as pool:
             await asyncio.gather(ask(pool, "long", 40), ask(pool, "short", 3))
-        finally:
-            await pool.close()
 
     asyncio.run(body())
     assert finished == ["short", "long"]
 
 
-def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path, tmp_path: Path):
+async def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path, tmp_path: Path):
     calls = tmp_path / "calls"
 
-    async def body() -> list[Score]:
-        section = settings(rewards, "slow", options={"path": str(calls)})
-        pool = await RewardPool.start(section)
-        try:
-            scores = pool.score(work(*["a"] * 200))
-            await anext(scores)
-            await scores.aclose()  # type: ignore[attr-defined]  # it is a generator
-            return await score_all(pool, work("b"))
-        finally:
-            await pool.close()
-
-    (score,) = asyncio.run(body())
+    section = settings(rewards, "slow", options={"path": str(calls)})
+    async with pool_of(section) as pool:
+        scores = pool.score(work(*["a"] * 200))
+        await anext(scores)
+        await scores.aclose()  # type: ignore[attr-defined]  # it is a generator
+        (score,) = await score_all(pool, work("b"))
     assert score.reward is not None
     assert len(calls.read_text()) < 100, "it waited for answers that are not wanted"
 
 
-def test_closing_answers_everything_that_waits(rewards: Path):
-    async def body() -> list[Score]:
-        pool = await RewardPool.start(settings(rewards, "faulty"))
-        asking = asyncio.create_task(score_all(pool, work("sleeps", "a", "b")))
-        await until_async(lambda: pool._slots[0].running)
-        await pool.close()
-        return await asking
-
-    scores = asyncio.run(body())
+async def test_closing_answers_everything_that_waits(rewards: Path):
+    pool = await RewardPool.start(settings(rewards, "faulty"))
+    asking = asyncio.create_task(score_all(pool, work("sleeps", "a", "b")))
+    await until_async(lambda: pool._slots[0].running)
+    await pool.close()
+    scores = await asking
     assert [score.unavailable for score in scores] == ["the reward pool was closed"] * 3
 
 
@@ -697,14 +696,7 @@ def test_model_written_code_runs_in_a_sandbox_below_the_child(isolation: str):
         for item, text in todo
     ]
 
-    async def body() -> list[Score]:
-        pool = await RewardPool.start(section)
-        try:
-            return await score_all(pool, todo)
-        finally:
-            await pool.close()
-
-    right, wrong = asyncio.run(body())
+    right, wrong = scores_of(section, todo)
     assert (right.reward, wrong.reward) == (1.0, 0.0), (right, wrong)
 
 
@@ -720,27 +712,23 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("mended", [True, False])
-def test_answers_wait_while_no_child_can_be_started_and_not_for_ever(tmp_path: Path, mended: bool):
+async def test_answers_wait_while_no_child_can_be_started_and_not_for_ever(
+    tmp_path: Path, mended: bool
+):
     (tmp_path / "fragile.py").write_text(FRAGILE)
     broken = tmp_path / "fragile.py.broken"
 
-    async def body() -> tuple[list[Score], float]:
-        timeout_s = HANG_S if mended else 2.0
-        section = RewardSection(function=f"{tmp_path}/fragile.py:score", timeout_s=timeout_s)
-        pool = await RewardPool.start(section)
-        try:
-            broken.touch()
-            await score_all(pool, work("ends"))
-            began_s = time.monotonic()
-            asking = asyncio.create_task(score_all(pool, work("a", "b")))
-            await until_async(lambda: pool._slots[0].failures > 0)
-            if mended:
-                broken.unlink()
-            return await asking, time.monotonic() - began_s
-        finally:
-            await pool.close()
-
-    scores, took_s = asyncio.run(body())
+    timeout_s = HANG_S if mended else 2.0
+    section = RewardSection(function=f"{tmp_path}/fragile.py:score", timeout_s=timeout_s)
+    async with pool_of(section) as pool:
+        broken.touch()
+        await score_all(pool, work("ends"))
+        began_s = time.monotonic()
+        asking = asyncio.create_task(score_all(pool, work("a", "b")))
+        await until_async(lambda: pool._slots[0].failures > 0)
+        if mended:
+            broken.unlink()
+        scores, took_s = await asking, time.monotonic() - began_s
     if mended:
         assert [score.reward for score in scores] == [1.0, 1.0]
     else:
@@ -790,20 +778,13 @@ def test_a_key_file_is_not_seen_where_namespaces_work(tmp_path: Path):
         f"def score(d, s, g, e): return len(open({str(key)!r}).read())\n"
     )
 
-    async def body(hide: list[Path]) -> Score:
-        section = RewardSection(function=f"{tmp_path / 'reads.py'}:score")
-        pool = await RewardPool.start(section, hide=hide)
-        try:
-            return (await score_all(pool, work("a")))[0]
-        finally:
-            await pool.close()
-
-    assert asyncio.run(body([])).reward == 6.0
-    assert asyncio.run(body([key])).reward == 0.0
+    section = RewardSection(function=f"{tmp_path / 'reads.py'}:score")
+    rewards = [scores_of(section, work("a"), hide)[0].reward for hide in ([], [key])]
+    assert rewards == [6.0, 0.0]
     assert key.read_text() == "secret"
 
 
-def test_a_folder_of_keys_that_is_made_later_is_not_seen_either(tmp_path: Path):
+async def test_a_folder_of_keys_that_is_made_later_is_not_seen_either(tmp_path: Path):
     if not bubblewrap_works():
         pytest.skip("bubblewrap does not work here")
     keys = tmp_path / "runs" / "keys"
@@ -811,16 +792,11 @@ def test_a_folder_of_keys_that_is_made_later_is_not_seen_either(tmp_path: Path):
         f"import os\ndef score(d, s, g, e): return len(os.listdir({str(keys)!r}))\n"
     )
 
-    async def body() -> Score:
-        section = RewardSection(function=f"{tmp_path / 'lists.py'}:score")
-        pool = await RewardPool.start(section, hide=[keys, tmp_path / "none.key"])
-        try:
-            (keys / "broker.key").write_text("secret")
-            return (await score_all(pool, work("a")))[0]
-        finally:
-            await pool.close()
-
-    assert asyncio.run(body()).reward == 0.0
+    section = RewardSection(function=f"{tmp_path / 'lists.py'}:score")
+    async with pool_of(section, hide=[keys, tmp_path / "none.key"]) as pool:
+        (keys / "broker.key").write_text("secret")
+        found = (await score_all(pool, work("a")))[0]
+    assert found.reward == 0.0
     assert keys.stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "none.key").exists()
 
@@ -864,18 +840,11 @@ def test_a_reward_function_is_no_other_role(short_folder: Path, monkeypatch: pyt
         f"PATH = {str(run.socket('broker'))!r}\nSTORE = {str(redis_folder(run))!r}\n{REACHES}"
     )
 
-    async def body() -> Score:
-        settings = section(table, "reward", RewardSection)
-        pool = await RewardPool.start(settings, hide=private_paths(table))
-        try:
-            return (await score_all(pool, work("a")))[0]
-        finally:
-            await pool.close()
-
     with socket.socket(socket.AF_UNIX) as broker:
         broker.bind(str(run.socket("broker")))
         broker.listen()
-        score = asyncio.run(body())
+        settings = section(table, "reward", RewardSection)
+        (score,) = scores_of(settings, work("a"), private_paths(table))
     hidden = bubblewrap_works()
     expected = {"reached": 0.0 if hidden else 1.0, "truths": 0.0 if hidden else 1.0}
     assert score.parts == {"score": 1.0, **expected, "secret": 0.0, "judge": 1.0}, score.unavailable

@@ -138,71 +138,58 @@ async def secured(
         context.term()
 
 
-def test_a_client_with_a_key_works_over_tcp_and_one_without_keys_over_a_unix_socket(
+async def test_a_client_with_a_key_works_over_tcp_and_one_without_keys_over_a_unix_socket(
     short_folder: Path,
 ):
-    async def body() -> tuple[ScoringLeased, TookOver]:
-        async with secured(short_folder) as it:
-            worker = await it.client("reward_worker", "w", it.key("hostb", "reward_worker"))
-            learner = await it.client("learner", "learner")
-            leased, _ = await worker.ask(LeaseScoring(credits=4, wait_s=0.05), ScoringLeased)
-            took, _ = await learner.ask(TakeOver(step=0), TookOver)
-            return leased, took
-
-    leased, took = asyncio.run(body())
+    async with secured(short_folder) as it:
+        worker = await it.client("reward_worker", "w", it.key("hostb", "reward_worker"))
+        learner = await it.client("learner", "learner")
+        leased, _ = await worker.ask(LeaseScoring(credits=4, wait_s=0.05), ScoringLeased)
+        took, _ = await learner.ask(TakeOver(step=0), TookOver)
     assert (leased.items, took.version) == ((), PolicyVersion(1, 0))
 
 
-def test_a_reward_workers_key_cannot_commit_a_step_and_the_attempt_is_counted(short_folder: Path):
-    async def body() -> tuple[int, int]:
-        async with secured(short_folder) as it:
-            worker = await it.client("reward_worker", "w", it.key("hostb", "reward_worker"))
-            commit = StepCommit(version=PolicyVersion(1, 1), metrics={})
-            with pytest.raises(ForbiddenError, match="hostb/w is a reward_worker, which may not"):
-                await worker.ask(commit, StepCommitted)
-            return it.rejected("forbidden"), it.ledger.book.step
-
-    assert asyncio.run(body()) == (1, 0)
-
-
-def test_a_key_is_good_for_its_own_role_alone(short_folder: Path):
-    async def body() -> None:
-        async with secured(short_folder) as it:
-            key = it.key("hostb", "reward_worker")
-            with pytest.raises(ConfigError, match="was made for the role reward_worker, not learn"):
-                await it.client("learner", "learner", key)
-            operator = it.key("desk", "operator")
-            reader = await it.client("observer", "o", operator)
-            assert isinstance((await reader.ask(GetStatus(), StatusAnswer))[0], StatusAnswer)
-
-    asyncio.run(body())
+async def test_a_reward_workers_key_cannot_commit_a_step_and_the_attempt_is_counted(
+    short_folder: Path,
+):
+    async with secured(short_folder) as it:
+        worker = await it.client("reward_worker", "w", it.key("hostb", "reward_worker"))
+        commit = StepCommit(version=PolicyVersion(1, 1), metrics={})
+        with pytest.raises(ForbiddenError, match="hostb/w is a reward_worker, which may not"):
+            await worker.ask(commit, StepCommitted)
+        assert (it.rejected("forbidden"), it.ledger.book.step) == (1, 0)
 
 
-def test_a_key_cannot_take_the_name_of_anybody_else(short_folder: Path):
-    async def body() -> list[str]:
-        async with secured(short_folder) as it:
-            learner = await it.client("learner", "learner")
-            await it.client("reward_worker", "w", it.key("a", "reward_worker"))
-            key = it.key("b", "reward_worker")
-            await it.client("reward_worker", "w", key)
-            await it.client("reward_worker", "learner", key)
-            await learner.ask(TakeOver(step=0), TookOver)
-            return [role.name for role in it.server.report.status().roles]
-
-    assert {"learner", "a/w", "b/w", "b/learner"} <= set(asyncio.run(body()))
+async def test_a_key_is_good_for_its_own_role_alone(short_folder: Path):
+    async with secured(short_folder) as it:
+        key = it.key("hostb", "reward_worker")
+        with pytest.raises(ConfigError, match="was made for the role reward_worker, not learn"):
+            await it.client("learner", "learner", key)
+        operator = it.key("desk", "operator")
+        reader = await it.client("observer", "o", operator)
+        assert isinstance((await reader.ask(GetStatus(), StatusAnswer))[0], StatusAnswer)
 
 
-def test_no_key_decides_which_tokenizer_the_others_must_have(short_folder: Path):
-    async def body() -> None:
-        async with secured(short_folder) as it:
-            for role in ("reward_worker", "generator"):
-                await it.client(role, "thief", it.key(role, role), tokenizer="f" * 16)
-            await it.client("learner", "learner", tokenizer="a" * 16)
-            await it.client("generator", "g", it.key("honest", "generator"), tokenizer="a" * 16)
-            with pytest.raises(ConfigError, match="is not that of learner"):
-                await it.client("generator", "g", it.key("late", "generator"), tokenizer="f" * 16)
+async def test_a_key_cannot_take_the_name_of_anybody_else(short_folder: Path):
+    async with secured(short_folder) as it:
+        learner = await it.client("learner", "learner")
+        await it.client("reward_worker", "w", it.key("a", "reward_worker"))
+        key = it.key("b", "reward_worker")
+        await it.client("reward_worker", "w", key)
+        await it.client("reward_worker", "learner", key)
+        await learner.ask(TakeOver(step=0), TookOver)
+        found = [role.name for role in it.server.report.status().roles]
+    assert {"learner", "a/w", "b/w", "b/learner"} <= set(found)
 
-    asyncio.run(body())
+
+async def test_no_key_decides_which_tokenizer_the_others_must_have(short_folder: Path):
+    async with secured(short_folder) as it:
+        for role in ("reward_worker", "generator"):
+            await it.client(role, "thief", it.key(role, role), tokenizer="f" * 16)
+        await it.client("learner", "learner", tokenizer="a" * 16)
+        await it.client("generator", "g", it.key("honest", "generator"), tokenizer="a" * 16)
+        with pytest.raises(ConfigError, match="is not that of learner"):
+            await it.client("generator", "g", it.key("late", "generator"), tokenizer="f" * 16)
 
 
 async def work_forever(worker: BrokerClient) -> None:
@@ -211,49 +198,44 @@ async def work_forever(worker: BrokerClient) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_revoked_key_ends_its_connections_and_cannot_make_new_ones(short_folder: Path):
-    async def body() -> int:
-        async with secured(short_folder) as it:
-            key = it.key("hostb", "reward_worker")
-            copied = short_folder / "copied.key"
-            write_client_key(copied, read_client_key(key))
-            worker = await it.client("reward_worker", "w", key)
-            revoke(it.keys, "hostb")
-            with pytest.raises(ForbiddenError):
-                await asyncio.wait_for(work_forever(worker), HANG_S)  # noqa: TID251 cancelled by nobody
-            with pytest.raises((ConfigError, ForbiddenError), match="the key hostb"):
-                await it.client("reward_worker", "w", copied)
-            return it.rejected("forbidden")
-
-    assert asyncio.run(body()) >= 1
+async def test_revoked_key_ends_its_connections_and_cannot_make_new_ones(short_folder: Path):
+    async with secured(short_folder) as it:
+        key = it.key("hostb", "reward_worker")
+        copied = short_folder / "copied.key"
+        write_client_key(copied, read_client_key(key))
+        worker = await it.client("reward_worker", "w", key)
+        revoke(it.keys, "hostb")
+        with pytest.raises(ForbiddenError):
+            await asyncio.wait_for(work_forever(worker), HANG_S)  # noqa: TID251 cancelled by nobody
+        with pytest.raises((ConfigError, ForbiddenError), match="the key hostb"):
+            await it.client("reward_worker", "w", copied)
+        assert it.rejected("forbidden") >= 1
 
 
-def test_what_came_with_a_key_that_is_revoked_with_discard_is_not_trained(short_folder: Path):
+async def test_what_came_with_a_key_that_is_revoked_with_discard_is_not_trained(short_folder: Path):
     """A stolen key's answers stayed, and were trained."""
 
-    async def body() -> tuple[dict[str, int], int]:
-        async with secured(short_folder) as it:
-            learner = await it.client("learner", "learner")
-            await learner.ask(TakeOver(step=0), TookOver)
-            thief = await it.client("generator", "g", it.key("gpu7", "generator"))
-            await it.client("generator", "g", it.key("gpu8", "generator"))
-            work = LeaseGroups(adopted=PolicyVersion(1, 0), max_sequences=2, wait_s=30.0)
-            leased, _ = await thief.ask(work, GroupsLeased)
-            group = leased.groups[0]
-            sent = header(group.group_id, 0, PolicyVersion(1, 0), lease_id=group.lease_id)
-            await thief.ask(SubmitTrajectory(header=sent), Done, frames=[b"payload", b"answer"])
-            revoke(it.keys, "gpu8", discard=True)  # nothing came with it
-            it.server._clients.refresh_keys()
-            assert group.group_id in it.ledger.book.groups
-            revoke(it.keys, "gpu7", discard=True)
-            it.server._clients.refresh_keys()
-            it.server._clients.refresh_keys()
-            return dict(it.ledger.book.state.dropped), it.ledger.book.unaccounted()
-
-    assert asyncio.run(body()) == ({"revoked": 1}, 0)
+    async with secured(short_folder) as it:
+        learner = await it.client("learner", "learner")
+        await learner.ask(TakeOver(step=0), TookOver)
+        thief = await it.client("generator", "g", it.key("gpu7", "generator"))
+        await it.client("generator", "g", it.key("gpu8", "generator"))
+        work = LeaseGroups(adopted=PolicyVersion(1, 0), max_sequences=2, wait_s=30.0)
+        leased, _ = await thief.ask(work, GroupsLeased)
+        group = leased.groups[0]
+        sent = header(group.group_id, 0, PolicyVersion(1, 0), lease_id=group.lease_id)
+        await thief.ask(SubmitTrajectory(header=sent), Done, frames=[b"payload", b"answer"])
+        revoke(it.keys, "gpu8", discard=True)  # nothing came with it
+        it.server._clients.refresh_keys()
+        assert group.group_id in it.ledger.book.groups
+        revoke(it.keys, "gpu7", discard=True)
+        it.server._clients.refresh_keys()
+        it.server._clients.refresh_keys()
+        assert dict(it.ledger.book.state.dropped) == {"revoked": 1}
+        assert it.ledger.book.unaccounted() == 0
 
 
-def test_unreadable_keys_suspend_remote_clients_without_dropping_them(
+async def test_unreadable_keys_suspend_remote_clients_without_dropping_them(
     short_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """Without a descriptor left the folder could not be listed, and revoked keys stayed good."""
@@ -264,65 +246,56 @@ def test_unreadable_keys_suspend_remote_clients_without_dropping_them(
     def fails(_self: KeyRing) -> list[Holder]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async def body() -> None:
-        async with secured(short_folder, now=lambda: Clock.now_s) as it:
-            remote = await it.client("observer", "o", it.key("desk", "observer"))
-            local = await it.client("observer", "o")
-            with monkeypatch.context() as patched:
-                patched.setattr(KeyRing, "refresh", fails)
-                it.server._clients.refresh_keys()
-                Clock.now_s += 9.0
-                it.server._clients.refresh_keys()
-                await remote.ask(GetStatus(), StatusAnswer)
-                Clock.now_s += 2.0
-                waiting = asyncio.create_task(remote.ask(GetStatus(), StatusAnswer))
-                await until_async(lambda: it.rejected("slow_down") > 1, "it was served")
-                await local.ask(GetStatus(), StatusAnswer)
+    async with secured(short_folder, now=lambda: Clock.now_s) as it:
+        remote = await it.client("observer", "o", it.key("desk", "observer"))
+        local = await it.client("observer", "o")
+        with monkeypatch.context() as patched:
+            patched.setattr(KeyRing, "refresh", fails)
             it.server._clients.refresh_keys()
-            await asyncio.wait_for(waiting, HANG_S)  # noqa: TID251 cancelled by nobody
-
-    asyncio.run(body())
+            Clock.now_s += 9.0
+            it.server._clients.refresh_keys()
+            await remote.ask(GetStatus(), StatusAnswer)
+            Clock.now_s += 2.0
+            waiting = asyncio.create_task(remote.ask(GetStatus(), StatusAnswer))
+            await until_async(lambda: it.rejected("slow_down") > 1, "it was served")
+            await local.ask(GetStatus(), StatusAnswer)
+        it.server._clients.refresh_keys()
+        await asyncio.wait_for(waiting, HANG_S)  # noqa: TID251 cancelled by nobody
     assert caplog.text.count("keys cannot be read") == 1
 
 
-def test_key_of_another_broker_is_refused_with_the_reason(short_folder: Path):
-    async def body() -> None:
-        async with secured(short_folder) as it:
-            own = read_client_key(it.key("hostb", "generator"))
-            strange_public, strange_secret = (half.decode() for half in zmq.curve_keypair())
-            strange = ClientKey(
-                name="strange",
-                role="generator",
-                public=strange_public,
-                secret=strange_secret,
-                broker=own.broker,
-            )
-            path = short_folder / "strange.key"
-            write_client_key(path, strange)
-            with pytest.raises(ConfigError, match=r"does not take the key strange \(run.key_f"):
-                await it.client("generator", "g", path)
-
-    asyncio.run(body())
+async def test_key_of_another_broker_is_refused_with_the_reason(short_folder: Path):
+    async with secured(short_folder) as it:
+        own = read_client_key(it.key("hostb", "generator"))
+        strange_public, strange_secret = (half.decode() for half in zmq.curve_keypair())
+        strange = ClientKey(
+            name="strange",
+            role="generator",
+            public=strange_public,
+            secret=strange_secret,
+            broker=own.broker,
+        )
+        path = short_folder / "strange.key"
+        write_client_key(path, strange)
+        with pytest.raises(ConfigError, match=r"does not take the key strange \(run.key_f"):
+            await it.client("generator", "g", path)
 
 
-def test_tcp_requires_a_key(short_folder: Path):
-    async def body() -> int:
-        async with secured(short_folder) as it:
-            with pytest.raises(ConfigError, match=r"run\.key_file must name a key"):
-                await BrokerClient.connect(it.tcp, role="observer", name="o", timeout_s=HANG_S)
-            context = zmq.asyncio.Context()
-            socket = context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(it.tcp)
-            await socket.send_multipart([b"1", b"", encode(Hello(role="observer", name="o"))])
-            answered = await socket.poll(200)
-            socket.close()
-            context.term()
-            good = await it.client("observer", "o", it.key("desk", "observer"))
-            await good.ask(GetStatus(), StatusAnswer)
-            return answered
-
-    assert asyncio.run(body()) == 0
+async def test_tcp_requires_a_key(short_folder: Path):
+    async with secured(short_folder) as it:
+        with pytest.raises(ConfigError, match=r"run\.key_file must name a key"):
+            await BrokerClient.connect(it.tcp, role="observer", name="o", timeout_s=HANG_S)
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(it.tcp)
+        await socket.send_multipart([b"1", b"", encode(Hello(role="observer", name="o"))])
+        answered = await socket.poll(200)
+        socket.close()
+        context.term()
+        good = await it.client("observer", "o", it.key("desk", "observer"))
+        await good.ask(GetStatus(), StatusAnswer)
+        assert answered == 0
 
 
 @asynccontextmanager
@@ -347,46 +320,41 @@ async def answer_to(socket: "zmq.asyncio.Socket", *frames: bytes) -> object:
     return decode_answer(body)
 
 
-def test_a_session_is_worth_nothing_on_another_connection_nor_a_routing_id_without_it(
+async def test_a_session_is_worth_nothing_on_another_connection_nor_a_routing_id_without_it(
     short_folder: Path,
 ):
     """Neither a token nor a routing id makes another peer the client that sent the hello."""
 
-    async def body() -> list[object]:
-        async with secured(short_folder) as it:
-            hello = encode(Hello(role="learner", name="learner"))
-            async with bare(it.unix, b"mine") as first:
-                welcome = await answer_to(first, b"1", b"", hello)
-                assert isinstance(welcome, Welcome)
-                take_over = encode(TakeOver(step=0))
-                async with bare(it.unix) as other:
-                    stolen = await answer_to(other, b"2", welcome.session, take_over)
-            borrowed: object = None
-            for _ in range(round(HANG_S)):  # until the broker has noticed that the first is gone
-                async with bare(it.unix, b"mine") as again:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(1.0):
-                            borrowed = await answer_to(again, b"3", b"", take_over)
-                            break
-            return [stolen, borrowed]
-
-    for answer in asyncio.run(body()):
+    async with secured(short_folder) as it:
+        hello = encode(Hello(role="learner", name="learner"))
+        async with bare(it.unix, b"mine") as first:
+            welcome = await answer_to(first, b"1", b"", hello)
+            assert isinstance(welcome, Welcome)
+            take_over = encode(TakeOver(step=0))
+            async with bare(it.unix) as other:
+                stolen = await answer_to(other, b"2", welcome.session, take_over)
+        borrowed: object = None
+        for _ in range(round(HANG_S)):  # until the broker has noticed that the first is gone
+            async with bare(it.unix, b"mine") as again:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        borrowed = await answer_to(again, b"3", b"", take_over)
+                        break
+        found = [stolen, borrowed]
+    for answer in found:
         assert isinstance(answer, Refusal)
         assert answer.code == "hello_first"
 
 
-def test_refusal_of_older_and_newer_peers_names_both_revisions(short_folder: Path):
-    async def body() -> list[object]:
-        async with secured(short_folder) as it, bare(it.unix) as socket:
-            old = encode(Hello(role="learner", name="learner", wire_revision=3))
-            new = encode(Hello(role="learner", name="learner", wire_revision=WIRE_REVISION + 1))
-            return [
-                await answer_to(socket, b"1", old),  # revision 3 had no session
-                await answer_to(socket, b"2", b"", old),
-                await answer_to(socket, b"3", b"", new),
-            ]
-
-    answers = asyncio.run(body())
+async def test_refusal_of_older_and_newer_peers_names_both_revisions(short_folder: Path):
+    async with secured(short_folder) as it, bare(it.unix) as socket:
+        old = encode(Hello(role="learner", name="learner", wire_revision=3))
+        new = encode(Hello(role="learner", name="learner", wire_revision=WIRE_REVISION + 1))
+        answers = [
+            await answer_to(socket, b"1", old),  # revision 3 had no session
+            await answer_to(socket, b"2", b"", old),
+            await answer_to(socket, b"3", b"", new),
+        ]
     assert all(isinstance(answer, Refusal) for answer in answers)
     reasons = [answer.reason for answer in answers if isinstance(answer, Refusal)]
     ours = WIRE_REVISION
@@ -395,30 +363,24 @@ def test_refusal_of_older_and_newer_peers_names_both_revisions(short_folder: Pat
     assert f"speaks wire revision {ours + 1}, this broker {ours}" in reasons[2]
 
 
-def test_client_with_too_many_requests_is_slowed_down_and_loses_nothing(short_folder: Path):
+async def test_client_with_too_many_requests_is_slowed_down_and_loses_nothing(short_folder: Path):
     clock = [0.0]
 
-    async def body() -> int:
-        async with secured(short_folder, max_requests_per_s=50, now=lambda: clock[0]) as it:
-            client = await it.client("generator", "g")
-            report = RoleReport(phase_seconds={}, counters={})
-            asking = asyncio.gather(*(client.ask(report, Done) for _ in range(130)))
-            await until_async(lambda: it.rejected("slow_down") >= 20)
-            while not asking.done():
-                clock[0] += 1.0
-                await asyncio.sleep(0.02)
-            return len(await asking)
-
-    assert asyncio.run(body()) == 130
+    async with secured(short_folder, max_requests_per_s=50, now=lambda: clock[0]) as it:
+        client = await it.client("generator", "g")
+        report = RoleReport(phase_seconds={}, counters={})
+        asking = asyncio.gather(*(client.ask(report, Done) for _ in range(130)))
+        await until_async(lambda: it.rejected("slow_down") >= 20)
+        while not asking.done():
+            clock[0] += 1.0
+            await asyncio.sleep(0.02)
+        assert len(await asking) == 130
 
 
-def test_a_message_too_large_for_its_role_is_refused(short_folder: Path):
-    async def body() -> tuple[object, int]:
-        async with secured(short_folder) as it, bare(it.unix) as socket:
-            answer = await answer_to(socket, b"1", b"", *cut([b"x" * 100_000]))
-            return answer, it.rejected("malformed")
-
-    answer, malformed = asyncio.run(body())
+async def test_a_message_too_large_for_its_role_is_refused(short_folder: Path):
+    async with secured(short_folder) as it, bare(it.unix) as socket:
+        answer = await answer_to(socket, b"1", b"", *cut([b"x" * 100_000]))
+        answer, malformed = answer, it.rejected("malformed")
     assert isinstance(answer, Refusal)
     assert "a client without a hello may send 65536" in answer.reason
     assert malformed == 1

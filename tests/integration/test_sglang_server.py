@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import pytest
 
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import Completion, SamplingParams
-from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import write_private
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.integration.sglang_load import client_of
 from tests.integration.test_judge_reward import transcript
 from tests.integration.test_secrets import shown
 from tests.integration.test_teacher import batches, teacher, token_sequences, train_sequences
@@ -30,6 +31,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 PROMPT = [3, 4, 13]
+VERSION = PolicyVersion(1, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=40, min_new_tokens=40)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=60, min_new_tokens=60)
 TRACKERS = "a-key-of-a-tracker"
@@ -42,20 +44,6 @@ def server() -> Iterator[SglangProcess]:
         environment.setenv("WANDB_API_KEY", TRACKERS)
         with sglang_server() as process:
             yield process
-
-
-def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[None]]) -> None:
-    async def run() -> None:
-        engine = SglangEngine(
-            server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
-        )
-        try:
-            await engine.label(PolicyVersion(1, 0))
-            await scenario(engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
 
 
 def ids(completions: list[Completion]) -> list[list[int]]:
@@ -74,6 +62,31 @@ def test_a_healthy_start_has_neither_traceback_nor_warning_and_counts_what_is_le
     assert int(found[1]) >= 3
 
 
+def test_a_failed_start_has_its_traceback(tmp_path: Path):
+    write_policy(tmp_path / "model")
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    server = SglangProcess.start(
+        generator_settings(
+            {
+                "run": {"name": "p", "dir": str(tmp_path), "model": str(tmp_path / "model")},
+                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 64},
+                "generators": {"device": "cpu", "max_cached_tokens": 4096},
+            }
+        ),
+        "generator-0",
+    )
+    try:
+        with pytest.raises(ConfigError, match="SafetensorError"):
+            asyncio.run(server.until_ready(HANG_S))
+    finally:
+        server.stop()
+    log = server.log_file.read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "SafetensorError" in log
+    assert "known warnings of libraries are left out here" in log
+
+
 def test_sglang_process_shows_neither_its_key_nor_secrets_of_its_parent(server: SglangProcess):
     assert TRACKERS not in shown(server.process.pid)
     assert len(server.api_key) >= 16
@@ -84,8 +97,8 @@ def test_sglang_process_shows_neither_its_key_nor_secrets_of_its_parent(server: 
     assert server.api_key not in log
 
 
-def test_the_same_seed_gives_the_same_answer_whatever_ran_before(server: SglangProcess):
-    async def scenario(engine: SglangEngine) -> None:
+async def test_the_same_seed_gives_the_same_answer_whatever_ran_before(server: SglangProcess):
+    async with client_of(server, VERSION) as engine:
         (first,) = ids(await engine.sample(PROMPT, PARAMS, count=1, seeds=[7]))
         (second,) = ids(await engine.sample(PROMPT, PARAMS, count=1, seeds=[7]))
         await engine.sample([5, 6], PARAMS, count=3)
@@ -96,13 +109,11 @@ def test_the_same_seed_gives_the_same_answer_whatever_ran_before(server: SglangP
         unseeded = ids(await engine.sample(PROMPT, PARAMS, count=3))
         assert len({tuple(answer) for answer in unseeded}) == 3
 
-    on(server, scenario)
 
-
-def test_a_seeded_answer_is_the_same_beside_others_greedy_and_truncated_ones_too(
+async def test_a_seeded_answer_is_the_same_beside_others_greedy_and_truncated_ones_too(
     server: SglangProcess,
 ):
-    async def scenario(engine: SglangEngine) -> None:
+    async with client_of(server, VERSION) as engine:
         (alone,) = ids(await engine.sample(PROMPT, PARAMS, count=1, seeds=[11]))
         (greedy,) = ids(await engine.sample(PROMPT, GREEDY, count=1))
         (nucleus,) = ids(await engine.sample(PROMPT, NUCLEUS, count=1, seeds=[12]))
@@ -115,11 +126,9 @@ def test_a_seeded_answer_is_the_same_beside_others_greedy_and_truncated_ones_too
         assert ids(beside_greedy) == [greedy]
         assert ids(beside_nucleus) == [nucleus]
 
-    on(server, scenario)
 
-
-def test_first_tokens_of_many_seeds_follow_the_softmax(server: SglangProcess):
-    async def scenario(engine: SglangEngine) -> None:
+async def test_first_tokens_of_many_seeds_follow_the_softmax(server: SglangProcess):
+    async with client_of(server, VERSION) as engine:
         one_token = SamplingParams(temperature=0.7, max_new_tokens=1)
         answers = await engine.sample(PROMPT, one_token, count=3000, seeds=range(3000))
         counts = Counter(answer.token_ids[0] for answer in answers)
@@ -133,11 +142,9 @@ def test_first_tokens_of_many_seeds_follow_the_softmax(server: SglangProcess):
         assert degrees > 5
         assert chi_square < degrees + 4.5 * math.sqrt(2 * degrees)
 
-    on(server, scenario)
 
-
-def test_a_response_ends_after_a_stop_token_or_a_stop_text(server: SglangProcess):
-    async def scenario(engine: SglangEngine) -> None:
+async def test_a_response_ends_after_a_stop_token_or_a_stop_text(server: SglangProcess):
+    async with client_of(server, VERSION) as engine:
         stop_id, text_id = 9, 12  # "6" and "9" of the quickstart's characters
         by_token = SamplingParams(temperature=1.0, max_new_tokens=400, stop_token_ids=(stop_id,))
         for answer in await engine.sample(PROMPT, by_token, count=8, seeds=range(8)):
@@ -154,8 +161,6 @@ def test_a_response_ends_after_a_stop_token_or_a_stop_text(server: SglangProcess
         )
         for answer in await engine.sample(PROMPT, barred, count=8, seeds=range(8)):
             assert not {stop_id, 2} & set(answer.token_ids[:50])
-
-    on(server, scenario)
 
 
 # ---- as a judge and as a teacher -----------------------------------------------

@@ -99,17 +99,14 @@ def test_what_a_client_leaves_out_is_no_fault_of_the_trajectory(tmp_path: Path):
     assert frames[1].decode().startswith("user: 1+1=\nassistant: look({})\ntool: y\nassistant: ")
 
 
-def test_a_call_that_cannot_be_read_is_no_call_and_an_unknown_parser_is_refused():
-    async def test() -> None:
-        parse = ToolParser(Parsing(), "known")
-        await parse.check()
-        assert (await parse('{"at": 1}', []))[1]
-        for text in ("unreadable", '{"at": NaN}', "[1]", '"x"', "{", "[" * 9_000):
-            assert await parse(text, []) == (text, []), text[:20]
-        with pytest.raises(ConfigError, match=r"no parser 'other' \(environment.tool_call_parser"):
-            await ToolParser(Parsing(), "other").check()
-
-    asyncio.run(test())
+async def test_a_call_that_cannot_be_read_is_no_call_and_an_unknown_parser_is_refused():
+    parse = ToolParser(Parsing(), "known")
+    await parse.check()
+    assert (await parse('{"at": 1}', []))[1]
+    for text in ("unreadable", '{"at": NaN}', "[1]", '"x"', "{", "[" * 9_000):
+        assert await parse(text, []) == (text, []), text[:20]
+    with pytest.raises(ConfigError, match=r"no parser 'other' \(environment.tool_call_parser"):
+        await ToolParser(Parsing(), "other").check()
 
 
 def test_a_template_that_leaves_out_tools_is_named_once(

@@ -12,7 +12,7 @@ import pytest
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json, Prompt
-from tests.support.playing import heard, hosted, play, run
+from tests.support.playing import heard, hosted, play
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S, until_async
 
@@ -46,27 +46,24 @@ def prompts(folder: Path) -> list[Prompt]:
 
 
 @needs_verifiers
-def test_an_episode_is_played_against_the_endpoint_and_scored(tmp_path: Path):
+async def test_an_episode_is_played_against_the_endpoint_and_scored(tmp_path: Path):
     first, second, broken = prompts(tmp_path)
 
-    async def test() -> None:
-        async with hosted(NAME, OPTIONS, variables={"HOME": str(tmp_path)}) as host:
-            before = len(psutil.Process().children(recursive=True))
-            assert host.drives_itself
-            found = await play(host, first, "2", "3")
-            assert (found.reward, found.parts) == (2.0, {"turns": 2.0, "right": 2.0})
-            assert heard(found) == ["1 + 2 = ?", "Are you sure?"]
-            assert [one["role"] for one in found.messages] == [
-                *("system", "user", "assistant", "user", "assistant")
-            ]
-            assert (await play(host, second, "4", "5")).reward == 0.0
-            with pytest.raises(EnvironmentFailedError, match="it cannot be scored"):
-                await play(host, broken, "1", "2")
-            with pytest.raises(EnvironmentFailedError, match="holds no verifiers_task"):
-                await play(host, Prompt(prompt="x"), "1")
-            await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
-
-    run(test())
+    async with hosted(NAME, OPTIONS, variables={"HOME": str(tmp_path)}) as host:
+        before = len(psutil.Process().children(recursive=True))
+        assert host.drives_itself
+        found = await play(host, first, "2", "3")
+        assert (found.reward, found.parts) == (2.0, {"turns": 2.0, "right": 2.0})
+        assert heard(found) == ["1 + 2 = ?", "Are you sure?"]
+        assert [one["role"] for one in found.messages] == [
+            *("system", "user", "assistant", "user", "assistant")
+        ]
+        assert (await play(host, second, "4", "5")).reward == 0.0
+        with pytest.raises(EnvironmentFailedError, match="it cannot be scored"):
+            await play(host, broken, "1", "2")
+        with pytest.raises(EnvironmentFailedError, match="holds no verifiers_task"):
+            await play(host, Prompt(prompt="x"), "1")
+        await until_async(lambda: len(psutil.Process().children(recursive=True)) <= before)
 
 
 @needs_verifiers
@@ -78,13 +75,10 @@ def test_an_episode_is_played_against_the_endpoint_and_scored(tmp_path: Path):
         ({}, "verifiers: "),
     ],
 )
-def test_what_is_no_environment_is_refused_at_the_start(env: dict[str, Any], why: str):
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=why):
-            async with hosted(NAME, {**OPTIONS, "env": env}):
-                pass
-
-    run(test())
+async def test_what_is_no_environment_is_refused_at_the_start(env: dict[str, Any], why: str):
+    with pytest.raises(ConfigError, match=why):
+        async with hosted(NAME, {**OPTIONS, "env": env}):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -96,10 +90,7 @@ def test_what_is_no_environment_is_refused_at_the_start(env: dict[str, Any], why
         ("/bin/echo", "cannot be run: "),
     ],
 )
-def test_a_python_without_verifiers_is_refused_at_the_start(python: str, why: str):
-    async def test() -> None:
-        with pytest.raises(ConfigError, match=why):
-            async with hosted(NAME, {**OPTIONS, "python": python}):
-                pass
-
-    run(test())
+async def test_a_python_without_verifiers_is_refused_at_the_start(python: str, why: str):
+    with pytest.raises(ConfigError, match=why):
+        async with hosted(NAME, {**OPTIONS, "python": python}):
+            pass
