@@ -106,7 +106,11 @@ def oracle(weights: Weights) -> Iterator[Oracle]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.in_flight_oracle", str(END), *weights.values()],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
