@@ -49,10 +49,6 @@ def unpack(out: Path) -> None:
         source = find_quantized_file()
         started = time.monotonic()
         import torch
-
-        from slipstream.generators.sglang.cpu import define_torchvision_operators
-
-        define_torchvision_operators()
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging as transformers_logging
 

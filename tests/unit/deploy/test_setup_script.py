@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.deploy.download_size import download_bytes
+
 ROOT = Path(__file__).parents[3]
 FILES = (
-    *("setup.sh", "uv_sources.py", "constraints-cpu.txt", "constraints-rehearsal.txt"),
-    "requirements-cpu.txt",
+    *("setup.sh", "uv_sources.py", "download_size.py", "torchvision_operators.py"),
+    *("constraints-cpu.txt", "constraints-rehearsal.txt", "requirements-cpu.txt"),
 )
 NODEPS = "requirements-cpu-nodeps.txt"
 
@@ -47,7 +49,12 @@ def run_setup(
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "HOME": os.fspath(checkout), **environment},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": os.fspath(checkout),
+            "TORCH_INDEX": "",
+            **environment,
+        },
     )
 
 
@@ -109,7 +116,7 @@ def test_uv_installs_all_parts_from_the_sources_of_pip(checkout: Path, programs:
         assert call.startswith("<pip><install><--python><.venv/bin/python>")
         assert "<--index-url><https://an.example/with space>" in call
     assert next(line for line in output.splitlines() if "(uv 9.9.9)" in line).startswith(
-        "setup: 1 of 4, torch: "
+        "setup: 1 of 5, torch: "
     )
     assert run_noted(checkout, programs) == ("", []), "a second call does nothing"
 
@@ -117,7 +124,7 @@ def test_uv_installs_all_parts_from_the_sources_of_pip(checkout: Path, programs:
 def test_pip_installs_the_part_that_uv_could_not(checkout: Path, programs: Path):
     output, calls = run_noted(checkout, programs, UV_FAILS_LIBRARIES="1")
     assert [call[:5] for call in calls] == ["<pip>", "<pip>", "pip -", "<pip>", "<pip>"]
-    assert "2 of 4, libraries: 0 s (pip, as uv could not)" in output.replace(": 1 s", ": 0 s")
+    assert "2 of 5, libraries: 0 s (pip, as uv could not)" in output.replace(": 1 s", ": 0 s")
 
 
 def test_the_rehearsal_has_an_environment_and_versions_of_its_own(checkout: Path, programs: Path):
@@ -178,8 +185,8 @@ def test_what_was_left_half_made_is_made_anew(checkout: Path, programs: Path):
         checkout, PATH=f"{programs}:/usr/bin:/bin", UV_FAILS_LIBRARIES="1", PIP_FAILS="1"
     )
     assert first.returncode == 1
-    assert "setup: 2 of 4, libraries: failed" in first.stdout
-    assert "setup: failed at 2 of 4, libraries; the end of" in first.stderr
+    assert "setup: 2 of 5, libraries: failed" in first.stdout
+    assert "setup: failed at 2 of 5, libraries; the end of" in first.stderr
     assert len(run_noted(checkout, programs)[1]) == 4
 
 
@@ -202,7 +209,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Path, progra
 
 def test_a_second_call_at_once_waits_and_finds_nothing_left_to_do(checkout: Path, programs: Path):
     (checkout / "calls").write_text("")
-    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(checkout)}
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(checkout), "TORCH_INDEX": ""}
     with held(checkout / "deploy"):
         second = subprocess.Popen(
             [checkout / "deploy" / "setup.sh"], stdout=subprocess.PIPE, text=True, env=environment
@@ -212,6 +219,23 @@ def test_a_second_call_at_once_waits_and_finds_nothing_left_to_do(checkout: Path
     output, _ = second.communicate()
     assert second.returncode == 0
     assert "setup: done" in output
+
+
+@pytest.mark.parametrize(
+    ("wheel", "size"),
+    [
+        ('{ url = "https://an.example/a.whl", size = 2_700_000_000 }', 2_700_000_123),
+        ('{ url = "FOLDER/a%2Bcpu.whl" }', 127),
+        ('{ url = "https://an.example/a.whl" }', None),
+    ],
+)
+def test_the_size_of_a_download_is_that_of_its_wheels(tmp_path: Path, wheel: str, size: int | None):
+    (tmp_path / "a+cpu.whl").write_bytes(b"four")
+    small = (
+        '[[packages]]\nname = "b"\nwheels = [{ url = "https://an.example/b.whl", size = 123 }]\n'
+    )
+    wheel = wheel.replace("FOLDER", tmp_path.as_uri())
+    assert download_bytes(f'{small}[[packages]]\nname = "a"\nwheels = [{wheel}]\n') == size
 
 
 def test_a_python_that_is_too_new_is_named(checkout: Path, programs: Path):
