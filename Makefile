@@ -1,9 +1,12 @@
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-# Processes that run tests; those of tests that wait for others may be twice as many as there are cores.
+# Bytecode lies beside the sources: without it every process of a test compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
+# Processes that run tests; tests that wait for others leave room for half as many more.
 CORES := $(shell nproc)
-WORKERS ?= $(shell echo $$(($(CORES) * 2)))
+WORKERS ?= $(shell echo $$(($(CORES) * 3 / 2)))
 PARALLEL := --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(PARALLEL)
 AUDIT := pip-audit==2.10.1
 COVERAGE := coverage==7.10.7
 MUTANTS := --sample 60
@@ -12,6 +15,7 @@ QUIETLY := --quiet --disable-pip-version-check --upgrade
 HERMETIC_TESTS := tests/unit tests/property tests/contract
 PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/browser \
 	tests/property tests/unit/broker/rewards/test_code_reward.py
+TESTED := not slow and not chaos
 HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 
 help:  ## list the targets
@@ -45,12 +49,15 @@ lint:  ## style, types and import rules; changes nothing
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m tests.commits
 #: Test
-unit:  ## hermetic tests, one to two minutes; run before every commit
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(CORES) $(PARALLEL) -m '$(HERMETIC)' $(HERMETIC_TESTS)
+unit:  ## hermetic tests, a minute; run before every commit
+	$(PYTEST) -n $(CORES) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(PARALLEL) \
-		-m '(integration or redis or e2e) and not slow and not chaos' $(PROCESS_TESTS)
-test: setup lint unit test-integration  ## everything: what the README names and CI runs
+	$(PYTEST) -n $(WORKERS) -m '(integration or redis or e2e) and $(TESTED)' $(PROCESS_TESTS)
+LINTED := .cache/lint.log
+test: setup  ## lint, unit and test-integration at once: what the README names and CI runs
+	@$(MAKE) --no-print-directory lint >$(LINTED) 2>&1 & lint=$$!; failed=0; \
+		$(PYTEST) -n $(WORKERS) -m '$(TESTED)' tests || failed=$$?; \
+		wait $$lint || { failed=$$?; echo "make lint failed:"; cat $(LINTED); }; exit $$failed
 # The versions that a GPU machine has (CPython 3.12, torch 2.11 with CUDA, megatron-core 0.19), on a CPU:
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
