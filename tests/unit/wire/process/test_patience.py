@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.wire.process.patience import Patience, Signs, signs_of
+from slipstream.wire.process.patience import Patience, Signs, Silence, signs_of
 
 
 class World:
@@ -129,3 +129,16 @@ def test_a_process_that_has_ended_gives_no_sign(tmp_path: Path):
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
     assert signs_of(lambda: [ended.pid], tmp_path / "none")() == Signs(0.0, 0, 0)
+
+
+def test_peer_is_silent_only_for_the_time_in_which_this_process_ran():
+    now_s = 0.0
+    silence = Silence(3.0, look_s=0.5, now=lambda: now_s)
+    for seen_s in (0.5, 1.0, 100.0, 100.5, 101.0, 101.5):  # between two of them nothing was read
+        now_s = seen_s
+        assert not silence.is_over()
+    now_s = 102.0
+    assert silence.is_over()
+    silence.heard()
+    now_s = 1000.0
+    assert not silence.is_over()
