@@ -14,8 +14,8 @@ cd "$(dirname "$0")/.."
 
 case "${1:-cpu}" in
 cpu)
-    venv=.venv target=setup wanted='3.11 or 3.12'
-    pythons=(python3.11 python3.12 python3 python)
+    venv=.venv target=setup wanted='3.11, 3.12 or 3.13'
+    pythons=(python3.11 python3.12 python3.13 python3 python)
     ;;
 gpu)
     venv=.venv target=setup-gpu wanted='3.11 or 3.12'
@@ -63,14 +63,14 @@ candidates=("${pythons[@]}")
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
 python='' seen=()
 for candidate in "${candidates[@]}"; do
-    case "$(describe "$candidate")" in
-    "CPython 3.12" | "CPython ${wanted%% *}")
+    what=$(describe "$candidate")
+    series=${what#CPython }
+    if [ "$what" = "CPython $series" ] && [[ " ${wanted//,/ } " == *" $series "* ]]; then
         python=$candidate
         break
-        ;;
-    '') ;;
-    *) seen+=("$candidate is $(describe "$candidate")") ;;
-    esac
+    elif [ -n "$what" ]; then
+        seen+=("$candidate is $what")
+    fi
 done
 if [ -z "$python" ]; then
     printf 'setup: CPython %s is needed; ' "$wanted" >&2
@@ -83,7 +83,7 @@ if [ -z "$python" ]; then
         printf '%s; ' "${seen[@]}"
     fi >&2
     echo >&2
-    echo "setup: name one with PYTHON=/path/to/python${wanted%% *} make ${target}" >&2
+    echo "setup: name one with PYTHON=/path/to/python${wanted%%[, ]*} make ${target}" >&2
     exit 2
 fi
 

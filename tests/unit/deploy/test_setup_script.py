@@ -239,15 +239,15 @@ def test_the_size_of_a_download_is_that_of_its_wheels(tmp_path: Path, wheel: str
 
 
 def test_a_python_that_is_too_new_is_named(checkout: Path, programs: Path):
-    done = run_setup(checkout, PYTHON=str(programs / "python3.11"), VERSION="3.13")
+    done = run_setup(checkout, PYTHON=str(programs / "python3.11"), VERSION="3.14")
     assert done.returncode == 2
-    assert "is CPython 3.13" in done.stderr
+    assert "is CPython 3.14" in done.stderr
 
 
 def test_a_python_that_cannot_be_run_is_named(checkout: Path):
     done = run_setup(checkout, PYTHON="/nope")
     assert done.returncode == 2
-    assert "CPython 3.11 or 3.12 is needed; PYTHON=/nope cannot be run" in done.stderr
+    assert "CPython 3.11, 3.12 or 3.13 is needed; PYTHON=/nope cannot be run" in done.stderr
     assert "No such file" not in done.stderr
     assert not (checkout / ".venv").exists()
 
@@ -257,7 +257,7 @@ def test_other_versions_are_named_by_what_was_found(checkout: Path, tmp_path: Pa
     bin_folder.mkdir()
     for name, words in {
         "python3.11": "PyPy 3.11",
-        "python3.12": "CPython 3.13",
+        "python3.12": "CPython 3.14",
         "python3": "CPython 3.9",
         "python": "CPython 2.7",
     }.items():
@@ -266,7 +266,7 @@ def test_other_versions_are_named_by_what_was_found(checkout: Path, tmp_path: Pa
     assert done.returncode == 2
     for found in (
         "python3.11 is PyPy 3.11",
-        "python3.12 is CPython 3.13",
+        "python3.12 is CPython 3.14",
         "python3 is CPython 3.9",
     ):
         assert found in done.stderr
