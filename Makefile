@@ -58,6 +58,12 @@ test: setup  ## lint, unit and test-integration at once: what the README names a
 	@$(MAKE) --no-print-directory lint >$(LINTED) 2>&1 & lint=$$!; failed=0; \
 		$(PYTEST) -n $(WORKERS) -m '$(TESTED)' tests || failed=$$?; \
 		wait $$lint || { failed=$$?; echo "make lint failed:"; cat $(LINTED); }; exit $$failed
+BUSY := 15  # loops on each core
+test-loaded: setup  ## kills and environment servers on a machine of load 30, an hour on two cores
+	@busy=; for n in $$(seq $$(($(BUSY) * $(CORES)))); do \
+		timeout 3h sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
+		trap "kill $$busy" EXIT; \
+		$(PYTEST) -n 1 -m '$(TESTED)' tests/chaos tests/integration/test_environment_servers.py
 # The versions that a GPU machine has (CPython 3.12, torch 2.11 with CUDA, megatron-core 0.19), on a CPU:
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
@@ -116,7 +122,7 @@ audit: setup  ## look for known holes in what is installed; fails where PyPI can
 	PYTHONPATH=.cache/audit $(PY) -m tests.audit
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
-test-all: test test-slow rehearsal device-rehearsal chaos  ## every test there is
+test-all: test test-slow test-loaded rehearsal device-rehearsal chaos  ## every test there is
 #: Make again what is kept in the repository
 policy: setup  ## make the policies again that the quickstarts start from
 	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy
@@ -139,5 +145,5 @@ docs:  ## generate docs/settings.md, metrics.md, models.md, tables of coming_fro
 	$(PY) -m docs.generate.verl --write
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 .PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null smollm2 format lint unit test-integration test \
-	rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
+	test-loaded rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
 	policy docs setup-gpu locks sbom
