@@ -1,3 +1,5 @@
+import asyncio
+import inspect
 import signal
 import tempfile
 import threading
@@ -36,6 +38,16 @@ def _place(item: pytest.Item) -> int:
     if item.get_closest_marker("e2e"):
         return 0
     return 1 if "chaos" in item.path.parts else 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in given}))
+    return True
 
 
 @pytest.fixture

@@ -243,17 +243,13 @@ def test_sync_mode_has_a_bound_of_zero(tmp_path: Path):
     assert (rules.bound.max_staleness_steps, rules.max_in_flight) == (0, 1)
 
 
-def test_the_run_ends_when_its_time_is_up():
+async def test_the_run_ends_when_its_time_is_up():
     reasons: list[str] = []
-
-    async def body() -> None:
-        task = asyncio.create_task(end_after(0.05 / 3600, reasons.append, every_s=0.02))
-        await until_async(lambda: reasons)
-        assert not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(body())
+    task = asyncio.create_task(end_after(0.05 / 3600, reasons.append, every_s=0.02))
+    await until_async(lambda: reasons)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert reasons
     assert "run.max_hours" in reasons[0]
 

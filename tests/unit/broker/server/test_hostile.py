@@ -80,13 +80,10 @@ def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
     return asyncio.run(body())
 
 
-def test_request_before_hello_is_counted(short_folder: Path):
-    async def body() -> int:
-        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"1", encode(GetStatus()))
-            return it.server.telemetry.rejected["hello_first"]
-
-    assert asyncio.run(body()) == 1
+async def test_request_before_hello_is_counted(short_folder: Path):
+    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+        await ask(b"1", encode(GetStatus()))
+        assert it.server.telemetry.rejected["hello_first"] == 1
 
 
 @pytest.mark.parametrize("num_items", [-1, -(2**63), 2**63])
@@ -95,20 +92,16 @@ def test_any_number_of_items_may_be_asked_for(short_folder: Path, num_items: int
     assert isinstance(answer, LedgerAnswer)
 
 
-def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
+async def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
     """The event loop keeps its timers in order; NaN has none."""
-
-    async def body() -> tuple[Answer, float]:
-        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"0", encode(Hello(role="generator", name="g")))
-            strange = LeaseScoring(credits=1, wait_s=NAN)
-            await ask(b"1", encode(strange), answered=False)
-            answer = await ask(b"2", encode(LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF)))
-            (parked,) = it.server.pending_scoring._by_key.values()
-            assert parked.timer is not None
-            return answer, parked.timer.when() - asyncio.get_running_loop().time()
-
-    answer, left_s = asyncio.run(body())
+    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+        await ask(b"0", encode(Hello(role="generator", name="g")))
+        strange = LeaseScoring(credits=1, wait_s=NAN)
+        await ask(b"1", encode(strange), answered=False)
+        answer = await ask(b"2", encode(LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF)))
+        (parked,) = it.server.pending_scoring._by_key.values()
+        assert parked.timer is not None
+        left_s = parked.timer.when() - asyncio.get_running_loop().time()
     assert isinstance(answer, GroupsLeased)
     assert 25.0 < left_s <= 30.0
 
@@ -182,25 +175,22 @@ def test_a_text_of_a_client_is_one_short_line_of_the_log(
     assert line.isprintable()
 
 
-def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
-    async def body() -> None:
-        async with running(short_folder) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            group_id = (await one_group(learner, generator)).group_id
-            for sibling in (0, 1):
-                await submit(generator, group_id, sibling)
-            scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=30.0), ScoringLeased)
-            scores = tuple(
-                Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
-                for i, one in enumerate(scoring.items)
-            )
-            await generator.ask_any(SubmitScores(scores=scores))
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
-            with pytest.raises(RefusedError, match="names a trajectory twice"):
-                await learner.ask_any(FetchPayloads(keys=((group_id, 0),) * 2))
-
-    asyncio.run(body())
+async def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
+    async with running(short_folder) as it:
+        learner = await it.client("learner", "learner")
+        generator = await it.client("generator", "generator-0")
+        group_id = (await one_group(learner, generator)).group_id
+        for sibling in (0, 1):
+            await submit(generator, group_id, sibling)
+        scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=30.0), ScoringLeased)
+        scores = tuple(
+            Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
+            for i, one in enumerate(scoring.items)
+        )
+        await generator.ask_any(SubmitScores(scores=scores))
+        await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+        with pytest.raises(RefusedError, match="names a trajectory twice"):
+            await learner.ask_any(FetchPayloads(keys=((group_id, 0),) * 2))
 
 
 def test_a_generators_body_is_small_though_its_payload_may_be_large():
@@ -222,62 +212,52 @@ def test_a_hello_that_is_refused_decides_nothing():
     sessions.hello(first, Hello(role="generator", name="g", incarnation="b", tokenizer="right"))
 
 
-def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
+async def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
     short_folder: Path,
 ):
     """The socket reports changes only, so the router has to check again by itself."""
+    received: list[bytes] = []
+    is_good = asyncio.Event()
 
-    async def body() -> list[bytes]:
-        received: list[bytes] = []
-        is_good = asyncio.Event()
+    def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
+        received.append(frames[0].bytes)
+        if frames[0].bytes == b"bad":
+            raise RuntimeError
+        is_good.set()
 
-        def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
-            received.append(frames[0].bytes)
-            if frames[0].bytes == b"bad":
-                raise RuntimeError
-            is_good.set()
-
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = f"ipc://{short_folder}/r.sock"
-        router = Router(context, endpoint, on_message=on_message)
-        client = context.socket(zmq.DEALER)
-        client.connect(endpoint)
-        for text in (b"bad", b"bad", b"good"):
-            client.send(text)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HANG_S):
-                await is_good.wait()
-        router.close()
-        client.close(0)
-        context.term()
-        return received
-
-    assert asyncio.run(body()) == [b"bad", b"bad", b"good"]
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = f"ipc://{short_folder}/r.sock"
+    router = Router(context, endpoint, on_message=on_message)
+    client = context.socket(zmq.DEALER)
+    client.connect(endpoint)
+    for text in (b"bad", b"bad", b"good"):
+        client.send(text)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HANG_S):
+            await is_good.wait()
+    router.close()
+    client.close(0)
+    context.term()
+    assert received == [b"bad", b"bad", b"good"]
 
 
-def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Path):
-    async def body() -> Answer:
-        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"0", encode(Hello(role="observer", name="o")))
-            return await ask(b"1", *cut([b"x" * 70_000]))
-
-    answer = asyncio.run(body())
+async def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Path):
+    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+        await ask(b"0", encode(Hello(role="observer", name="o")))
+        answer = await ask(b"1", *cut([b"x" * 70_000]))
     assert isinstance(answer, Refusal)
     assert "a observer may send 65536" in answer.reason
 
 
-def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder: Path):
-    async def body() -> int:
-        async with running(short_folder) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            group_id = (await one_group(learner, generator)).group_id
-            scores = tuple(
-                Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
-                for sibling in (0, -1, 7)
-            )
-            await generator.ask_any(SubmitScores(scores=scores))
-            return it.server._leases._scoring.num_waiting
-
-    assert asyncio.run(body()) == 0
+async def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder: Path):
+    async with running(short_folder) as it:
+        learner = await it.client("learner", "learner")
+        generator = await it.client("generator", "generator-0")
+        group_id = (await one_group(learner, generator)).group_id
+        scores = tuple(
+            Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
+            for sibling in (0, -1, 7)
+        )
+        await generator.ask_any(SubmitScores(scores=scores))
+        assert it.server._leases._scoring.num_waiting == 0

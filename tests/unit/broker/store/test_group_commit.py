@@ -131,28 +131,25 @@ def test_payloads_transcripts_and_snapshots_count_as_backlog():
 
 
 @pytest.mark.parametrize("error", [SupersededError("generation"), StoreLostError("gone")])
-def test_store_failure_ends_the_loop_and_all_waiting_commits(error: Exception):
-    async def run() -> None:
-        store = SlowStore()
-        store.error = error
-        committer = GroupCommitter(store)
-        called: list[int] = []
-        committer.add(Changes([b"0"]), partial(called.append, 0))
-        writing = asyncio.create_task(committer.run())
-        await settle()
-        waiting = [asyncio.create_task(committer.commit(Changes())) for _ in range(3)]
-        committer.add(Changes([b"1"]), partial(called.append, 1))
-        await settle()
-        store.gate.release()
-        results = await asyncio.gather(writing, *waiting, return_exceptions=True)
-        assert results == [error] * 4
-        with pytest.raises(type(error)):
-            await committer.commit(Changes([b"2"]))
-        committer.add(Changes([b"3"]), partial(called.append, 3))
-        await settle()
-        assert called == []
-
-    asyncio.run(run())
+async def test_store_failure_ends_the_loop_and_all_waiting_commits(error: Exception):
+    store = SlowStore()
+    store.error = error
+    committer = GroupCommitter(store)
+    called: list[int] = []
+    committer.add(Changes([b"0"]), partial(called.append, 0))
+    writing = asyncio.create_task(committer.run())
+    await settle()
+    waiting = [asyncio.create_task(committer.commit(Changes())) for _ in range(3)]
+    committer.add(Changes([b"1"]), partial(called.append, 1))
+    await settle()
+    store.gate.release()
+    results = await asyncio.gather(writing, *waiting, return_exceptions=True)
+    assert results == [error] * 4
+    with pytest.raises(type(error)):
+        await committer.commit(Changes([b"2"]))
+    committer.add(Changes([b"3"]), partial(called.append, 3))
+    await settle()
+    assert called == []
 
 
 def test_waiting_commits_are_cancelled_with_the_loop():
