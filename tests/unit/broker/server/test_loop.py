@@ -45,8 +45,6 @@ from slipstream.wire.messages.broker import (
     Heartbeat,
     HeartbeatAnswer,
     Hello,
-    LeaseGroups,
-    LeaseScoring,
     LedgerAnswer,
     LedgerSnapshotAnswer,
     Payloads,
@@ -73,48 +71,36 @@ from slipstream.wire.messages.broker import (
     TookOver,
     Welcome,
 )
-from slipstream.wire.messages.codec import Frame, decode_transcript, encode
+from slipstream.wire.messages.codec import decode_transcript, encode
 from slipstream.wire.messages.trajectory import Prompt, Score, Turn, VersionRun, transcript_of
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
 from tests.support.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
 from tests.support.memory_store import MemoryStore
-from tests.support.running_broker import V0, Running, bare_socket, one_group, running, submit
+from tests.support.running_broker import (
+    BATCH,
+    SCORING,
+    V0,
+    WORK,
+    WORK_NOW,
+    Running,
+    bare_socket,
+    one_group,
+    running,
+    submit,
+)
 from tests.support.waiting import HANG_S, until_async
 from tests.support.wire_samples import MEMBERS, RECORD
 
 
-def responses(transcripts: Sequence[Frame]) -> list[str]:
-    return [decode_transcript(transcript).response for transcript in transcripts]
-
-
 async def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
     async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        worker = await it.client("reward_worker", "reward-worker-0")
-        took, _ = await learner.ask(TakeOver(step=0), TookOver)
-        assert took.version == V0
-        leased, _ = await generator.ask(
-            LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0), GroupsLeased
-        )
-        (group,) = leased.groups
-        for sibling in group.siblings:
-            await submit(generator, group.group_id, sibling)
+        learner, generator, group = await it.opened(0, 1)
+        assert it.ledger.book.version == V0
         await submit(generator, group.group_id, 0)
-        scoring, transcripts = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
-        assert [decode_transcript(t).response for t in transcripts] == ["response 0", "response 1"]
-        scores = tuple(
-            Score(
-                group_id=i.group_id, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling)
-            )
-            for i in scoring.items
-        )
-        await worker.ask(SubmitScores(scores=scores), Done)
-        batch, _ = await learner.ask(
-            RequestBatch(version=V0, step=V0.step, wait_s=30.0), BatchDelivered
-        )
+        assert await it.scored() == ["response 0", "response 1"]
+        batch, _ = await learner.ask(BATCH, BatchDelivered)
         delivered = batch.groups[0].trajectories
         assert [t.reward for t in delivered] == [0.0, 1.0]
         keys = ((group.group_id, 1), (group.group_id, 0))
@@ -128,11 +114,10 @@ async def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
         await learner.ask(
             RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0), RunComplete
         )
-        work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
-        not_yet, _ = await generator.ask(work, GroupsLeased)
+        not_yet, _ = await generator.ask(WORK_NOW, GroupsLeased)
         assert not not_yet.finished, "its learner may still go back"
         await learner.ask(Goodbye(), Done)
-        finished, _ = await generator.ask(work, GroupsLeased)
+        finished, _ = await generator.ask(WORK_NOW, GroupsLeased)
         assert finished.finished
         stored = [event async for event in it.store.replay()]
         assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
@@ -180,12 +165,11 @@ async def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_fo
     async with running(short_folder) as it:
         await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
         generator = await it.client("generator", "generator-0")
-        work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
-        first, _ = await generator.ask(work, GroupsLeased)
+        first, _ = await generator.ask(WORK_NOW, GroupsLeased)
         lease_id = first.groups[0].lease_id
         reject = RejectPrompt(lease_id=lease_id, reason="overlong_prompt", detail="99 tokens")
         await generator.ask(reject, Done)
-        again, _ = await generator.ask(work, GroupsLeased)
+        again, _ = await generator.ask(WORK_NOW, GroupsLeased)
         assert (it.status.dropped, again.groups[0].prompt.text) == (
             {"overlong_prompt": 1},
             "train 1",
@@ -196,15 +180,14 @@ async def test_goodbye_cancels_a_pending_request_for_work(short_folder: Path):
     async with running(short_folder) as it:
         it.ledger.training.take_over(0)
         leaving = await it.client("generator", "generator-0")
-        work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
-        await leaving.ask(work, GroupsLeased)
-        asked = asyncio.create_task(leaving.ask(work, GroupsLeased))
+        await leaving.ask(WORK, GroupsLeased)
+        asked = asyncio.create_task(leaving.ask(WORK, GroupsLeased))
         await until_async(lambda: len(it.server.pending_groups) == 1, "it does not wait")
         await leaving.ask(Goodbye(), Done)
         nothing, _ = await asked
         assert it.ledger.book.leases == {}
         other = await it.client("generator", "generator-1")
-        answer, _ = await other.ask(work, GroupsLeased)
+        answer, _ = await other.ask(WORK, GroupsLeased)
     assert nothing == GroupsLeased(groups=())
     assert [one.group_id for one in answer.groups] == [0]
 
@@ -234,7 +217,7 @@ async def test_planned_stop_is_reported_with_its_reason(short_folder: Path):
         learner = await it.client("learner", "learner")
         await learner.ask(TakeOver(step=0), TookOver)
         it.server.plan_stop("run.max_hours = 1 have passed")
-        await learner.ask(RequestBatch(version=V0, step=V0.step, wait_s=30.0), RunComplete)
+        await learner.ask(BATCH, RunComplete)
         await learner.ask(Goodbye(), Done)
         status = it.status
     assert (status.finished, status.total_steps) == (True, 0)
@@ -289,9 +272,7 @@ async def test_waiting_request_is_answered_as_soon_as_there_is_work(short_folder
         generator = await it.client("generator", "generator-0")
         learner = await it.client("learner", "learner")
         asked_s = loop.time()
-        waiting = asyncio.create_task(
-            generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0), GroupsLeased)
-        )
+        waiting = asyncio.create_task(generator.ask(WORK, GroupsLeased))
         # an answer to a later question of the same client: the first one is being waited on
         await generator.ask(Heartbeat(lease_ids=()), HeartbeatAnswer)
         assert not waiting.done()
@@ -322,7 +303,7 @@ async def test_unfilled_batch_request_is_answered_with_what_is_missing(short_fol
         learner = await it.client("learner", "learner")
         generator = await it.client("generator", "generator-0")
         await learner.ask(TakeOver(step=0), TookOver)
-        await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+        await generator.ask(WORK_NOW, GroupsLeased)
         answer, _ = await learner.ask(
             RequestBatch(version=V0, step=V0.step, wait_s=0.0), BatchNotReady
         )
@@ -337,11 +318,10 @@ async def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is
     async with running(short_folder) as it:
         await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
         old = await it.client("generator", "generator-0")
-        work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
-        await old.ask(work, GroupsLeased)
+        await old.ask(WORK_NOW, GroupsLeased)
         old._socket.disconnect(it.endpoint)  # as if its network was gone
         new = await it.client("generator", "generator-0")
-        again, _ = await new.ask(work, GroupsLeased)
+        again, _ = await new.ask(WORK_NOW, GroupsLeased)
         old._socket.connect(it.endpoint)
         with pytest.raises(SupersededError, match="another process took the name gen"):
             await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
@@ -355,12 +335,12 @@ async def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
     async with running(short_folder) as it:
         await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
         generator = await it.client("generator", "generator-0")
-        await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+        await generator.ask(WORK_NOW, GroupsLeased)
         await submit(generator, 0, 1)
         worker = await it.client("reward_worker", "reward-worker-0")
         siblings = []
         for _ in range(2):
-            leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+            leased, _ = await worker.ask(SCORING, ScoringLeased)
             (item,) = leased.items
             siblings.append(item.sibling)
             none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
@@ -455,13 +435,10 @@ async def read_back(store: MemoryStore) -> Ledger:
 async def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folder: Path):
     store, asked = MemoryStore(), asyncio.Event()
     async with running(short_folder, store=store) as first:
-        learner = await first.client("learner", "learner")
-        generator = await first.client("generator", "generator-0")
-        group = await one_group(learner, generator)
+        learner, generator, group = await first.opened()
         generator.held = lambda: [group.lease_id]
         await submit(generator, group.group_id, 0)
-        batch = RequestBatch(version=V0, step=0, wait_s=30.0)
-        waiting = asyncio.create_task(learner.ask(batch, BatchDelivered, extra_wait_s=30.0))
+        waiting = asyncio.create_task(learner.ask(BATCH, BatchDelivered, extra_wait_s=30.0))
         asked.set()
         await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
         first.clients.clear()  # they outlive this broker
@@ -473,17 +450,7 @@ async def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short
         assert kept.lost == (group.lease_id,), "it ended with its last sibling"
         assert dict(second.ledger.book.state.ended_leases) == {}
         await submit(generator, group.group_id, 0)
-        worker = await second.client("reward_worker", "reward-worker-0")
-        work = LeaseScoring(credits=8, wait_s=30.0)
-        leased, transcripts = await worker.ask(work, ScoringLeased)
-        assert [decode_transcript(t).response for t in transcripts] == ["response 0", "response 1"]
-        scores = tuple(
-            Score(
-                group_id=i.group_id, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling)
-            )
-            for i in leased.items
-        )
-        await worker.ask(SubmitScores(scores=scores), Done)
+        assert await second.scored() == ["response 0", "response 1"]
         delivered, _ = await asyncio.wait_for(waiting, HANG_S)  # noqa: TID251 cancelled by nobody
         assert delivered.groups[0].group_id == group.group_id
         assert second.status.queue["being_scored"] == 0
@@ -499,7 +466,7 @@ def test_a_broker_that_is_gone_is_waited_for_as_long_as_an_outage_may_last(short
         began_s = time.monotonic()
         try:
             with pytest.raises(PeerLostError, match="LeaseGroups"):
-                await client.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+                await client.ask(WORK_NOW, GroupsLeased)
             return time.monotonic() - began_s
         finally:
             client.close()
@@ -510,14 +477,11 @@ def test_a_broker_that_is_gone_is_waited_for_as_long_as_an_outage_may_last(short
 async def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_folder: Path):
     store = MemoryStore()
     async with running(short_folder, store=store) as first:
-        learner = await first.client("learner", "learner")
-        generator = await first.client("generator", "generator-0")
-        await one_group(learner, generator)  # whose answer the generator never read
+        learner, generator, _ = await first.opened()  # whose answer the generator never read
         first.clients.clear()
     async with running(short_folder, await read_back(store), store=store) as second:
         second.clients += [learner, generator]
-        work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
-        leased, _ = await generator.ask(work, GroupsLeased)
+        leased, _ = await generator.ask(WORK, GroupsLeased)
         assert (leased.groups[0].group_id, dict(second.ledger.book.state.ended_leases)) == (
             0,
             {"lost": 1},
@@ -597,8 +561,7 @@ async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_s
     short_folder: Path,
 ):
     async with running(short_folder) as it:
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(await it.client("learner", "learner"), generator)
+        _, generator, group = await it.opened()
         message = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
         forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
         with pytest.raises(RefusedError, match="not a valid response"):
@@ -606,8 +569,7 @@ async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_s
         assert not it.ledger.book.groups[0].headers
         await generator.ask(message, Done, frames=[b"payload", b"mine"])
         worker = await it.client("reward_worker", "reward-worker-0")
-        work = LeaseScoring(credits=8, wait_s=30.0)
-        _, (transcript,) = await worker.ask(work, ScoringLeased)
+        _, (transcript,) = await worker.ask(SCORING, ScoringLeased)
         assert decode_transcript(transcript).prompt == it.ledger.book.groups[0].prompt
         transcript = decode_transcript(transcript)
     assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
@@ -615,8 +577,7 @@ async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_s
 
 async def test_a_worker_is_shown_what_the_policy_said_by_turn(short_folder: Path):
     async with running(short_folder) as it:
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(await it.client("learner", "learner"), generator)
+        _, generator, group = await it.opened()
         sent = header(group.group_id, 0, V0, lease_id=group.lease_id)
         sent = replace(sent, turns=(Turn(2, 1), Turn(4, sent.num_tokens - 4)))
         message = SubmitTrajectory(header=sent)
@@ -631,7 +592,7 @@ async def test_a_worker_is_shown_what_the_policy_said_by_turn(short_folder: Path
         frames = [b"payload", b"text", encode(["one", "two"])]
         await generator.ask(message, Done, frames=frames)
         worker = await it.client("reward_worker", "reward-worker-0")
-        _, (transcript,) = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+        _, (transcript,) = await worker.ask(SCORING, ScoringLeased)
         transcript = decode_transcript(transcript)
     assert (transcript.response, transcript.turns) == ("text", ("one", "two"))
 
@@ -653,8 +614,7 @@ async def test_answers_to_the_lease_of_another_are_refused(short_folder: Path):
 async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: Path):
     rules = make_rules(max_prompt_tokens=2, max_response_tokens={"train": RESPONSE_TOKENS})
     async with running(short_folder, make_ledger(rules)) as it:
-        generator = await it.client("generator", "generator-0")
-        await one_group(await it.client("learner", "learner"), generator)
+        _, generator, _ = await it.opened()
         fits = header(0, 0, V0)
         long = (
             (replace(fits, num_tokens=fits.num_tokens + 1), "a response of 5 tokens.*is 4"),
@@ -673,36 +633,21 @@ async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: P
 
 async def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
     async with running(short_folder, cache_bytes=0) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(learner, generator)
-        for sibling in group.siblings:
-            await submit(generator, group.group_id, sibling)
+        learner, _, _ = await it.opened(0, 1)
         assert it.server.frames.get((0, 0)) is None
-        worker = await it.client("reward_worker", "reward-worker-0")
-        work = LeaseScoring(credits=8, wait_s=30.0)
-        leased, transcripts = await worker.ask(work, ScoringLeased)
-        assert [decode_transcript(t).response for t in transcripts] == ["response 0", "response 1"]
-        scores = tuple(
-            Score(group_id=0, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling))
-            for i in leased.items
-        )
-        await worker.ask(SubmitScores(scores=scores), Done)
-        await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+        assert await it.scored() == ["response 0", "response 1"]
+        await learner.ask(BATCH, BatchDelivered)
         _, payloads = await learner.ask(FetchPayloads(keys=((0, 1), (0, 0))), Payloads)
         assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
 
 
-async def learner_with_a_batch(it: Running) -> BrokerClient:
-    """Return a learner that was delivered the one group of its first step."""
-    learner = await it.client("learner", "learner")
-    generator = await it.client("generator", "generator-0")
-    group = await one_group(learner, generator)
-    for sibling in group.siblings:
-        await submit(generator, group.group_id, sibling)
+async def batch_of_one(it: Running) -> tuple[BrokerClient, BrokerClient]:
+    """Return a learner that was delivered the one group of its first step, and its generator."""
+    learner, generator, _ = await it.opened(0, 1)
+    for sibling in (0, 1):
         it.ledger.score(Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling)))
-    await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
-    return learner
+    await learner.ask(BATCH, BatchDelivered)
+    return learner, generator
 
 
 class SlowRecords(RunRecords):
@@ -734,7 +679,7 @@ async def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_r
     asyncio.get_running_loop().set_exception_handler(lambda _, context: mishaps.append(context))
     rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
     async with running(short_folder, make_ledger(rules), records=records) as it:
-        learner = await learner_with_a_batch(it)
+        learner, _ = await batch_of_one(it)
         commit = StepCommit(version=V0.next(), metrics={})
         waiting = asyncio.create_task(learner.ask(commit, StepCommitted))
         await asyncio.wait_for(records.begun.wait(), HANG_S)  # noqa: TID251 cancelled by nobody
@@ -763,7 +708,7 @@ async def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_f
     rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
     ledger = make_ledger(rules)
     async with running(short_folder, ledger, records=records, cache_bytes=0) as it:
-        learner = await learner_with_a_batch(it)
+        learner, _ = await batch_of_one(it)
         commit = StepCommit(version=V0.next(), metrics={})
         await asyncio.gather(*(learner.ask(commit, StepCommitted) for _ in range(2)))
         assert records.steps == [0]
@@ -772,30 +717,19 @@ async def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_f
 
 async def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
     async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(learner, generator)
-        for sibling in group.siblings:
-            await submit(generator, group.group_id, sibling)
-        for sibling in group.siblings:
-            it.ledger.score(Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling)))
-        await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+        learner, generator = await batch_of_one(it)
         reject = RejectBatch(
             version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
         )
         await learner.ask(reject, Done)
-        work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
-        again, _ = await generator.ask(work, GroupsLeased)
+        again, _ = await generator.ask(WORK, GroupsLeased)
         assert again.groups[0].prompt.text == "train 1"
         assert it.status.dropped == {"nonfinite": 1}
 
 
 async def test_account_names_the_oldest_items_and_their_holders(short_folder: Path):
     async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(learner, generator)
-        await submit(generator, group.group_id, 1)
+        learner, _, _ = await it.opened(1)
         answer, _ = await learner.ask(GetLedger(), LedgerAnswer)
         view = answer.view
     (item,) = view.oldest
@@ -844,13 +778,9 @@ def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_f
 
 async def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_folder: Path):
     async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(learner, generator)
-        for sibling in group.siblings:
-            await submit(generator, group.group_id, sibling)
+        _, _, group = await it.opened(0, 1)
         worker = await it.client("reward_worker", "w")
-        leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+        leased, _ = await worker.ask(SCORING, ScoringLeased)
         it.server._leases._scoring.expire(it.server._now() + 11.0)
         scores = {
             item.sibling: Score(
@@ -866,12 +796,9 @@ async def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_fo
 
 async def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path):
     async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group = await one_group(learner, generator)
-        await submit(generator, group.group_id, 0)
+        _, _, group = await it.opened(0)
         worker = await it.client("reward_worker", "w")
-        await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+        await worker.ask(SCORING, ScoringLeased)
         worker.close()
         it.clients.remove(worker)
         await it.client("reward_worker", "w")  # another incarnation
@@ -882,9 +809,7 @@ async def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder:
 async def test_a_payload_arrives_whole_whatever_its_size(short_folder: Path, size: int):
     payload = bytes(range(251)) * (size // 251 + 1)
     async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        await one_group(learner, generator)
+        _, generator, _ = await it.opened()
         message = SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
         await generator.ask(message, Done, frames=[payload[:size], b"response"])
         (stored,) = await it.store.fetch([(0, 0)])
