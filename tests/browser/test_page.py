@@ -41,6 +41,24 @@ def show(browser: WebDriver, server: SampleServer, *, width: int = 1280, at: str
     until(lambda: bool(texts(browser, "#verdict .value")))
 
 
+def show_live(browser: WebDriver, server: SampleServer) -> None:
+    """Open the page and wait until events come."""
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+
+
+def show_answer(browser: WebDriver, server: SampleServer, group: int, sibling: int) -> None:
+    """Open the page at an answer and wait until its tokens are drawn."""
+    show(browser, server, at=f"#g{group}/{sibling}")
+    until(lambda: texts(browser, "#answer .token"))
+
+
+def cut(browser: WebDriver, server: SampleServer) -> None:
+    """Break the stream and wait until the page says so."""
+    server.cut()
+    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+
+
 def figure(browser: WebDriver, name: str) -> str:
     return text(browser, f"#verdict-{name} .value")
 
@@ -69,6 +87,16 @@ def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: Sample
     assert f"dead letters{dead}" in texts(browser, "#queues tr")
 
 
+def test_what_there_is_not_is_not_shown_and_a_chart_out_of_sight_is_not_called_empty(
+    browser: WebDriver, server: SampleServer
+):
+    show(browser, server)
+    shown = "[...document.querySelectorAll('.chart:not([hidden]) > .empty:not([hidden])')].length"
+    assert ask(browser, shown) == 0
+    assert not texts(browser, "#kl-chart canvas")
+    assert ask(browser, "document.querySelector('#target').checkVisibility()") is False
+
+
 def test_a_key_comes_to_the_search_and_is_a_letter_there(browser: WebDriver, server: SampleServer):
     show(browser, server)
     press(browser, "/")
@@ -87,13 +115,6 @@ def test_a_staleness_target_is_shown_with_what_it_changed_and_why(browser: WebDr
         rows = texts(browser, "#target-changes tbody tr")
         assert all(row.startswith(step) for row, step in zip(rows, ("40", "12"), strict=True))
         assert "is above its target" in rows[1]
-
-
-def test_without_a_staleness_target_there_is_no_panel_of_one(
-    browser: WebDriver, server: SampleServer
-):
-    show(browser, server)
-    assert ask(browser, "document.querySelector('#target').checkVisibility()") is False
 
 
 def test_advice_names_a_setting_and_why_opens_the_section_of_the_guide(
@@ -311,8 +332,7 @@ def test_silent_process_is_marked(browser: WebDriver, server: SampleServer):
 def test_a_late_process_is_marked_as_it_passes_the_limit_not_by_the_next_event(
     browser: WebDriver, server: SampleServer
 ):
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+    show_live(browser, server)
 
     server.run.silent_s = {"generator-0": 0.8, "generator-1": 1.2}
     until(lambda: any("1.2 s ago" in row for row in texts(browser, "#workers tr")))
@@ -330,8 +350,7 @@ _STATES_WITH_TWO_SILENT = ["alive", "alive", "silent", "gone", "alive", "alive",
 
 
 def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: SampleServer):
-    show(browser, server, at=f"#g{samples.GROUPS[0]}/1")
-    until(lambda: texts(browser, "#answer .token"))
+    show_answer(browser, server, samples.GROUPS[0], 1)
 
     assert text(browser, "#prompt") == samples.HOSTILE
     assert samples.HOSTILE in texts(browser, "#answer .token")
@@ -344,8 +363,7 @@ def test_several_turns_are_drawn_with_what_came_between_and_branches_fold_what_i
     browser: WebDriver,
 ):
     with served(samples.Run(steps=60, rows=200, agents=True, hostile=True)) as server:
-        show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
-        until(lambda: texts(browser, "#answer .token"))
+        show_answer(browser, server, samples.GROUPS[1], 1)
         known = server.run.trajectory(samples.GROUPS[1], 1)
         versions = {"one": known.tokens[0].version, "other": known.tokens[-1].version}
 
@@ -387,8 +405,7 @@ def test_several_turns_are_drawn_with_what_came_between_and_branches_fold_what_i
 
 
 def test_runs_of_one_turn_show_nothing_of_turns(browser: WebDriver, server: SampleServer):
-    show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
-    until(lambda: texts(browser, "#answer .token"))
+    show_answer(browser, server, samples.GROUPS[1], 1)
 
     assert texts(browser, "#answer .turn, #answer .context") == []
     assert not any("turns" in one for one in texts(browser, "#facts div"))
@@ -398,8 +415,7 @@ def test_runs_of_one_turn_show_nothing_of_turns(browser: WebDriver, server: Samp
 
 def test_an_observation_of_megabytes_is_cut_and_what_was_cut_is_counted(browser: WebDriver):
     with served(samples.Run(steps=60, rows=200, agents=True, observed=8 << 20)) as server:
-        show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
-        until(lambda: texts(browser, "#answer .token"))
+        show_answer(browser, server, samples.GROUPS[1], 1)
 
         assert re.search(r"\[8,38\d,\d{3} characters left out\]", text(browser, "#answer .cut"))
         assert len(text(browser, "#answer")) < 20_000
@@ -409,8 +425,7 @@ def test_an_observation_of_megabytes_is_cut_and_what_was_cut_is_counted(browser:
 def test_tokens_are_colored_by_version_or_by_logprob_difference(
     browser: WebDriver, server: SampleServer
 ):
-    show(browser, server, at=f"#g{samples.GROUPS[1]}/2")
-    until(lambda: texts(browser, "#answer .token"))
+    show_answer(browser, server, samples.GROUPS[1], 2)
     color = (
         "[...document.querySelectorAll('.token')].map((t) => getComputedStyle(t).backgroundColor)"
     )
@@ -489,25 +504,15 @@ def test_the_newest_click_counts_however_late_an_answer_comes(
     assert "sibling 1" in text(browser, "#one-title")
 
 
-@pytest.mark.parametrize("typed", ["g8300", "8300"])
-def test_a_group_without_recorded_answers_is_found_by_its_number(
+@pytest.mark.parametrize("typed", ["g8300", "8300", ""], ids=["g8300", "8300", "address"])
+def test_a_group_without_recorded_answers_is_found_by_its_number_and_its_address(
     browser: WebDriver, server: SampleServer, typed: str
 ):
-    show(browser, server)
-    tab_to(browser, "#query")
-    press(browser, typed, Keys.ENTER)
-
-    until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
-    assert text(browser, "#prompt").endswith("(the whole of it)")
-    assert text(browser, "#facts dd") == "dropped (reward_unavailable)"
-    assert texts(browser, "#failures li") == ["sibling 3, timeout, reward-0"]
-
-
-def test_a_dead_letter_opened_by_its_address_shows_what_the_ledger_knows(
-    browser: WebDriver, server: SampleServer
-):
-    show(browser, server, at=f"#g{samples.LOST}/0")
-
+    show(browser, server, at="" if typed else f"#g{samples.LOST}/0")
+    if typed:
+        tab_to(browser, "#query")
+        press(browser, typed, Keys.ENTER)
+        until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
     until(lambda: text(browser, "#prompt").endswith("(the whole of it)"))
     assert text(browser, "#facts dd") == "dropped (reward_unavailable)"
     assert texts(browser, "#failures li") == ["sibling 3, timeout, reward-0"]
@@ -551,30 +556,16 @@ def test_keyboard_alone_reaches_search_trajectory_and_switch(
     assert ask(browser, "document.getElementById('answer').dataset.coloring") == "diff"
 
 
-def test_broken_stream_is_reported_and_reconnects(browser: WebDriver, server: SampleServer):
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
-
-    server.cut()
-    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
-    server.run.steps = 64
-    server.mend()
-
-    until(lambda: text(browser, "#state") == "live")
-    until(lambda: figure(browser, "step") == "64 / 500")
-
-
-def test_after_a_break_the_page_asks_for_the_steps_that_it_missed(
+def test_after_a_break_the_page_reconnects_and_asks_for_the_steps_that_it_missed(
     browser: WebDriver, server: SampleServer
 ):
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
-    server.cut()
-    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+    show_live(browser, server)
+    cut(browser, server)
     server.run.steps = 63
     server.news = (61, 62, 63)
     server.asked_after.clear()
     server.mend()
+    until(lambda: text(browser, "#state") == "live")
     until(lambda: figure(browser, "step") == "63 / 500")
 
     assert server.asked_after[0] == 60
@@ -613,11 +604,9 @@ def test_a_state_that_comes_late_does_not_take_the_page_back(
           return new Response(body);
         };
     """
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+    show_live(browser, server)
     browser.execute_script(script)
-    server.cut()
-    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+    cut(browser, server)
     server.run.steps = 63
     server.mend()
     until(lambda: figure(browser, "step") == "63 / 500")
@@ -667,8 +656,7 @@ def test_run_that_was_over_before_the_page_opened_is_shown_as_over(browser: WebD
 
 def test_end_of_a_run_is_shown_and_no_stream_is_reopened(browser: WebDriver, server: SampleServer):
     over = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+    show_live(browser, server)
 
     server.run.silent_s = {"generator-1": 30.0}
     until(lambda: figure(browser, "silent") == "1")
@@ -688,8 +676,7 @@ def test_end_of_a_run_is_shown_and_no_stream_is_reopened(browser: WebDriver, ser
 def test_refused_token_asks_for_the_address_of_the_new_broker(
     browser: WebDriver, server: SampleServer
 ):
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+    show_live(browser, server)
 
     browser.delete_all_cookies()
     server.cut()
@@ -794,14 +781,6 @@ def test_run_without_data_shows_dashes_and_reasons(browser: WebDriver):
         assert ask(browser, "document.querySelector('#rate-chart .empty').hidden")
         browser.execute_script("document.getElementById('lanes').scrollIntoView()")
         until(lambda: texts(browser, "#rate-chart canvas"))
-
-
-def test_chart_out_of_sight_is_not_reported_as_empty(browser: WebDriver, server: SampleServer):
-    show(browser, server)
-
-    shown = "[...document.querySelectorAll('.chart:not([hidden]) > .empty:not([hidden])')].length"
-    assert ask(browser, shown) == 0
-    assert not texts(browser, "#kl-chart canvas")
 
 
 def test_long_names_wrap_on_a_phone(browser: WebDriver):
@@ -912,8 +891,7 @@ def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
     browser: WebDriver, server: SampleServer
 ):
     complaints(browser)  # of earlier tests
-    show(browser, server, at=f"#g{samples.GROUPS[1]}/0")
-    until(lambda: texts(browser, "#answer .token"))
+    show_answer(browser, server, samples.GROUPS[1], 0)
 
     asked = ask(browser, "performance.getEntriesByType('resource').map((one) => one.name)")
     assert isinstance(asked, list)

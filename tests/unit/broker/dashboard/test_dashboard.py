@@ -72,6 +72,14 @@ def make_status() -> RunStatus:
     return telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
 
 
+def recorder_in(
+    folder: Path,
+    status: Callable[[], RunStatus] = make_status,
+    **options: Any,  # noqa: ANN401
+) -> Recorder:
+    return Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always", **options)
+
+
 def write_rows(folder: Path) -> None:
     """Write two recorded trajectories of group 7; the second has tokens of two versions."""
     row = {
@@ -112,7 +120,7 @@ async def dashboard(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder)
-        recorder = Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always")
+        recorder = recorder_in(folder, status)
         page = Dashboard(recorder, items(folder), host=host, port=0, read_s=read_s)
         address = URL(await page.start())
         jar = aiohttp.DummyCookieJar()
@@ -312,13 +320,7 @@ def test_restarted_broker_continues_the_history(tmp_path: Path):
     now = itertools.count(1_763_786_000)
 
     def recorder() -> Recorder:
-        return Recorder(
-            make_status,
-            tmp_path / PAGE_STATE,
-            high_water_bytes=0,
-            fsync="always",
-            now=lambda: float(next(now)),
-        )
+        return recorder_in(tmp_path, now=lambda: float(next(now)))
 
     first = recorder()
     asyncio.run(run_until(first, (tmp_path / PAGE_STATE).exists))
@@ -666,12 +668,8 @@ async def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
         written.append(state.status.steps)
         write_state(path, state)
 
-    recorder = Recorder(
-        lambda: msgspec.structs.replace(STATUS, steps=next(steps)),
-        tmp_path / PAGE_STATE,
-        high_water_bytes=0,
-        fsync="",
-        write=write,
+    recorder = recorder_in(
+        tmp_path, lambda: msgspec.structs.replace(STATUS, steps=next(steps)), write=write
     )
     await run_until(recorder, began.is_set, then=ends.set)
     stored = read_state(tmp_path / PAGE_STATE)
@@ -693,7 +691,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
 
     async def body() -> tuple[list[int], bool]:
         nonlocal broken
-        recorder = Recorder(status, tmp_path / PAGE_STATE, high_water_bytes=0, fsync="")
+        recorder = recorder_in(tmp_path, status)
         page = Dashboard(recorder, RecordedItems(tmp_path), host="127.0.0.1", port=0)
         address = URL(await page.start())
         recording = asyncio.create_task(recorder.run())
@@ -728,13 +726,8 @@ def test_failing_rules_add_no_advice_and_are_logged_once(
         raise KeyError("busy")
 
     async def body() -> Snapshot | None:
-        recorder = Recorder(
-            lambda: STATUS,
-            tmp_path / PAGE_STATE,
-            high_water_bytes=0,
-            fsync="",
-            now=lambda: float(next(now)),
-            advise=advise,
+        recorder = recorder_in(
+            tmp_path, lambda: STATUS, now=lambda: float(next(now)), advise=advise
         )
         await run_until(recorder, lambda: asked > 1)
         return recorder.snapshot
@@ -749,11 +742,9 @@ def test_failing_rules_add_no_advice_and_are_logged_once(
 
 def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path):
     memory: dict[str, Any] = {"rss_bytes": "much"}
-    recorder = Recorder(
+    recorder = recorder_in(
+        tmp_path,
         lambda: msgspec.structs.replace(STATUS, memory=memory),
-        tmp_path / PAGE_STATE,
-        high_water_bytes=0,
-        fsync="",
         now=itertools.count(0.0, 10.0).__next__,
     )
     assert recorder.snapshot is not None
@@ -810,11 +801,9 @@ async def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
         end = num_reads + 1
         await until_async(lambda: num_reads > end)
 
-    recorder = Recorder(
+    recorder = recorder_in(
+        tmp_path,
         status,
-        tmp_path / PAGE_STATE,
-        high_water_bytes=0,
-        fsync="",
         now=lambda: clock[0],
         advise=advise,
         write=lambda _path, _state: written.append(clock[0]),

@@ -19,28 +19,7 @@ from slipstream.broker.server.router import Peer, Router
 from slipstream.broker.server.sessions import Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.wire.errors import RefusedError, SupersededError
-from slipstream.wire.messages.broker import (
-    Answer,
-    BatchDelivered,
-    FetchPayloads,
-    GetLedger,
-    GetStatus,
-    GroupsLeased,
-    Hello,
-    LeaseGroups,
-    LeaseScoring,
-    LedgerAnswer,
-    Refusal,
-    ReleaseLease,
-    Request,
-    RequestBatch,
-    Role,
-    RoleReport,
-    ScoringLeased,
-    StatusAnswer,
-    SubmitScores,
-    TakeOver,
-)
+from slipstream.wire.messages import broker
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.trajectory import Score
@@ -67,12 +46,12 @@ class Silent:
     def close(self) -> None: ...
 
 
-def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
+def answers_to(folder: Path, role: broker.Role, *requests: broker.Request) -> list[broker.Answer]:
     """The answers to a few requests of one client after its hello."""
 
-    async def body() -> list[Answer]:
+    async def body() -> list[broker.Answer]:
         async with running(folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"0", encode(Hello(role=role, name="x", incarnation="a")))
+            await ask(b"0", encode(broker.Hello(role=role, name="x", incarnation="a")))
             found = [await ask(b"%d" % i, encode(one)) for i, one in enumerate(requests)]
             assert it.server.telemetry.rejected["internal"] == 0
             return found
@@ -82,27 +61,29 @@ def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
 
 async def test_request_before_hello_is_counted(short_folder: Path):
     async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-        await ask(b"1", encode(GetStatus()))
+        await ask(b"1", encode(broker.GetStatus()))
         assert it.server.telemetry.rejected["hello_first"] == 1
 
 
 @pytest.mark.parametrize("num_items", [-1, -(2**63), 2**63])
 def test_any_number_of_items_may_be_asked_for(short_folder: Path, num_items: int):
-    (answer,) = answers_to(short_folder, "observer", GetLedger(num_items=num_items))
-    assert isinstance(answer, LedgerAnswer)
+    (answer,) = answers_to(short_folder, "observer", broker.GetLedger(num_items=num_items))
+    assert isinstance(answer, broker.LedgerAnswer)
 
 
 async def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
     """The event loop keeps its timers in order; NaN has none."""
     async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-        await ask(b"0", encode(Hello(role="generator", name="g")))
-        strange = LeaseScoring(credits=1, wait_s=NAN)
+        await ask(b"0", encode(broker.Hello(role="generator", name="g")))
+        strange = broker.LeaseScoring(credits=1, wait_s=NAN)
         await ask(b"1", encode(strange), answered=False)
-        answer = await ask(b"2", encode(LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF)))
+        answer = await ask(
+            b"2", encode(broker.LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF))
+        )
         (parked,) = it.server.pending_scoring._by_key.values()
         assert parked.timer is not None
         left_s = parked.timer.when() - asyncio.get_running_loop().time()
-    assert isinstance(answer, GroupsLeased)
+    assert isinstance(answer, broker.GroupsLeased)
     assert 25.0 < left_s <= 30.0
 
 
@@ -110,10 +91,14 @@ async def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
 def test_a_report_of_no_number_leaves_the_state_of_the_run_readable(
     short_folder: Path, tokens: float
 ):
-    report = RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
-    sent_before = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
-    *_, answer = answers_to(short_folder, "learner", *sent_before, report, GetStatus())
-    assert isinstance(answer, StatusAnswer)
+    report = broker.RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
+    sent_before = [
+        broker.TakeOver(step=0),
+        report,
+        broker.Hello(role="learner", name="x", incarnation="b"),
+    ]
+    *_, answer = answers_to(short_folder, "learner", *sent_before, report, broker.GetStatus())
+    assert isinstance(answer, broker.StatusAnswer)
     assert answer.status.tokens_per_second.get("learner", 0.0) == 0.0
 
 
@@ -121,10 +106,12 @@ def test_what_is_remembered_of_a_hello_is_bounded():
     telemetry = Telemetry(RunSection(name="run"))
     for i in range(300):
         packages = {f"package-{i}": "1" * 1_000, "torch": str(i)}
-        telemetry.hello(Hello(role="operator", name=f"operator-{i}", packages=packages))
-        telemetry.hello(Hello(role="generator", name="g", packages=packages, held=(1,) * 1_000))
+        telemetry.hello(broker.Hello(role="operator", name=f"operator-{i}", packages=packages))
+        telemetry.hello(
+            broker.Hello(role="generator", name="g", packages=packages, held=(1,) * 1_000)
+        )
     assert list(telemetry._roles) == ["g"]
-    assert telemetry._roles["g"].hello == Hello(role="generator", name="g")
+    assert telemetry._roles["g"].hello == broker.Hello(role="generator", name="g")
     assert len(telemetry.versions) == 256
     assert telemetry.versions["torch"] == "299"
     assert max(map(len, telemetry.versions.values())) == 100
@@ -169,7 +156,7 @@ def test_a_text_of_a_client_is_one_short_line_of_the_log(
 ):
     reason = "no\n2026-01-01 ERROR forged \x1b[2J" + "x" * 100_000
     with caplog.at_level(logging.WARNING):
-        answers_to(short_folder, "generator", ReleaseLease(lease_id=1, reason=reason))
+        answers_to(short_folder, "generator", broker.ReleaseLease(lease_id=1, reason=reason))
     (line,) = (one.getMessage() for one in caplog.records if "handed back" in one.getMessage())
     assert len(line) < 600
     assert line.isprintable()
@@ -182,15 +169,19 @@ async def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
         group_id = (await one_group(learner, generator)).group_id
         for sibling in (0, 1):
             await submit(generator, group_id, sibling)
-        scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=30.0), ScoringLeased)
+        scoring, _ = await generator.ask(
+            broker.LeaseScoring(credits=2, wait_s=30.0), broker.ScoringLeased
+        )
         scores = tuple(
             Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
             for i, one in enumerate(scoring.items)
         )
-        await generator.ask_any(SubmitScores(scores=scores))
-        await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+        await generator.ask_any(broker.SubmitScores(scores=scores))
+        await learner.ask(
+            broker.RequestBatch(version=V0, step=0, wait_s=30.0), broker.BatchDelivered
+        )
         with pytest.raises(RefusedError, match="names a trajectory twice"):
-            await learner.ask_any(FetchPayloads(keys=((group_id, 0),) * 2))
+            await learner.ask_any(broker.FetchPayloads(keys=((group_id, 0),) * 2))
 
 
 def test_a_generators_body_is_small_though_its_payload_may_be_large():
@@ -202,14 +193,18 @@ def test_a_generators_body_is_small_though_its_payload_may_be_large():
 def test_a_hello_that_is_refused_decides_nothing():
     sessions = Sessions()
     first, second = (Peer(None, one) for one in (b"1", b"2"))  # type: ignore[arg-type]  # not used
-    known = sessions.hello(first, Hello(role="generator", name="g", incarnation="b"))
-    late = Hello(role="generator", name="g", incarnation="a", reconnects=True, tokenizer="wrong")
-    own = sessions.hello(second, Hello(role="observer", name="o"))
+    known = sessions.hello(first, broker.Hello(role="generator", name="g", incarnation="b"))
+    late = broker.Hello(
+        role="generator", name="g", incarnation="a", reconnects=True, tokenizer="wrong"
+    )
+    own = sessions.hello(second, broker.Hello(role="observer", name="o"))
     with pytest.raises(SupersededError):
         sessions.hello(second, late)
     assert sessions.find(own.token, second) is own
     assert sessions.find(known.token, first) is known
-    sessions.hello(first, Hello(role="generator", name="g", incarnation="b", tokenizer="right"))
+    sessions.hello(
+        first, broker.Hello(role="generator", name="g", incarnation="b", tokenizer="right")
+    )
 
 
 async def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
@@ -244,9 +239,9 @@ async def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_beh
 
 async def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Path):
     async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-        await ask(b"0", encode(Hello(role="observer", name="o")))
+        await ask(b"0", encode(broker.Hello(role="observer", name="o")))
         answer = await ask(b"1", *cut([b"x" * 70_000]))
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, broker.Refusal)
     assert "a observer may send 65536" in answer.reason
 
 
@@ -259,5 +254,5 @@ async def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder:
             Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
             for sibling in (0, -1, 7)
         )
-        await generator.ask_any(SubmitScores(scores=scores))
+        await generator.ask_any(broker.SubmitScores(scores=scores))
         assert it.server._leases._scoring.num_waiting == 0

@@ -27,50 +27,7 @@ from slipstream.wire.errors import (
     RefusedError,
     SupersededError,
 )
-from slipstream.wire.messages.broker import (
-    WIRE_REVISION,
-    BatchDelivered,
-    BatchNotReady,
-    DeadLetters,
-    Done,
-    EngineQuarantined,
-    FetchPayloads,
-    FindRelay,
-    GetDeadLetters,
-    GetLedger,
-    GetLedgerSnapshot,
-    GetStatus,
-    Goodbye,
-    GroupsLeased,
-    Heartbeat,
-    HeartbeatAnswer,
-    Hello,
-    LedgerAnswer,
-    LedgerSnapshotAnswer,
-    Payloads,
-    PublishReport,
-    Refusal,
-    RejectBatch,
-    RejectPrompt,
-    RelayHeard,
-    RelayPlace,
-    RelayReport,
-    Request,
-    RequestBatch,
-    Role,
-    RoleReport,
-    RunComplete,
-    ScoringLeased,
-    SealSteps,
-    StatusAnswer,
-    StepCommit,
-    StepCommitted,
-    SubmitScores,
-    SubmitTrajectory,
-    TakeOver,
-    TookOver,
-    Welcome,
-)
+from slipstream.wire.messages import broker
 from slipstream.wire.messages.codec import decode_transcript, encode
 from slipstream.wire.messages.trajectory import Prompt, Score, Turn, VersionRun, transcript_of
 from slipstream.wire.messages.versions import PolicyVersion
@@ -100,29 +57,30 @@ async def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
         assert it.ledger.book.version == V0
         await submit(generator, group.group_id, 0)
         assert await it.scored() == ["response 0", "response 1"]
-        batch, _ = await learner.ask(BATCH, BatchDelivered)
+        batch, _ = await learner.ask(BATCH, broker.BatchDelivered)
         delivered = batch.groups[0].trajectories
         assert [t.reward for t in delivered] == [0.0, 1.0]
         keys = ((group.group_id, 1), (group.group_id, 0))
-        _, payloads = await learner.ask(FetchPayloads(keys=keys), Payloads)
+        _, payloads = await learner.ask(broker.FetchPayloads(keys=keys), broker.Payloads)
         assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
-        commit = StepCommit(version=V0.next(), metrics={"policy/loss": 1.0})
-        await learner.ask(commit, StepCommitted)
-        question = GetLedgerSnapshot(version=V0.next())
-        answer, _ = await learner.ask(question, LedgerSnapshotAnswer)
+        commit = broker.StepCommit(version=V0.next(), metrics={"policy/loss": 1.0})
+        await learner.ask(commit, broker.StepCommitted)
+        question = broker.GetLedgerSnapshot(version=V0.next())
+        answer, _ = await learner.ask(question, broker.LedgerSnapshotAnswer)
         assert decode_state(answer.data).version == V0.next()
         await learner.ask(
-            RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0), RunComplete
+            broker.RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0),
+            broker.RunComplete,
         )
-        not_yet, _ = await generator.ask(WORK_NOW, GroupsLeased)
+        not_yet, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
         assert not not_yet.finished, "its learner may still go back"
-        await learner.ask(Goodbye(), Done)
-        finished, _ = await generator.ask(WORK_NOW, GroupsLeased)
+        await learner.ask(broker.Goodbye(), broker.Done)
+        finished, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
         assert finished.finished
         stored = [event async for event in it.store.replay()]
         assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
-        seal = SealSteps(version=V0.next(), step=1, oldest_kept=1)
-        await learner.ask(seal, Done)
+        seal = broker.SealSteps(version=V0.next(), step=1, oldest_kept=1)
+        await learner.ask(seal, broker.Done)
         with pytest.raises(KeyError):
             await it.store.fetch(keys)
         status, num_events = it.status, len(stored)
@@ -134,28 +92,30 @@ async def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
 
 async def test_client_without_a_hello_is_refused(short_folder: Path):
     async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-        assert (await ask(b"1", encode(GetStatus()))) == Refusal(
+        assert (await ask(b"1", encode(broker.GetStatus()))) == broker.Refusal(
             reason="send a hello first", code="hello_first"
         )
 
 
 async def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
     async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-        answer = await ask(b"1", encode(Hello(role="learner", name="learner", wire_revision=99)))
-    assert isinstance(answer, Refusal)
-    assert f"wire revision 99, this broker {WIRE_REVISION}" in answer.reason
+        answer = await ask(
+            b"1", encode(broker.Hello(role="learner", name="learner", wire_revision=99))
+        )
+    assert isinstance(answer, broker.Refusal)
+    assert f"wire revision 99, this broker {broker.WIRE_REVISION}" in answer.reason
 
 
 async def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
     async with running(short_folder) as it:
         await it.client("learner", "learner")  # names no tokenizer
-        known = Hello(role="generator", name="generator-0", tokenizer="aaaa")
-        other = Hello(role="generator", name="generator-1", tokenizer="bbbb")
+        known = broker.Hello(role="generator", name="generator-0", tokenizer="aaaa")
+        other = broker.Hello(role="generator", name="generator-1", tokenizer="bbbb")
         async with bare_socket(it.endpoint) as ask:
-            assert isinstance(await ask(b"1", encode(known)), Welcome)
-            assert isinstance(await ask(b"2", encode(known)), Welcome)
+            assert isinstance(await ask(b"1", encode(known)), broker.Welcome)
+            assert isinstance(await ask(b"2", encode(known)), broker.Welcome)
             answer = await ask(b"3", encode(other))
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, broker.Refusal)
         assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in (
             answer.reason
         )
@@ -163,13 +123,15 @@ async def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
 
 async def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: Path):
     async with running(short_folder) as it:
-        await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+        await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
         generator = await it.client("generator", "generator-0")
-        first, _ = await generator.ask(WORK_NOW, GroupsLeased)
+        first, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
         lease_id = first.groups[0].lease_id
-        reject = RejectPrompt(lease_id=lease_id, reason="overlong_prompt", detail="99 tokens")
-        await generator.ask(reject, Done)
-        again, _ = await generator.ask(WORK_NOW, GroupsLeased)
+        reject = broker.RejectPrompt(
+            lease_id=lease_id, reason="overlong_prompt", detail="99 tokens"
+        )
+        await generator.ask(reject, broker.Done)
+        again, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
         assert (it.status.dropped, again.groups[0].prompt.text) == (
             {"overlong_prompt": 1},
             "train 1",
@@ -180,15 +142,15 @@ async def test_goodbye_cancels_a_pending_request_for_work(short_folder: Path):
     async with running(short_folder) as it:
         it.ledger.training.take_over(0)
         leaving = await it.client("generator", "generator-0")
-        await leaving.ask(WORK, GroupsLeased)
-        asked = asyncio.create_task(leaving.ask(WORK, GroupsLeased))
+        await leaving.ask(WORK, broker.GroupsLeased)
+        asked = asyncio.create_task(leaving.ask(WORK, broker.GroupsLeased))
         await until_async(lambda: len(it.server.pending_groups) == 1, "it does not wait")
-        await leaving.ask(Goodbye(), Done)
+        await leaving.ask(broker.Goodbye(), broker.Done)
         nothing, _ = await asked
         assert it.ledger.book.leases == {}
         other = await it.client("generator", "generator-1")
-        answer, _ = await other.ask(WORK, GroupsLeased)
-    assert nothing == GroupsLeased(groups=())
+        answer, _ = await other.ask(WORK, broker.GroupsLeased)
+    assert nothing == broker.GroupsLeased(groups=())
     assert [one.group_id for one in answer.groups] == [0]
 
 
@@ -198,7 +160,7 @@ async def test_a_role_that_said_goodbye_is_not_called_silent(short_folder: Path)
         it.ledger.training.take_over(0)
         leaving = await it.client("generator", "generator-0")
         await it.client("generator", "generator-1")
-        await leaving.ask(Goodbye(), Done)
+        await leaving.ask(broker.Goodbye(), broker.Done)
         status = it.status
     assert {one.name: one.has_left for one in status.roles if one.role == "generator"} == {
         "generator-0": True,
@@ -215,10 +177,10 @@ async def test_a_role_that_said_goodbye_is_not_called_silent(short_folder: Path)
 async def test_planned_stop_is_reported_with_its_reason(short_folder: Path):
     async with running(short_folder) as it:
         learner = await it.client("learner", "learner")
-        await learner.ask(TakeOver(step=0), TookOver)
+        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
         it.server.plan_stop("run.max_hours = 1 have passed")
-        await learner.ask(BATCH, RunComplete)
-        await learner.ask(Goodbye(), Done)
+        await learner.ask(BATCH, broker.RunComplete)
+        await learner.ask(broker.Goodbye(), broker.Done)
         status = it.status
     assert (status.finished, status.total_steps) == (True, 0)
     assert status.stop_reason == "run.max_hours = 1 have passed"
@@ -232,12 +194,12 @@ async def test_malformed_frames_are_counted_and_the_loop_keeps_running(short_fol
             await ask(b"2", b""),
             await ask(b"3", b"\x81\xa4kind\xa6gossip"),
         ]
-        welcome = await ask(b"4", encode(Hello(role="generator", name="generator-0")))
+        welcome = await ask(b"4", encode(broker.Hello(role="generator", name="generator-0")))
         refused.append(
-            await ask(b"5", encode(SubmitTrajectory(header=header(0, 0, V0))), b"one frame")
+            await ask(b"5", encode(broker.SubmitTrajectory(header=header(0, 0, V0))), b"one frame")
         )
         malformed = it.server.telemetry.rejected["malformed"]
-    assert all(isinstance(answer, Refusal) for answer in refused)
+    assert all(isinstance(answer, broker.Refusal) for answer in refused)
     assert malformed == 5
     assert (welcome.run_name, welcome.learner_step, welcome.heartbeat_s) == ("run", 0, 2.5)
 
@@ -245,17 +207,17 @@ async def test_malformed_frames_are_counted_and_the_loop_keeps_running(short_fol
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (TakeOver(step=3), "holds step 3, this run is at step 0"),
+        (broker.TakeOver(step=3), "holds step 3, this run is at step 0"),
         (
-            RequestBatch(version=V0, step=V0.step, wait_s=0.0),
+            broker.RequestBatch(version=V0, step=V0.step, wait_s=0.0),
             "the learner is at v1.0, the run at v0.0",
         ),
-        (StepCommit(version=PolicyVersion(1, 1), metrics={}), "the learner is at v1.0"),
-        (FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
+        (broker.StepCommit(version=PolicyVersion(1, 1), metrics={}), "the learner is at v1.0"),
+        (broker.FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
     ],
 )
 async def test_what_the_ledger_refuses_comes_back_with_its_reason(
-    short_folder: Path, request_: Request, why: str
+    short_folder: Path, request_: broker.Request, why: str
 ):
     async with running(short_folder) as it:
         learner = await it.client("learner", "learner")
@@ -272,11 +234,11 @@ async def test_waiting_request_is_answered_as_soon_as_there_is_work(short_folder
         generator = await it.client("generator", "generator-0")
         learner = await it.client("learner", "learner")
         asked_s = loop.time()
-        waiting = asyncio.create_task(generator.ask(WORK, GroupsLeased))
+        waiting = asyncio.create_task(generator.ask(WORK, broker.GroupsLeased))
         # an answer to a later question of the same client: the first one is being waited on
-        await generator.ask(Heartbeat(lease_ids=()), HeartbeatAnswer)
+        await generator.ask(broker.Heartbeat(lease_ids=()), broker.HeartbeatAnswer)
         assert not waiting.done()
-        await learner.ask(TakeOver(step=0), TookOver)
+        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
         answer, _ = await waiting
         seconds = loop.time() - asked_s
     assert [group.siblings for group in answer.groups] == [(0, 1)]
@@ -302,10 +264,10 @@ async def test_unfilled_batch_request_is_answered_with_what_is_missing(short_fol
     async with running(short_folder) as it:
         learner = await it.client("learner", "learner")
         generator = await it.client("generator", "generator-0")
-        await learner.ask(TakeOver(step=0), TookOver)
-        await generator.ask(WORK_NOW, GroupsLeased)
+        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
+        await generator.ask(WORK_NOW, broker.GroupsLeased)
         answer, _ = await learner.ask(
-            RequestBatch(version=V0, step=V0.step, wait_s=0.0), BatchNotReady
+            broker.RequestBatch(version=V0, step=V0.step, wait_s=0.0), broker.BatchNotReady
         )
         assert it.status.waiting_for == answer.reason
     assert answer.waiting_for == (0,)
@@ -316,16 +278,16 @@ async def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is
     short_folder: Path,
 ):
     async with running(short_folder) as it:
-        await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+        await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
         old = await it.client("generator", "generator-0")
-        await old.ask(WORK_NOW, GroupsLeased)
+        await old.ask(WORK_NOW, broker.GroupsLeased)
         old._socket.disconnect(it.endpoint)  # as if its network was gone
         new = await it.client("generator", "generator-0")
-        again, _ = await new.ask(WORK_NOW, GroupsLeased)
+        again, _ = await new.ask(WORK_NOW, broker.GroupsLeased)
         old._socket.connect(it.endpoint)
         with pytest.raises(SupersededError, match="another process took the name gen"):
-            await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
-        lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
+            await old.ask(broker.Heartbeat(lease_ids=(0,)), broker.HeartbeatAnswer)
+        lost, _ = await new.ask(broker.Heartbeat(lease_ids=(0, 1)), broker.HeartbeatAnswer)
         assert lost.lost == (0,)
         group_id, lapsed = again.groups[0].group_id, dict(it.ledger.book.state.ended_leases)
     assert (group_id, lapsed) == (0, {"restarted": 1})
@@ -333,46 +295,51 @@ async def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is
 
 async def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
     async with running(short_folder) as it:
-        await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+        await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
         generator = await it.client("generator", "generator-0")
-        await generator.ask(WORK_NOW, GroupsLeased)
+        await generator.ask(WORK_NOW, broker.GroupsLeased)
         await submit(generator, 0, 1)
         worker = await it.client("reward_worker", "reward-worker-0")
         siblings = []
         for _ in range(2):
-            leased, _ = await worker.ask(SCORING, ScoringLeased)
+            leased, _ = await worker.ask(SCORING, broker.ScoringLeased)
             (item,) = leased.items
             siblings.append(item.sibling)
             none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
-            await worker.ask(SubmitScores(scores=(none,)), Done)
+            await worker.ask(broker.SubmitScores(scores=(none,)), broker.Done)
         assert siblings == [1, 1]
 
 
 async def test_an_observer_changes_nothing(short_folder: Path):
     async with running(short_folder) as it:
         observer = await it.client("observer", "observer")
-        answer, _ = await observer.ask(GetStatus(), StatusAnswer)
+        answer, _ = await observer.ask(broker.GetStatus(), broker.StatusAnswer)
         status = answer.status
     names = [role.name for role in status.roles]
     assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
 
 
 async def test_only_a_relay_may_report_engines_and_observers_see_the_report(short_folder: Path):
-    reports: list[Request] = [PublishReport(record=RECORD), RelayReport(members=MEMBERS)]
+    reports: list[broker.Request] = [
+        broker.PublishReport(record=RECORD),
+        broker.RelayReport(members=MEMBERS),
+    ]
     async with running(short_folder) as it:
         relay = await it.client("relay", "relay")
-        others: tuple[Role, ...] = ("learner", "generator", "reward_worker", "operator")
+        others: tuple[broker.Role, ...] = ("learner", "generator", "reward_worker", "operator")
         for role in others:
             client = await it.client(role, role)
             for report in reports:
                 with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
-                    await client.ask(report, Done)
+                    await client.ask(report, broker.Done)
         assert (it.status.members, it.status.publish_history) == ([], [])
-        await relay.ask(reports[0], Done)
-        assert (await relay.ask(reports[1], RelayHeard))[0].generator_keys == {}
+        await relay.ask(reports[0], broker.Done)
+        assert (await relay.ask(reports[1], broker.RelayHeard))[0].generator_keys == {}
         with pytest.raises(ForbiddenError, match="is a relay, which may not send TakeOver"):
-            await relay.ask(TakeOver(step=0), TookOver)
-        answer, _ = await (await it.client("observer", "o")).ask(GetStatus(), StatusAnswer)
+            await relay.ask(broker.TakeOver(step=0), broker.TookOver)
+        answer, _ = await (await it.client("observer", "o")).ask(
+            broker.GetStatus(), broker.StatusAnswer
+        )
         status, forbidden = answer.status, it.server.telemetry.rejected["forbidden"]
     assert (status.members, status.publish_history) == (MEMBERS, [RECORD])
     assert forbidden == 9
@@ -383,13 +350,15 @@ async def test_a_quarantine_is_in_the_record_of_its_version_and_counted(short_fo
     async with running(short_folder) as it:
         relay = await it.client("relay", "relay")
         generator = await it.client("generator", "generator-0")
-        await relay.ask(PublishReport(record=RECORD), Done)
+        await relay.ask(broker.PublishReport(record=RECORD), broker.Done)
         for reason in ("0.1 nats", "0.2 nats"):  # again after it was started anew
-            found = EngineQuarantined(version=RECORD.version, reason=reason)
-            await generator.ask(found, Done)
-        older = EngineQuarantined(version=V0, reason="0.3 nats")
-        await generator.ask(older, Done)
-        answer, _ = await (await it.client("observer", "o")).ask(GetStatus(), StatusAnswer)
+            found = broker.EngineQuarantined(version=RECORD.version, reason=reason)
+            await generator.ask(found, broker.Done)
+        older = broker.EngineQuarantined(version=V0, reason="0.3 nats")
+        await generator.ask(older, broker.Done)
+        answer, _ = await (await it.client("observer", "o")).ask(
+            broker.GetStatus(), broker.StatusAnswer
+        )
         status = answer.status
     known, other = status.publish_history
     assert known == replace(RECORD, quarantined={"generator-0": "0.2 nats"})
@@ -401,14 +370,14 @@ async def test_generator_gets_the_address_that_the_relay_reported(short_folder: 
     door = RelayAddress(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
     async with running(short_folder) as it:
         relay, generator = await it.client("relay", "relay"), await it.client("generator", "g")
-        places = [(await generator.ask(FindRelay(), RelayPlace))[0]]
+        places = [(await generator.ask(broker.FindRelay(), broker.RelayPlace))[0]]
         for found in (None, door):
-            await relay.ask(RelayReport(members=[], door=found), RelayHeard)
-            places.append((await generator.ask(FindRelay(), RelayPlace))[0])
+            await relay.ask(broker.RelayReport(members=[], door=found), broker.RelayHeard)
+            places.append((await generator.ask(broker.FindRelay(), broker.RelayPlace))[0])
         assert places == [
-            RelayPlace(is_known=False),
-            RelayPlace(is_known=True),
-            RelayPlace(is_known=True, door=door),
+            broker.RelayPlace(is_known=False),
+            broker.RelayPlace(is_known=True),
+            broker.RelayPlace(is_known=True, door=door),
         ]
 
 
@@ -438,15 +407,17 @@ async def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short
         learner, generator, group = await first.opened()
         generator.held = lambda: [group.lease_id]
         await submit(generator, group.group_id, 0)
-        waiting = asyncio.create_task(learner.ask(BATCH, BatchDelivered, extra_wait_s=30.0))
+        waiting = asyncio.create_task(learner.ask(BATCH, broker.BatchDelivered, extra_wait_s=30.0))
         asked.set()
-        await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
+        await generator.ask(broker.Heartbeat(lease_ids=(group.lease_id,)), broker.HeartbeatAnswer)
         first.clients.clear()  # they outlive this broker
     late = asyncio.create_task(submit(generator, group.group_id, 1))
     async with running(short_folder, await read_back(store), store=store) as second:
         second.clients += [learner, generator]
         await late
-        kept, _ = await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
+        kept, _ = await generator.ask(
+            broker.Heartbeat(lease_ids=(group.lease_id,)), broker.HeartbeatAnswer
+        )
         assert kept.lost == (group.lease_id,), "it ended with its last sibling"
         assert dict(second.ledger.book.state.ended_leases) == {}
         await submit(generator, group.group_id, 0)
@@ -466,7 +437,7 @@ def test_a_broker_that_is_gone_is_waited_for_as_long_as_an_outage_may_last(short
         began_s = time.monotonic()
         try:
             with pytest.raises(PeerLostError, match="LeaseGroups"):
-                await client.ask(WORK_NOW, GroupsLeased)
+                await client.ask(WORK_NOW, broker.GroupsLeased)
             return time.monotonic() - began_s
         finally:
             client.close()
@@ -481,7 +452,7 @@ async def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(sho
         first.clients.clear()
     async with running(short_folder, await read_back(store), store=store) as second:
         second.clients += [learner, generator]
-        leased, _ = await generator.ask(WORK, GroupsLeased)
+        leased, _ = await generator.ask(WORK, broker.GroupsLeased)
         assert (leased.groups[0].group_id, dict(second.ledger.book.state.ended_leases)) == (
             0,
             {"lost": 1},
@@ -490,23 +461,23 @@ async def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(sho
 
 @pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
 async def test_second_process_of_a_name_waits_until_the_first_has_gone(
-    short_folder: Path, role: Role
+    short_folder: Path, role: broker.Role
 ):
     """It ended the first one, and with it the run, before it had done anything itself."""
     async with running(short_folder) as it:
         first = await it.client(role, "one")
         if role == "learner":
-            took, _ = await first.ask(TakeOver(step=0), TookOver)
+            took, _ = await first.ask(broker.TakeOver(step=0), broker.TookOver)
             assert took.version == V0
         second = asyncio.create_task(it.client(role, "one"))
         await until_async(lambda: it.server.telemetry.rejected["name_taken"] > 0)
         assert not second.done()
-        await first.ask(RoleReport(phase_seconds={}, counters={}), Done)
+        await first.ask(broker.RoleReport(phase_seconds={}, counters={}), broker.Done)
         assert it.ledger.book.version.epoch == (role == "learner")
         first.close()
         it.clients.remove(first)
         successor = await asyncio.wait_for(second, HANG_S)  # noqa: TID251 cancelled by nobody
-        await successor.ask(RoleReport(phase_seconds={}, counters={}), Done)
+        await successor.ask(broker.RoleReport(phase_seconds={}, counters={}), broker.Done)
 
 
 async def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(
@@ -514,17 +485,17 @@ async def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone
 ):
     async with running(short_folder) as it:
         first = await it.client("learner", "learner")
-        await first.ask(TakeOver(step=0), TookOver)
+        await first.ask(broker.TakeOver(step=0), broker.TookOver)
         second = await it.client("learner", "another")
         with pytest.raises(RefusedError, match="learner is connected and trains this run"):
-            await second.ask(TakeOver(step=0), TookOver)
+            await second.ask(broker.TakeOver(step=0), broker.TookOver)
         assert it.ledger.book.version == V0
         first.close()
         it.clients.remove(first)
         await until_async(
             lambda: not it.server._sessions.is_connected(it.ledger.book.state.learner)
         )
-        took, _ = await second.ask(TakeOver(step=0), TookOver)
+        took, _ = await second.ask(broker.TakeOver(step=0), broker.TookOver)
         assert took.version == PolicyVersion(2, 0)
 
 
@@ -537,7 +508,7 @@ async def test_second_process_of_a_name_gives_up_and_names_the_holder(
         first = await it.client("learner", "learner")
         with pytest.raises(NameTakenError, match="another process is connected as learner"):
             await it.client("learner", "learner")
-        await first.ask(TakeOver(step=0), TookOver)
+        await first.ask(broker.TakeOver(step=0), broker.TookOver)
 
     def role() -> int:
         raise NameTakenError("another process is connected")
@@ -552,9 +523,9 @@ async def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(shor
         await it.client("generator", "generator-0")
         old._socket.connect(it.endpoint)
         with pytest.raises(SupersededError):
-            await old.ask(GetStatus(), StatusAnswer)
+            await old.ask(broker.GetStatus(), broker.StatusAnswer)
         with pytest.raises(SupersededError):
-            await old.ask(GetStatus(), StatusAnswer)
+            await old.ask(broker.GetStatus(), broker.StatusAnswer)
 
 
 async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(
@@ -562,14 +533,14 @@ async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_s
 ):
     async with running(short_folder) as it:
         _, generator, group = await it.opened()
-        message = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
+        message = broker.SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
         forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
         with pytest.raises(RefusedError, match="not a valid response"):
-            await generator.ask(message, Done, frames=[b"payload", encode(forged)])
+            await generator.ask(message, broker.Done, frames=[b"payload", encode(forged)])
         assert not it.ledger.book.groups[0].headers
-        await generator.ask(message, Done, frames=[b"payload", b"mine"])
+        await generator.ask(message, broker.Done, frames=[b"payload", b"mine"])
         worker = await it.client("reward_worker", "reward-worker-0")
-        _, (transcript,) = await worker.ask(SCORING, ScoringLeased)
+        _, (transcript,) = await worker.ask(SCORING, broker.ScoringLeased)
         assert decode_transcript(transcript).prompt == it.ledger.book.groups[0].prompt
         transcript = decode_transcript(transcript)
     assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
@@ -580,19 +551,19 @@ async def test_a_worker_is_shown_what_the_policy_said_by_turn(short_folder: Path
         _, generator, group = await it.opened()
         sent = header(group.group_id, 0, V0, lease_id=group.lease_id)
         sent = replace(sent, turns=(Turn(2, 1), Turn(4, sent.num_tokens - 4)))
-        message = SubmitTrajectory(header=sent)
+        message = broker.SubmitTrajectory(header=sent)
         for frames, why in (
             ([b"payload", b"text"], "needs 3 attached frames, got 2"),
             ([b"payload", b"text", encode(["one"])], "1 replies came with 2 turns"),
             ([b"payload", b"text", b"\xc1"], "not a valid list of texts"),
         ):
             with pytest.raises(RefusedError, match=why):
-                await generator.ask(message, Done, frames=frames)
+                await generator.ask(message, broker.Done, frames=frames)
         assert not it.ledger.book.groups[0].headers
         frames = [b"payload", b"text", encode(["one", "two"])]
-        await generator.ask(message, Done, frames=frames)
+        await generator.ask(message, broker.Done, frames=frames)
         worker = await it.client("reward_worker", "reward-worker-0")
-        _, (transcript,) = await worker.ask(SCORING, ScoringLeased)
+        _, (transcript,) = await worker.ask(SCORING, broker.ScoringLeased)
         transcript = decode_transcript(transcript)
     assert (transcript.response, transcript.turns) == ("text", ("one", "two"))
 
@@ -603,9 +574,9 @@ async def test_answers_to_the_lease_of_another_are_refused(short_folder: Path):
         thief = await it.client("generator", "thief")
         group = await one_group(await it.client("learner", "learner"), generator)
         for lease_id in (group.lease_id, 999_999):
-            sent = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
+            sent = broker.SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
             with pytest.raises(RefusedError, match="group 0 was not leased to thief@"):
-                await thief.ask(sent, Done, frames=[b"payload", b"response"])
+                await thief.ask(sent, broker.Done, frames=[b"payload", b"response"])
         assert not it.ledger.book.groups[0].headers
         await submit(generator, group.group_id, 0)
         assert dict(+it.server.telemetry.rejected) == {"refused": 2}
@@ -626,7 +597,9 @@ async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: P
         for sent, message in long:
             with pytest.raises(RefusedError, match=message):
                 await generator.ask(
-                    SubmitTrajectory(header=sent), Done, frames=[b"payload", b"response"]
+                    broker.SubmitTrajectory(header=sent),
+                    broker.Done,
+                    frames=[b"payload", b"response"],
                 )
         await submit(generator, 0, 0)
 
@@ -636,8 +609,10 @@ async def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
         learner, _, _ = await it.opened(0, 1)
         assert it.server.frames.get((0, 0)) is None
         assert await it.scored() == ["response 0", "response 1"]
-        await learner.ask(BATCH, BatchDelivered)
-        _, payloads = await learner.ask(FetchPayloads(keys=((0, 1), (0, 0))), Payloads)
+        await learner.ask(BATCH, broker.BatchDelivered)
+        _, payloads = await learner.ask(
+            broker.FetchPayloads(keys=((0, 1), (0, 0))), broker.Payloads
+        )
         assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
 
 
@@ -646,7 +621,7 @@ async def batch_of_one(it: Running) -> tuple[BrokerClient, BrokerClient]:
     learner, generator, _ = await it.opened(0, 1)
     for sibling in (0, 1):
         it.ledger.score(Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling)))
-    await learner.ask(BATCH, BatchDelivered)
+    await learner.ask(BATCH, broker.BatchDelivered)
     return learner, generator
 
 
@@ -680,15 +655,15 @@ async def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_r
     rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
     async with running(short_folder, make_ledger(rules), records=records) as it:
         learner, _ = await batch_of_one(it)
-        commit = StepCommit(version=V0.next(), metrics={})
-        waiting = asyncio.create_task(learner.ask(commit, StepCommitted))
+        commit = broker.StepCommit(version=V0.next(), metrics={})
+        waiting = asyncio.create_task(learner.ask(commit, broker.StepCommitted))
         await asyncio.wait_for(records.begun.wait(), HANG_S)  # noqa: TID251 cancelled by nobody
         assert not waiting.done()
         learner.close()
         waiting.cancel()
         it.clients.remove(learner)
         successor = await it.client("learner", "learner")
-        took, _ = await successor.ask(TakeOver(step=0), TookOver)
+        took, _ = await successor.ask(broker.TakeOver(step=0), broker.TookOver)
         assert took.version == PolicyVersion(2, 0)
         kinds = [type(decode_event(event)) async for event in it.store.replay()]
         assert kinds.index(Trained) < kinds.index(TakenOver, kinds.index(Trained))
@@ -709,8 +684,8 @@ async def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_f
     ledger = make_ledger(rules)
     async with running(short_folder, ledger, records=records, cache_bytes=0) as it:
         learner, _ = await batch_of_one(it)
-        commit = StepCommit(version=V0.next(), metrics={})
-        await asyncio.gather(*(learner.ask(commit, StepCommitted) for _ in range(2)))
+        commit = broker.StepCommit(version=V0.next(), metrics={})
+        await asyncio.gather(*(learner.ask(commit, broker.StepCommitted) for _ in range(2)))
         assert records.steps == [0]
         assert it.status.trained == 1
 
@@ -718,11 +693,11 @@ async def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_f
 async def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
     async with running(short_folder) as it:
         learner, generator = await batch_of_one(it)
-        reject = RejectBatch(
+        reject = broker.RejectBatch(
             version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
         )
-        await learner.ask(reject, Done)
-        again, _ = await generator.ask(WORK, GroupsLeased)
+        await learner.ask(reject, broker.Done)
+        again, _ = await generator.ask(WORK, broker.GroupsLeased)
         assert again.groups[0].prompt.text == "train 1"
         assert it.status.dropped == {"nonfinite": 1}
 
@@ -730,7 +705,7 @@ async def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path
 async def test_account_names_the_oldest_items_and_their_holders(short_folder: Path):
     async with running(short_folder) as it:
         learner, _, _ = await it.opened(1)
-        answer, _ = await learner.ask(GetLedger(), LedgerAnswer)
+        answer, _ = await learner.ask(broker.GetLedger(), broker.LedgerAnswer)
         view = answer.view
     (item,) = view.oldest
     assert (item.state, item.holder, item.missing, item.unscored) == (
@@ -768,7 +743,7 @@ def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_f
             found: list[int] = []
             while True:
                 after = found[-1] if found else -1
-                page, _ = await operator.ask(GetDeadLetters(after=after), DeadLetters)
+                page, _ = await operator.ask(broker.GetDeadLetters(after=after), broker.DeadLetters)
                 if not page.letters:
                     return found
                 found += [letter.group_id for letter in page.letters]
@@ -780,7 +755,7 @@ async def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_fo
     async with running(short_folder) as it:
         _, _, group = await it.opened(0, 1)
         worker = await it.client("reward_worker", "w")
-        leased, _ = await worker.ask(SCORING, ScoringLeased)
+        leased, _ = await worker.ask(SCORING, broker.ScoringLeased)
         it.server._leases._scoring.expire(it.server._now() + 11.0)
         scores = {
             item.sibling: Score(
@@ -789,7 +764,7 @@ async def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_fo
             for item in leased.items
         }
         made_up = msgspec.structs.replace(scores[1], lease_id=scores[1].lease_id + 77)
-        await worker.ask(SubmitScores(scores=(scores[0], scores[0], made_up)), Done)
+        await worker.ask(broker.SubmitScores(scores=(scores[0], scores[0], made_up)), broker.Done)
         known = it.ledger.book.groups[group.group_id].scores
         assert (len(known), known[0].lease_id - scores[0].lease_id) == (1, 0)
 
@@ -798,7 +773,7 @@ async def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder:
     async with running(short_folder) as it:
         _, _, group = await it.opened(0)
         worker = await it.client("reward_worker", "w")
-        await worker.ask(SCORING, ScoringLeased)
+        await worker.ask(SCORING, broker.ScoringLeased)
         worker.close()
         it.clients.remove(worker)
         await it.client("reward_worker", "w")  # another incarnation
@@ -810,7 +785,7 @@ async def test_a_payload_arrives_whole_whatever_its_size(short_folder: Path, siz
     payload = bytes(range(251)) * (size // 251 + 1)
     async with running(short_folder) as it:
         _, generator, _ = await it.opened()
-        message = SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
-        await generator.ask(message, Done, frames=[payload[:size], b"response"])
+        message = broker.SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
+        await generator.ask(message, broker.Done, frames=[payload[:size], b"response"])
         (stored,) = await it.store.fetch([(0, 0)])
         assert bytes(stored.payload) == payload[:size]

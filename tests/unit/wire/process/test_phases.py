@@ -26,16 +26,6 @@ def test_each_moment_belongs_to_exactly_one_phase():
     assert clock.seconds() == {"wait": 1.0, "generate": 10.0, "adopt": 4.0}
 
 
-def test_the_current_phase_counts_up_to_now():
-    time = Time()
-    clock = PhaseClock(now=time)
-    clock.enter("train")
-    time.passes(3.0)
-    assert clock.seconds() == {"wait": 0.0, "train": 3.0}
-    time.passes(1.0)
-    assert clock.seconds()["train"] == 4.0
-
-
 def test_a_phase_ends_with_its_block_even_if_that_fails():
     time = Time()
     clock = PhaseClock(now=time)
