@@ -10,7 +10,7 @@ from slipstream.broker.ledger.admission import NotYet
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import decode_event, encode_event
-from slipstream.broker.ledger.groups import as_delivered
+from slipstream.broker.ledger.groups import Group, as_delivered
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, Turn, VersionRun
@@ -63,6 +63,12 @@ def score(ledger: Ledger, group_id: int, sibling: int, **result: Any) -> None:  
     ledger.score(Score(group_id=group_id, sibling=sibling, lease_id=0, **result))
 
 
+def delivered(ledger: Ledger, version: PolicyVersion, step: int | None = None) -> list[Group]:
+    batch = ledger.training.deliver(version, step)
+    assert isinstance(batch, list)
+    return batch
+
+
 def in_flight(ledger: Ledger) -> dict[str, int]:
     return {state: count for state, count in ledger.book.in_flight().items() if count}
 
@@ -92,8 +98,7 @@ def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
     assert ledger.book.leases == {}
     reward(ledger, group.group_id, [0.0, 1.0])
     assert in_flight(ledger) == {"ready": 1}
-    batch = ledger.training.deliver(V0)
-    assert isinstance(batch, list)
+    batch = delivered(ledger, V0)
     assert [g.rewards for g in batch] == [[0.0, 1.0]]
     assert in_flight(ledger) == {"delivered": 1}
     ledger.training.commit(PolicyVersion(1, 1), {})
@@ -529,9 +534,7 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
 def test_the_same_step_asked_again_gets_the_same_batch():
     ledger = begun()
     make_ready(ledger, lease(ledger))
-    first, again = ledger.training.deliver(V0), ledger.training.deliver(V0)
-    assert isinstance(first, list)
-    assert isinstance(again, list)
+    first, again = delivered(ledger, V0), delivered(ledger, V0)
     assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
 
 
@@ -540,8 +543,7 @@ def test_learner_that_took_over_gets_the_batch_of_its_step():
     make_ready(ledger, lease(ledger))
     ledger.training.deliver(V0)
     version = ledger.training.take_over(0)
-    batch = ledger.training.deliver(version)
-    assert isinstance(batch, list)
+    batch = delivered(ledger, version)
     assert [g.group_id for g in batch] == [0, 1]
     ledger.training.commit(version.next(), {})
     assert ledger.book.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
@@ -727,9 +729,7 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
 def test_the_next_batch_may_be_bound_while_this_one_trains():
     ledger = begun(total_steps=9)
     make_ready(ledger, lease(ledger))
-    now, following = ledger.training.deliver(V0), ledger.training.deliver(V0, 1)
-    assert isinstance(now, list)
-    assert isinstance(following, list)
+    now, following = delivered(ledger, V0), delivered(ledger, V0, 1)
     assert [g.group_id for g in [*now, *following]] == [0, 1, 2, 3]
     with pytest.raises(RefusedError, match="batch of step 2 asked for by a learner at"):
         ledger.training.deliver(V0, 2)
@@ -828,8 +828,7 @@ def test_rewards_of_turns_reach_the_learner():
     given = [(1.0, -0.5), ()]
     for sibling, turns in enumerate(given):
         score(ledger, group_id, sibling, reward=0.5 + sibling, turn_rewards=turns)
-    batch = ledger.training.deliver(V0)
-    assert isinstance(batch, list)
+    batch = delivered(ledger, V0)
     assert [one.turn_rewards for one in as_delivered(batch[0]).trajectories] == given
     events, _ = ledger.drain()
     again = [decode_event(encode_event(event)) for event in events]

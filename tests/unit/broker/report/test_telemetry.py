@@ -14,27 +14,17 @@ from slipstream.wire.messages.broker import Hello, RoleReport
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.settings.sections import RunSection
+from tests.support.clock import Clock
 from tests.support.ledger_driver import generate, lease, make_ledger, make_ready, reward, train_step
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def passes(self, seconds: float) -> None:
-        self.now_s += seconds
+@pytest.fixture
+def time() -> Clock:
+    return Clock(50.0)
 
 
 @pytest.fixture
-def time() -> Time:
-    return Time()
-
-
-@pytest.fixture
-def telemetry(time: Time) -> Telemetry:
+def telemetry(time: Clock) -> Telemetry:
     return Telemetry(RunSection(name="run"), now=time)
 
 
@@ -87,7 +77,7 @@ def test_queues_count_what_waits_for_a_reward(telemetry: Telemetry, ledger: Ledg
 
 
 def test_throughput_counts_from_the_first_take_over_and_over_all_incarnations(
-    telemetry: Telemetry, time: Time, ledger: Ledger
+    telemetry: Telemetry, time: Clock, ledger: Ledger
 ):
     hello = Hello(role="generator", name="generator-0")
     telemetry.hello(hello)
@@ -104,7 +94,7 @@ def test_throughput_counts_from_the_first_take_over_and_over_all_incarnations(
     assert status.elapsed_s == 110.0
 
 
-def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: Ledger):
+def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Clock, ledger: Ledger):
     telemetry.hello(Hello(role="generator", name="generator-0", packages={"sglang": "0.5"}))
     time.passes(10.0)
     report(telemetry, "generator-0", 40.0, wait=2.0, generate=6.0)
@@ -139,7 +129,7 @@ def test_a_version_counts_as_published_once_somebody_adopted_it(
 
 
 def test_the_summary_holds_the_equation_and_the_means_of_the_steps(
-    telemetry: Telemetry, time: Time, ledger: Ledger, tmp_path: Path
+    telemetry: Telemetry, time: Clock, ledger: Ledger, tmp_path: Path
 ):
     time.passes(3.0)
     point = telemetry.step(1, {"policy/loss": 1.0, "reward/mean": 0.5})
@@ -229,7 +219,7 @@ def test_the_summary_of_a_large_fleet_stays_small(telemetry: Telemetry, ledger: 
 
 
 def test_waiting_groups_are_counted_by_lag_with_the_age_of_the_oldest(
-    telemetry: Telemetry, time: Time, ledger: Ledger
+    telemetry: Telemetry, time: Clock, ledger: Ledger
 ):
     scoring = ScoringQueue(lease_s=1.0)
     before = telemetry.status(ledger.book, scoring)
@@ -246,7 +236,7 @@ def test_waiting_groups_are_counted_by_lag_with_the_age_of_the_oldest(
 
 
 def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_stay(
-    telemetry: Telemetry, time: Time, ledger: Ledger
+    telemetry: Telemetry, time: Clock, ledger: Ledger
 ):
     telemetry.training_began()
     telemetry.hello(Hello(role="learner", name="learner"))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,7 @@ from tests.support.ledger_driver import (
     make_rules,
     reward,
 )
-from tests.support.running_broker import V0, bare_socket, one_group, running, submit
+from tests.support.running_broker import V0, Running, bare_socket, one_group, running, submit
 from tests.support.waiting import HANG_S
 
 NAN, INF = float("nan"), float("inf")
@@ -59,8 +59,13 @@ def answers_to(folder: Path, role: broker.Role, *requests: broker.Request) -> li
     return asyncio.run(body())
 
 
-async def test_request_before_hello_is_counted(short_folder: Path):
-    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+@pytest.fixture
+def it(short_folder: Path) -> AbstractAsyncContextManager[Running]:
+    return running(short_folder)
+
+
+async def test_request_before_hello_is_counted(it: Running):
+    async with bare_socket(it.endpoint) as ask:
         await ask(b"1", encode(broker.GetStatus()))
         assert it.server.telemetry.rejected["hello_first"] == 1
 
@@ -71,9 +76,9 @@ def test_any_number_of_items_may_be_asked_for(short_folder: Path, num_items: int
     assert isinstance(answer, broker.LedgerAnswer)
 
 
-async def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
+async def test_a_wait_that_is_no_number_is_the_longest_one(it: Running):
     """The event loop keeps its timers in order; NaN has none."""
-    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+    async with bare_socket(it.endpoint) as ask:
         await ask(b"0", encode(broker.Hello(role="generator", name="g")))
         strange = broker.LeaseScoring(credits=1, wait_s=NAN)
         await ask(b"1", encode(strange), answered=False)
@@ -162,26 +167,23 @@ def test_a_text_of_a_client_is_one_short_line_of_the_log(
     assert line.isprintable()
 
 
-async def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
-    async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group_id = (await one_group(learner, generator)).group_id
-        for sibling in (0, 1):
-            await submit(generator, group_id, sibling)
-        scoring, _ = await generator.ask(
-            broker.LeaseScoring(credits=2, wait_s=30.0), broker.ScoringLeased
-        )
-        scores = tuple(
-            Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
-            for i, one in enumerate(scoring.items)
-        )
-        await generator.ask_any(broker.SubmitScores(scores=scores))
-        await learner.ask(
-            broker.RequestBatch(version=V0, step=0, wait_s=30.0), broker.BatchDelivered
-        )
-        with pytest.raises(RefusedError, match="names a trajectory twice"):
-            await learner.ask_any(broker.FetchPayloads(keys=((group_id, 0),) * 2))
+async def test_a_payload_is_not_sent_twice_in_one_answer(it: Running):
+    learner = await it.client("learner", "learner")
+    generator = await it.client("generator", "generator-0")
+    group_id = (await one_group(learner, generator)).group_id
+    for sibling in (0, 1):
+        await submit(generator, group_id, sibling)
+    scoring, _ = await generator.ask(
+        broker.LeaseScoring(credits=2, wait_s=30.0), broker.ScoringLeased
+    )
+    scores = tuple(
+        Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
+        for i, one in enumerate(scoring.items)
+    )
+    await generator.ask_any(broker.SubmitScores(scores=scores))
+    await learner.ask(broker.RequestBatch(version=V0, step=0, wait_s=30.0), broker.BatchDelivered)
+    with pytest.raises(RefusedError, match="names a trajectory twice"):
+        await learner.ask_any(broker.FetchPayloads(keys=((group_id, 0),) * 2))
 
 
 def test_a_generators_body_is_small_though_its_payload_may_be_large():
@@ -237,22 +239,20 @@ async def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_beh
     assert received == [b"bad", b"bad", b"good"]
 
 
-async def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Path):
-    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+async def test_a_message_that_is_too_large_is_refused_with_both_sizes(it: Running):
+    async with bare_socket(it.endpoint) as ask:
         await ask(b"0", encode(broker.Hello(role="observer", name="o")))
         answer = await ask(b"1", *cut([b"x" * 70_000]))
     assert isinstance(answer, broker.Refusal)
     assert "a observer may send 65536" in answer.reason
 
 
-async def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder: Path):
-    async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        group_id = (await one_group(learner, generator)).group_id
-        scores = tuple(
-            Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
-            for sibling in (0, -1, 7)
-        )
-        await generator.ask_any(broker.SubmitScores(scores=scores))
-        assert it.server._leases._scoring.num_waiting == 0
+async def test_score_of_an_answer_not_yet_generated_queues_nothing(it: Running):
+    learner = await it.client("learner", "learner")
+    generator = await it.client("generator", "generator-0")
+    group_id = (await one_group(learner, generator)).group_id
+    scores = tuple(
+        Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0) for sibling in (0, -1, 7)
+    )
+    await generator.ask_any(broker.SubmitScores(scores=scores))
+    assert it.server._leases._scoring.num_waiting == 0

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
@@ -51,54 +52,57 @@ from tests.support.waiting import HANG_S, until_async
 from tests.support.wire_samples import MEMBERS, RECORD
 
 
-async def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
-    async with running(short_folder) as it:
-        learner, generator, group = await it.opened(0, 1)
-        assert it.ledger.book.version == V0
-        await submit(generator, group.group_id, 0)
-        assert await it.scored() == ["response 0", "response 1"]
-        batch, _ = await learner.ask(BATCH, broker.BatchDelivered)
-        delivered = batch.groups[0].trajectories
-        assert [t.reward for t in delivered] == [0.0, 1.0]
-        keys = ((group.group_id, 1), (group.group_id, 0))
-        _, payloads = await learner.ask(broker.FetchPayloads(keys=keys), broker.Payloads)
-        assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
-        commit = broker.StepCommit(version=V0.next(), metrics={"policy/loss": 1.0})
-        await learner.ask(commit, broker.StepCommitted)
-        question = broker.GetLedgerSnapshot(version=V0.next())
-        answer, _ = await learner.ask(question, broker.LedgerSnapshotAnswer)
-        assert decode_state(answer.data).version == V0.next()
-        await learner.ask(
-            broker.RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0),
-            broker.RunComplete,
-        )
-        not_yet, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
-        assert not not_yet.finished, "its learner may still go back"
-        await learner.ask(broker.Goodbye(), broker.Done)
-        finished, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
-        assert finished.finished
-        stored = [event async for event in it.store.replay()]
-        assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
-        seal = broker.SealSteps(version=V0.next(), step=1, oldest_kept=1)
-        await learner.ask(seal, broker.Done)
-        with pytest.raises(KeyError):
-            await it.store.fetch(keys)
-        status, num_events = it.status, len(stored)
+@pytest.fixture
+def it(short_folder: Path) -> AbstractAsyncContextManager[Running]:
+    return running(short_folder)
+
+
+async def test_a_run_of_one_step_goes_through_every_role(it: Running):
+    learner, generator, group = await it.opened(0, 1)
+    assert it.ledger.book.version == V0
+    await submit(generator, group.group_id, 0)
+    assert await it.scored() == ["response 0", "response 1"]
+    batch, _ = await learner.ask(BATCH, broker.BatchDelivered)
+    delivered = batch.groups[0].trajectories
+    assert [t.reward for t in delivered] == [0.0, 1.0]
+    keys = ((group.group_id, 1), (group.group_id, 0))
+    _, payloads = await learner.ask(broker.FetchPayloads(keys=keys), broker.Payloads)
+    assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
+    commit = broker.StepCommit(version=V0.next(), metrics={"policy/loss": 1.0})
+    await learner.ask(commit, broker.StepCommitted)
+    question = broker.GetLedgerSnapshot(version=V0.next())
+    answer, _ = await learner.ask(question, broker.LedgerSnapshotAnswer)
+    assert decode_state(answer.data).version == V0.next()
+    await learner.ask(
+        broker.RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0), broker.RunComplete
+    )
+    not_yet, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
+    assert not not_yet.finished, "its learner may still go back"
+    await learner.ask(broker.Goodbye(), broker.Done)
+    finished, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
+    assert finished.finished
+    stored = [event async for event in it.store.replay()]
+    assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
+    seal = broker.SealSteps(version=V0.next(), step=1, oldest_kept=1)
+    await learner.ask(seal, broker.Done)
+    with pytest.raises(KeyError):
+        await it.store.fetch(keys)
+    status, num_events = it.status, len(stored)
     assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
     assert status.steps_history[0].metrics == {"policy/loss": 1.0, "reward/sampled": 0.5}
     # taken over, issued, leased, 2 generated, 2 scored, delivered, trained, left
     assert num_events == 10
 
 
-async def test_client_without_a_hello_is_refused(short_folder: Path):
-    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+async def test_client_without_a_hello_is_refused(it: Running):
+    async with bare_socket(it.endpoint) as ask:
         assert (await ask(b"1", encode(broker.GetStatus()))) == broker.Refusal(
             reason="send a hello first", code="hello_first"
         )
 
 
-async def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
-    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+async def test_another_wire_revision_is_refused_with_both_numbers(it: Running):
+    async with bare_socket(it.endpoint) as ask:
         answer = await ask(
             b"1", encode(broker.Hello(role="learner", name="learner", wire_revision=99))
         )
@@ -106,62 +110,51 @@ async def test_another_wire_revision_is_refused_with_both_numbers(short_folder: 
     assert f"wire revision 99, this broker {broker.WIRE_REVISION}" in answer.reason
 
 
-async def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
-    async with running(short_folder) as it:
-        await it.client("learner", "learner")  # names no tokenizer
-        known = broker.Hello(role="generator", name="generator-0", tokenizer="aaaa")
-        other = broker.Hello(role="generator", name="generator-1", tokenizer="bbbb")
-        async with bare_socket(it.endpoint) as ask:
-            assert isinstance(await ask(b"1", encode(known)), broker.Welcome)
-            assert isinstance(await ask(b"2", encode(known)), broker.Welcome)
-            answer = await ask(b"3", encode(other))
-        assert isinstance(answer, broker.Refusal)
-        assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in (
-            answer.reason
-        )
+async def test_another_tokenizer_is_refused_with_both_names(it: Running):
+    await it.client("learner", "learner")  # names no tokenizer
+    known = broker.Hello(role="generator", name="generator-0", tokenizer="aaaa")
+    other = broker.Hello(role="generator", name="generator-1", tokenizer="bbbb")
+    async with bare_socket(it.endpoint) as ask:
+        assert isinstance(await ask(b"1", encode(known)), broker.Welcome)
+        assert isinstance(await ask(b"2", encode(known)), broker.Welcome)
+        answer = await ask(b"3", encode(other))
+    assert isinstance(answer, broker.Refusal)
+    assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in (answer.reason)
 
 
-async def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: Path):
-    async with running(short_folder) as it:
-        await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
-        generator = await it.client("generator", "generator-0")
-        first, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
-        lease_id = first.groups[0].lease_id
-        reject = broker.RejectPrompt(
-            lease_id=lease_id, reason="overlong_prompt", detail="99 tokens"
-        )
-        await generator.ask(reject, broker.Done)
-        again, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
-        assert (it.status.dropped, again.groups[0].prompt.text) == (
-            {"overlong_prompt": 1},
-            "train 1",
-        )
+async def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(it: Running):
+    await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
+    generator = await it.client("generator", "generator-0")
+    first, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
+    lease_id = first.groups[0].lease_id
+    reject = broker.RejectPrompt(lease_id=lease_id, reason="overlong_prompt", detail="99 tokens")
+    await generator.ask(reject, broker.Done)
+    again, _ = await generator.ask(WORK_NOW, broker.GroupsLeased)
+    assert (it.status.dropped, again.groups[0].prompt.text) == ({"overlong_prompt": 1}, "train 1")
 
 
-async def test_goodbye_cancels_a_pending_request_for_work(short_folder: Path):
-    async with running(short_folder) as it:
-        it.ledger.training.take_over(0)
-        leaving = await it.client("generator", "generator-0")
-        await leaving.ask(WORK, broker.GroupsLeased)
-        asked = asyncio.create_task(leaving.ask(WORK, broker.GroupsLeased))
-        await until_async(lambda: len(it.server.pending_groups) == 1, "it does not wait")
-        await leaving.ask(broker.Goodbye(), broker.Done)
-        nothing, _ = await asked
-        assert it.ledger.book.leases == {}
-        other = await it.client("generator", "generator-1")
-        answer, _ = await other.ask(WORK, broker.GroupsLeased)
+async def test_goodbye_cancels_a_pending_request_for_work(it: Running):
+    it.ledger.training.take_over(0)
+    leaving = await it.client("generator", "generator-0")
+    await leaving.ask(WORK, broker.GroupsLeased)
+    asked = asyncio.create_task(leaving.ask(WORK, broker.GroupsLeased))
+    await until_async(lambda: len(it.server.pending_groups) == 1, "it does not wait")
+    await leaving.ask(broker.Goodbye(), broker.Done)
+    nothing, _ = await asked
+    assert it.ledger.book.leases == {}
+    other = await it.client("generator", "generator-1")
+    answer, _ = await other.ask(WORK, broker.GroupsLeased)
     assert nothing == broker.GroupsLeased(groups=())
     assert [one.group_id for one in answer.groups] == [0]
 
 
-async def test_a_role_that_said_goodbye_is_not_called_silent(short_folder: Path):
+async def test_a_role_that_said_goodbye_is_not_called_silent(it: Running):
     """Else scaling down would wake somebody up: slipstream_role_silent_seconds has an alert."""
-    async with running(short_folder) as it:
-        it.ledger.training.take_over(0)
-        leaving = await it.client("generator", "generator-0")
-        await it.client("generator", "generator-1")
-        await leaving.ask(broker.Goodbye(), broker.Done)
-        status = it.status
+    it.ledger.training.take_over(0)
+    leaving = await it.client("generator", "generator-0")
+    await it.client("generator", "generator-1")
+    await leaving.ask(broker.Goodbye(), broker.Done)
+    status = it.status
     assert {one.name: one.has_left for one in status.roles if one.role == "generator"} == {
         "generator-0": True,
         "generator-1": False,
@@ -174,20 +167,19 @@ async def test_a_role_that_said_goodbye_is_not_called_silent(short_folder: Path)
     assert "slipstream_role_silent_seconds{" not in ended, "all have left, or will"
 
 
-async def test_planned_stop_is_reported_with_its_reason(short_folder: Path):
-    async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
-        it.server.plan_stop("run.max_hours = 1 have passed")
-        await learner.ask(BATCH, broker.RunComplete)
-        await learner.ask(broker.Goodbye(), broker.Done)
-        status = it.status
+async def test_planned_stop_is_reported_with_its_reason(it: Running):
+    learner = await it.client("learner", "learner")
+    await learner.ask(broker.TakeOver(step=0), broker.TookOver)
+    it.server.plan_stop("run.max_hours = 1 have passed")
+    await learner.ask(BATCH, broker.RunComplete)
+    await learner.ask(broker.Goodbye(), broker.Done)
+    status = it.status
     assert (status.finished, status.total_steps) == (True, 0)
     assert status.stop_reason == "run.max_hours = 1 have passed"
 
 
-async def test_malformed_frames_are_counted_and_the_loop_keeps_running(short_folder: Path):
-    async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+async def test_malformed_frames_are_counted_and_the_loop_keeps_running(it: Running):
+    async with bare_socket(it.endpoint) as ask:
         refused = [
             await ask(b"0"),
             await ask(b"1", b"garbage"),
@@ -217,30 +209,28 @@ async def test_malformed_frames_are_counted_and_the_loop_keeps_running(short_fol
     ],
 )
 async def test_what_the_ledger_refuses_comes_back_with_its_reason(
-    short_folder: Path, request_: broker.Request, why: str
+    it: Running, request_: broker.Request, why: str
 ):
-    async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        with pytest.raises(RefusedError) as caught:
-            await learner.ask_any(request_)
-        reason, rejected = str(caught.value), it.status.queue["rejected_messages"]
+    learner = await it.client("learner", "learner")
+    with pytest.raises(RefusedError) as caught:
+        await learner.ask_any(request_)
+    reason, rejected = str(caught.value), it.status.queue["rejected_messages"]
     assert why in reason
     assert rejected == 1
 
 
-async def test_waiting_request_is_answered_as_soon_as_there_is_work(short_folder: Path):
-    async with running(short_folder) as it:
-        loop = asyncio.get_running_loop()
-        generator = await it.client("generator", "generator-0")
-        learner = await it.client("learner", "learner")
-        asked_s = loop.time()
-        waiting = asyncio.create_task(generator.ask(WORK, broker.GroupsLeased))
-        # an answer to a later question of the same client: the first one is being waited on
-        await generator.ask(broker.Heartbeat(lease_ids=()), broker.HeartbeatAnswer)
-        assert not waiting.done()
-        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
-        answer, _ = await waiting
-        seconds = loop.time() - asked_s
+async def test_waiting_request_is_answered_as_soon_as_there_is_work(it: Running):
+    loop = asyncio.get_running_loop()
+    generator = await it.client("generator", "generator-0")
+    learner = await it.client("learner", "learner")
+    asked_s = loop.time()
+    waiting = asyncio.create_task(generator.ask(WORK, broker.GroupsLeased))
+    # an answer to a later question of the same client: the first one is being waited on
+    await generator.ask(broker.Heartbeat(lease_ids=()), broker.HeartbeatAnswer)
+    assert not waiting.done()
+    await learner.ask(broker.TakeOver(step=0), broker.TookOver)
+    answer, _ = await waiting
+    seconds = loop.time() - asked_s
     assert [group.siblings for group in answer.groups] == [(0, 1)]
     assert seconds < 5.0
 
@@ -260,125 +250,116 @@ def test_a_request_waits_as_long_as_it_asks_within_limits(asked_s: float, may_s:
     assert may_wait_s(asked_s) == may_s
 
 
-async def test_unfilled_batch_request_is_answered_with_what_is_missing(short_folder: Path):
-    async with running(short_folder) as it:
-        learner = await it.client("learner", "learner")
-        generator = await it.client("generator", "generator-0")
-        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
-        await generator.ask(WORK_NOW, broker.GroupsLeased)
-        answer, _ = await learner.ask(
-            broker.RequestBatch(version=V0, step=V0.step, wait_s=0.0), broker.BatchNotReady
-        )
-        assert it.status.waiting_for == answer.reason
+async def test_unfilled_batch_request_is_answered_with_what_is_missing(it: Running):
+    learner = await it.client("learner", "learner")
+    generator = await it.client("generator", "generator-0")
+    await learner.ask(broker.TakeOver(step=0), broker.TookOver)
+    await generator.ask(WORK_NOW, broker.GroupsLeased)
+    answer, _ = await learner.ask(
+        broker.RequestBatch(version=V0, step=V0.step, wait_s=0.0), broker.BatchNotReady
+    )
+    assert it.status.waiting_for == answer.reason
     assert answer.waiting_for == (0,)
     assert answer.reason == "groups 0 (leased, held by generator-0)"
 
 
-async def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(
-    short_folder: Path,
-):
-    async with running(short_folder) as it:
-        await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
-        old = await it.client("generator", "generator-0")
-        await old.ask(WORK_NOW, broker.GroupsLeased)
-        old._socket.disconnect(it.endpoint)  # as if its network was gone
-        new = await it.client("generator", "generator-0")
-        again, _ = await new.ask(WORK_NOW, broker.GroupsLeased)
-        old._socket.connect(it.endpoint)
-        with pytest.raises(SupersededError, match="another process took the name gen"):
-            await old.ask(broker.Heartbeat(lease_ids=(0,)), broker.HeartbeatAnswer)
-        lost, _ = await new.ask(broker.Heartbeat(lease_ids=(0, 1)), broker.HeartbeatAnswer)
-        assert lost.lost == (0,)
-        group_id, lapsed = again.groups[0].group_id, dict(it.ledger.book.state.ended_leases)
+async def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(it: Running):
+    await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
+    old = await it.client("generator", "generator-0")
+    await old.ask(WORK_NOW, broker.GroupsLeased)
+    old._socket.disconnect(it.endpoint)  # as if its network was gone
+    new = await it.client("generator", "generator-0")
+    again, _ = await new.ask(WORK_NOW, broker.GroupsLeased)
+    old._socket.connect(it.endpoint)
+    with pytest.raises(SupersededError, match="another process took the name gen"):
+        await old.ask(broker.Heartbeat(lease_ids=(0,)), broker.HeartbeatAnswer)
+    lost, _ = await new.ask(broker.Heartbeat(lease_ids=(0, 1)), broker.HeartbeatAnswer)
+    assert lost.lost == (0,)
+    group_id, lapsed = again.groups[0].group_id, dict(it.ledger.book.state.ended_leases)
     assert (group_id, lapsed) == (0, {"restarted": 1})
 
 
-async def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
-    async with running(short_folder) as it:
-        await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
-        generator = await it.client("generator", "generator-0")
-        await generator.ask(WORK_NOW, broker.GroupsLeased)
-        await submit(generator, 0, 1)
-        worker = await it.client("reward_worker", "reward-worker-0")
-        siblings = []
-        for _ in range(2):
-            leased, _ = await worker.ask(SCORING, broker.ScoringLeased)
-            (item,) = leased.items
-            siblings.append(item.sibling)
-            none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
-            await worker.ask(broker.SubmitScores(scores=(none,)), broker.Done)
-        assert siblings == [1, 1]
+async def test_a_trajectory_without_reward_is_scored_again(it: Running):
+    await (await it.client("learner", "learner")).ask(broker.TakeOver(step=0), broker.TookOver)
+    generator = await it.client("generator", "generator-0")
+    await generator.ask(WORK_NOW, broker.GroupsLeased)
+    await submit(generator, 0, 1)
+    worker = await it.client("reward_worker", "reward-worker-0")
+    siblings = []
+    for _ in range(2):
+        leased, _ = await worker.ask(SCORING, broker.ScoringLeased)
+        (item,) = leased.items
+        siblings.append(item.sibling)
+        none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
+        await worker.ask(broker.SubmitScores(scores=(none,)), broker.Done)
+    assert siblings == [1, 1]
 
 
-async def test_an_observer_changes_nothing(short_folder: Path):
-    async with running(short_folder) as it:
-        observer = await it.client("observer", "observer")
-        answer, _ = await observer.ask(broker.GetStatus(), broker.StatusAnswer)
-        status = answer.status
+async def test_an_observer_changes_nothing(it: Running):
+    observer = await it.client("observer", "observer")
+    answer, _ = await observer.ask(broker.GetStatus(), broker.StatusAnswer)
+    status = answer.status
     names = [role.name for role in status.roles]
     assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
 
 
-async def test_only_a_relay_may_report_engines_and_observers_see_the_report(short_folder: Path):
+async def test_only_a_relay_may_report_engines_and_observers_see_the_report(it: Running):
     reports: list[broker.Request] = [
         broker.PublishReport(record=RECORD),
         broker.RelayReport(members=MEMBERS),
     ]
-    async with running(short_folder) as it:
-        relay = await it.client("relay", "relay")
-        others: tuple[broker.Role, ...] = ("learner", "generator", "reward_worker", "operator")
-        for role in others:
-            client = await it.client(role, role)
-            for report in reports:
-                with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
-                    await client.ask(report, broker.Done)
-        assert (it.status.members, it.status.publish_history) == ([], [])
-        await relay.ask(reports[0], broker.Done)
-        assert (await relay.ask(reports[1], broker.RelayHeard))[0].generator_keys == {}
-        with pytest.raises(ForbiddenError, match="is a relay, which may not send TakeOver"):
-            await relay.ask(broker.TakeOver(step=0), broker.TookOver)
-        answer, _ = await (await it.client("observer", "o")).ask(
-            broker.GetStatus(), broker.StatusAnswer
-        )
-        status, forbidden = answer.status, it.server.telemetry.rejected["forbidden"]
+    relay = await it.client("relay", "relay")
+    others: tuple[broker.Role, ...] = ("learner", "generator", "reward_worker", "operator")
+    for role in others:
+        client = await it.client(role, role)
+        for report in reports:
+            with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
+                await client.ask(report, broker.Done)
+    assert (it.status.members, it.status.publish_history) == ([], [])
+    await relay.ask(reports[0], broker.Done)
+    assert (await relay.ask(reports[1], broker.RelayHeard))[0].generator_keys == {}
+    with pytest.raises(ForbiddenError, match="is a relay, which may not send TakeOver"):
+        await relay.ask(broker.TakeOver(step=0), broker.TookOver)
+    answer, _ = await (await it.client("observer", "o")).ask(
+        broker.GetStatus(), broker.StatusAnswer
+    )
+    status, forbidden = answer.status, it.server.telemetry.rejected["forbidden"]
     assert (status.members, status.publish_history) == (MEMBERS, [RECORD])
     assert forbidden == 9
     assert next(one.role for one in status.roles if one.name == "relay") == "relay"
 
 
-async def test_a_quarantine_is_in_the_record_of_its_version_and_counted(short_folder: Path):
-    async with running(short_folder) as it:
-        relay = await it.client("relay", "relay")
-        generator = await it.client("generator", "generator-0")
-        await relay.ask(broker.PublishReport(record=RECORD), broker.Done)
-        for reason in ("0.1 nats", "0.2 nats"):  # again after it was started anew
-            found = broker.EngineQuarantined(version=RECORD.version, reason=reason)
-            await generator.ask(found, broker.Done)
-        older = broker.EngineQuarantined(version=V0, reason="0.3 nats")
-        await generator.ask(older, broker.Done)
-        answer, _ = await (await it.client("observer", "o")).ask(
-            broker.GetStatus(), broker.StatusAnswer
-        )
-        status = answer.status
+async def test_a_quarantine_is_in_the_record_of_its_version_and_counted(it: Running):
+    relay = await it.client("relay", "relay")
+    generator = await it.client("generator", "generator-0")
+    await relay.ask(broker.PublishReport(record=RECORD), broker.Done)
+    for reason in ("0.1 nats", "0.2 nats"):  # again after it was started anew
+        found = broker.EngineQuarantined(version=RECORD.version, reason=reason)
+        await generator.ask(found, broker.Done)
+    older = broker.EngineQuarantined(version=V0, reason="0.3 nats")
+    await generator.ask(older, broker.Done)
+    answer, _ = await (await it.client("observer", "o")).ask(
+        broker.GetStatus(), broker.StatusAnswer
+    )
+    status = answer.status
     known, other = status.publish_history
     assert known == replace(RECORD, quarantined={"generator-0": "0.2 nats"})
     assert (other.version, other.quarantined) == (V0, {"generator-0": "0.3 nats"})
     assert (status.quarantines, status.publishes) == (3, 1)
 
 
-async def test_generator_gets_the_address_that_the_relay_reported(short_folder: Path):
+async def test_generator_gets_the_address_that_the_relay_reported(it: Running):
     door = RelayAddress(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
-    async with running(short_folder) as it:
-        relay, generator = await it.client("relay", "relay"), await it.client("generator", "g")
-        places = [(await generator.ask(broker.FindRelay(), broker.RelayPlace))[0]]
-        for found in (None, door):
-            await relay.ask(broker.RelayReport(members=[], door=found), broker.RelayHeard)
-            places.append((await generator.ask(broker.FindRelay(), broker.RelayPlace))[0])
-        assert places == [
-            broker.RelayPlace(is_known=False),
-            broker.RelayPlace(is_known=True),
-            broker.RelayPlace(is_known=True, door=door),
-        ]
+    relay, generator = await it.client("relay", "relay"), await it.client("generator", "g")
+    places = [(await generator.ask(broker.FindRelay(), broker.RelayPlace))[0]]
+    for found in (None, door):
+        await relay.ask(broker.RelayReport(members=[], door=found), broker.RelayHeard)
+        places.append((await generator.ask(broker.FindRelay(), broker.RelayPlace))[0])
+    assert places == [
+        broker.RelayPlace(is_known=False),
+        broker.RelayPlace(is_known=True),
+        broker.RelayPlace(is_known=True, door=door),
+    ]
 
 
 async def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):
@@ -461,54 +442,47 @@ async def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(sho
 
 @pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
 async def test_second_process_of_a_name_waits_until_the_first_has_gone(
-    short_folder: Path, role: broker.Role
+    it: Running, role: broker.Role
 ):
     """It ended the first one, and with it the run, before it had done anything itself."""
-    async with running(short_folder) as it:
-        first = await it.client(role, "one")
-        if role == "learner":
-            took, _ = await first.ask(broker.TakeOver(step=0), broker.TookOver)
-            assert took.version == V0
-        second = asyncio.create_task(it.client(role, "one"))
-        await until_async(lambda: it.server.telemetry.rejected["name_taken"] > 0)
-        assert not second.done()
-        await first.ask(broker.RoleReport(phase_seconds={}, counters={}), broker.Done)
-        assert it.ledger.book.version.epoch == (role == "learner")
-        first.close()
-        it.clients.remove(first)
-        successor = await asyncio.wait_for(second, HANG_S)  # noqa: TID251 cancelled by nobody
-        await successor.ask(broker.RoleReport(phase_seconds={}, counters={}), broker.Done)
+    first = await it.client(role, "one")
+    if role == "learner":
+        took, _ = await first.ask(broker.TakeOver(step=0), broker.TookOver)
+        assert took.version == V0
+    second = asyncio.create_task(it.client(role, "one"))
+    await until_async(lambda: it.server.telemetry.rejected["name_taken"] > 0)
+    assert not second.done()
+    await first.ask(broker.RoleReport(phase_seconds={}, counters={}), broker.Done)
+    assert it.ledger.book.version.epoch == (role == "learner")
+    first.close()
+    it.clients.remove(first)
+    successor = await asyncio.wait_for(second, HANG_S)  # noqa: TID251 cancelled by nobody
+    await successor.ask(broker.RoleReport(phase_seconds={}, counters={}), broker.Done)
 
 
-async def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(
-    short_folder: Path,
-):
-    async with running(short_folder) as it:
-        first = await it.client("learner", "learner")
-        await first.ask(broker.TakeOver(step=0), broker.TookOver)
-        second = await it.client("learner", "another")
-        with pytest.raises(RefusedError, match="learner is connected and trains this run"):
-            await second.ask(broker.TakeOver(step=0), broker.TookOver)
-        assert it.ledger.book.version == V0
-        first.close()
-        it.clients.remove(first)
-        await until_async(
-            lambda: not it.server._sessions.is_connected(it.ledger.book.state.learner)
-        )
-        took, _ = await second.ask(broker.TakeOver(step=0), broker.TookOver)
-        assert took.version == PolicyVersion(2, 0)
+async def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(it: Running):
+    first = await it.client("learner", "learner")
+    await first.ask(broker.TakeOver(step=0), broker.TookOver)
+    second = await it.client("learner", "another")
+    with pytest.raises(RefusedError, match="learner is connected and trains this run"):
+        await second.ask(broker.TakeOver(step=0), broker.TookOver)
+    assert it.ledger.book.version == V0
+    first.close()
+    it.clients.remove(first)
+    await until_async(lambda: not it.server._sessions.is_connected(it.ledger.book.state.learner))
+    took, _ = await second.ask(broker.TakeOver(step=0), broker.TookOver)
+    assert took.version == PolicyVersion(2, 0)
 
 
 async def test_second_process_of_a_name_gives_up_and_names_the_holder(
-    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+    it: Running, monkeypatch: pytest.MonkeyPatch
 ):
     """By exit code 3: bad settings (2) would end a run that started it again."""
     monkeypatch.setattr(client_module, "_NAME_PATIENCE_S", 0.5)
-    async with running(short_folder) as it:
-        first = await it.client("learner", "learner")
-        with pytest.raises(NameTakenError, match="another process is connected as learner"):
-            await it.client("learner", "learner")
-        await first.ask(broker.TakeOver(step=0), broker.TookOver)
+    first = await it.client("learner", "learner")
+    with pytest.raises(NameTakenError, match="another process is connected as learner"):
+        await it.client("learner", "learner")
+    await first.ask(broker.TakeOver(step=0), broker.TookOver)
 
     def role() -> int:
         raise NameTakenError("another process is connected")
@@ -516,70 +490,64 @@ async def test_second_process_of_a_name_gives_up_and_names_the_holder(
     assert run_role(role) == EXIT_SUPERSEDED
 
 
-async def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(short_folder: Path):
-    async with running(short_folder) as it:
-        old = await it.client("generator", "generator-0")
-        old._socket.disconnect(it.endpoint)
-        await it.client("generator", "generator-0")
-        old._socket.connect(it.endpoint)
-        with pytest.raises(SupersededError):
-            await old.ask(broker.GetStatus(), broker.StatusAnswer)
-        with pytest.raises(SupersededError):
-            await old.ask(broker.GetStatus(), broker.StatusAnswer)
+async def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(it: Running):
+    old = await it.client("generator", "generator-0")
+    old._socket.disconnect(it.endpoint)
+    await it.client("generator", "generator-0")
+    old._socket.connect(it.endpoint)
+    with pytest.raises(SupersededError):
+        await old.ask(broker.GetStatus(), broker.StatusAnswer)
+    with pytest.raises(SupersededError):
+        await old.ask(broker.GetStatus(), broker.StatusAnswer)
 
 
-async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(
-    short_folder: Path,
-):
-    async with running(short_folder) as it:
-        _, generator, group = await it.opened()
-        message = broker.SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
-        forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
-        with pytest.raises(RefusedError, match="not a valid response"):
-            await generator.ask(message, broker.Done, frames=[b"payload", encode(forged)])
-        assert not it.ledger.book.groups[0].headers
-        await generator.ask(message, broker.Done, frames=[b"payload", b"mine"])
-        worker = await it.client("reward_worker", "reward-worker-0")
-        _, (transcript,) = await worker.ask(SCORING, broker.ScoringLeased)
-        assert decode_transcript(transcript).prompt == it.ledger.book.groups[0].prompt
-        transcript = decode_transcript(transcript)
+async def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(it: Running):
+    _, generator, group = await it.opened()
+    message = broker.SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
+    forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
+    with pytest.raises(RefusedError, match="not a valid response"):
+        await generator.ask(message, broker.Done, frames=[b"payload", encode(forged)])
+    assert not it.ledger.book.groups[0].headers
+    await generator.ask(message, broker.Done, frames=[b"payload", b"mine"])
+    worker = await it.client("reward_worker", "reward-worker-0")
+    _, (transcript,) = await worker.ask(SCORING, broker.ScoringLeased)
+    assert decode_transcript(transcript).prompt == it.ledger.book.groups[0].prompt
+    transcript = decode_transcript(transcript)
     assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
 
 
-async def test_a_worker_is_shown_what_the_policy_said_by_turn(short_folder: Path):
-    async with running(short_folder) as it:
-        _, generator, group = await it.opened()
-        sent = header(group.group_id, 0, V0, lease_id=group.lease_id)
-        sent = replace(sent, turns=(Turn(2, 1), Turn(4, sent.num_tokens - 4)))
-        message = broker.SubmitTrajectory(header=sent)
-        for frames, why in (
-            ([b"payload", b"text"], "needs 3 attached frames, got 2"),
-            ([b"payload", b"text", encode(["one"])], "1 replies came with 2 turns"),
-            ([b"payload", b"text", b"\xc1"], "not a valid list of texts"),
-        ):
-            with pytest.raises(RefusedError, match=why):
-                await generator.ask(message, broker.Done, frames=frames)
-        assert not it.ledger.book.groups[0].headers
-        frames = [b"payload", b"text", encode(["one", "two"])]
-        await generator.ask(message, broker.Done, frames=frames)
-        worker = await it.client("reward_worker", "reward-worker-0")
-        _, (transcript,) = await worker.ask(SCORING, broker.ScoringLeased)
-        transcript = decode_transcript(transcript)
+async def test_a_worker_is_shown_what_the_policy_said_by_turn(it: Running):
+    _, generator, group = await it.opened()
+    sent = header(group.group_id, 0, V0, lease_id=group.lease_id)
+    sent = replace(sent, turns=(Turn(2, 1), Turn(4, sent.num_tokens - 4)))
+    message = broker.SubmitTrajectory(header=sent)
+    for frames, why in (
+        ([b"payload", b"text"], "needs 3 attached frames, got 2"),
+        ([b"payload", b"text", encode(["one"])], "1 replies came with 2 turns"),
+        ([b"payload", b"text", b"\xc1"], "not a valid list of texts"),
+    ):
+        with pytest.raises(RefusedError, match=why):
+            await generator.ask(message, broker.Done, frames=frames)
+    assert not it.ledger.book.groups[0].headers
+    frames = [b"payload", b"text", encode(["one", "two"])]
+    await generator.ask(message, broker.Done, frames=frames)
+    worker = await it.client("reward_worker", "reward-worker-0")
+    _, (transcript,) = await worker.ask(SCORING, broker.ScoringLeased)
+    transcript = decode_transcript(transcript)
     assert (transcript.response, transcript.turns) == ("text", ("one", "two"))
 
 
-async def test_answers_to_the_lease_of_another_are_refused(short_folder: Path):
-    async with running(short_folder) as it:
-        generator = await it.client("generator", "generator-0")
-        thief = await it.client("generator", "thief")
-        group = await one_group(await it.client("learner", "learner"), generator)
-        for lease_id in (group.lease_id, 999_999):
-            sent = broker.SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
-            with pytest.raises(RefusedError, match="group 0 was not leased to thief@"):
-                await thief.ask(sent, broker.Done, frames=[b"payload", b"response"])
-        assert not it.ledger.book.groups[0].headers
-        await submit(generator, group.group_id, 0)
-        assert dict(+it.server.telemetry.rejected) == {"refused": 2}
+async def test_answers_to_the_lease_of_another_are_refused(it: Running):
+    generator = await it.client("generator", "generator-0")
+    thief = await it.client("generator", "thief")
+    group = await one_group(await it.client("learner", "learner"), generator)
+    for lease_id in (group.lease_id, 999_999):
+        sent = broker.SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
+        with pytest.raises(RefusedError, match="group 0 was not leased to thief@"):
+            await thief.ask(sent, broker.Done, frames=[b"payload", b"response"])
+    assert not it.ledger.book.groups[0].headers
+    await submit(generator, group.group_id, 0)
+    assert dict(+it.server.telemetry.rejected) == {"refused": 2}
 
 
 async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: Path):
@@ -690,23 +658,21 @@ async def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_f
         assert it.status.trained == 1
 
 
-async def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
-    async with running(short_folder) as it:
-        learner, generator = await batch_of_one(it)
-        reject = broker.RejectBatch(
-            version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
-        )
-        await learner.ask(reject, broker.Done)
-        again, _ = await generator.ask(WORK, broker.GroupsLeased)
-        assert again.groups[0].prompt.text == "train 1"
-        assert it.status.dropped == {"nonfinite": 1}
+async def test_a_rejected_batch_is_answered_with_other_groups(it: Running):
+    learner, generator = await batch_of_one(it)
+    reject = broker.RejectBatch(
+        version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
+    )
+    await learner.ask(reject, broker.Done)
+    again, _ = await generator.ask(WORK, broker.GroupsLeased)
+    assert again.groups[0].prompt.text == "train 1"
+    assert it.status.dropped == {"nonfinite": 1}
 
 
-async def test_account_names_the_oldest_items_and_their_holders(short_folder: Path):
-    async with running(short_folder) as it:
-        learner, _, _ = await it.opened(1)
-        answer, _ = await learner.ask(broker.GetLedger(), broker.LedgerAnswer)
-        view = answer.view
+async def test_account_names_the_oldest_items_and_their_holders(it: Running):
+    learner, _, _ = await it.opened(1)
+    answer, _ = await learner.ask(broker.GetLedger(), broker.LedgerAnswer)
+    view = answer.view
     (item,) = view.oldest
     assert (item.state, item.holder, item.missing, item.unscored) == (
         "leased",
@@ -751,41 +717,38 @@ def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_f
     assert asyncio.run(body()) == list(range(240))
 
 
-async def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_folder: Path):
-    async with running(short_folder) as it:
-        _, _, group = await it.opened(0, 1)
-        worker = await it.client("reward_worker", "w")
-        leased, _ = await worker.ask(SCORING, broker.ScoringLeased)
-        it.server._leases._scoring.expire(it.server._now() + 11.0)
-        scores = {
-            item.sibling: Score(
-                group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0
-            )
-            for item in leased.items
-        }
-        made_up = msgspec.structs.replace(scores[1], lease_id=scores[1].lease_id + 77)
-        await worker.ask(broker.SubmitScores(scores=(scores[0], scores[0], made_up)), broker.Done)
-        known = it.ledger.book.groups[group.group_id].scores
-        assert (len(known), known[0].lease_id - scores[0].lease_id) == (1, 0)
+async def test_late_reward_counts_once_and_one_without_a_lease_does_not(it: Running):
+    _, _, group = await it.opened(0, 1)
+    worker = await it.client("reward_worker", "w")
+    leased, _ = await worker.ask(SCORING, broker.ScoringLeased)
+    it.server._leases._scoring.expire(it.server._now() + 11.0)
+    scores = {
+        item.sibling: Score(
+            group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0
+        )
+        for item in leased.items
+    }
+    made_up = msgspec.structs.replace(scores[1], lease_id=scores[1].lease_id + 77)
+    await worker.ask(broker.SubmitScores(scores=(scores[0], scores[0], made_up)), broker.Done)
+    known = it.ledger.book.groups[group.group_id].scores
+    assert (len(known), known[0].lease_id - scores[0].lease_id) == (1, 0)
 
 
-async def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path):
-    async with running(short_folder) as it:
-        _, _, group = await it.opened(0)
-        worker = await it.client("reward_worker", "w")
-        await worker.ask(SCORING, broker.ScoringLeased)
-        worker.close()
-        it.clients.remove(worker)
-        await it.client("reward_worker", "w")  # another incarnation
-        assert dict(it.ledger.book.groups[group.group_id].failed_scorings) == {0: 1}
+async def test_a_worker_that_died_with_work_has_used_up_an_attempt(it: Running):
+    _, _, group = await it.opened(0)
+    worker = await it.client("reward_worker", "w")
+    await worker.ask(SCORING, broker.ScoringLeased)
+    worker.close()
+    it.clients.remove(worker)
+    await it.client("reward_worker", "w")  # another incarnation
+    assert dict(it.ledger.book.groups[group.group_id].failed_scorings) == {0: 1}
 
 
 @pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 131_072, 500_000])
-async def test_a_payload_arrives_whole_whatever_its_size(short_folder: Path, size: int):
+async def test_a_payload_arrives_whole_whatever_its_size(it: Running, size: int):
     payload = bytes(range(251)) * (size // 251 + 1)
-    async with running(short_folder) as it:
-        _, generator, _ = await it.opened()
-        message = broker.SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
-        await generator.ask(message, broker.Done, frames=[payload[:size], b"response"])
-        (stored,) = await it.store.fetch([(0, 0)])
-        assert bytes(stored.payload) == payload[:size]
+    _, generator, _ = await it.opened()
+    message = broker.SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
+    await generator.ask(message, broker.Done, frames=[payload[:size], b"response"])
+    (stored,) = await it.store.fetch([(0, 0)])
+    assert bytes(stored.payload) == payload[:size]
