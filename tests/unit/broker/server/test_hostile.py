@@ -34,7 +34,7 @@ from tests.support.ledger_driver import (
     make_rules,
     reward,
 )
-from tests.support.running_broker import V0, Running, bare_socket, one_group, running, submit
+from tests.support.running_broker import BATCH, V0, Running, bare_socket, running
 from tests.support.waiting import HANG_S
 
 NAN, INF = float("nan"), float("inf")
@@ -168,22 +168,11 @@ def test_a_text_of_a_client_is_one_short_line_of_the_log(
 
 
 async def test_a_payload_is_not_sent_twice_in_one_answer(it: Running):
-    learner = await it.client("learner", "learner")
-    generator = await it.client("generator", "generator-0")
-    group_id = (await one_group(learner, generator)).group_id
-    for sibling in (0, 1):
-        await submit(generator, group_id, sibling)
-    scoring, _ = await generator.ask(
-        broker.LeaseScoring(credits=2, wait_s=30.0), broker.ScoringLeased
-    )
-    scores = tuple(
-        Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
-        for i, one in enumerate(scoring.items)
-    )
-    await generator.ask_any(broker.SubmitScores(scores=scores))
-    await learner.ask(broker.RequestBatch(version=V0, step=0, wait_s=30.0), broker.BatchDelivered)
+    learner, _, group = await it.opened(0, 1)
+    await it.scored()
+    await learner.ask(BATCH, broker.BatchDelivered)
     with pytest.raises(RefusedError, match="names a trajectory twice"):
-        await learner.ask_any(broker.FetchPayloads(keys=((group_id, 0),) * 2))
+        await learner.ask_any(broker.FetchPayloads(keys=((group.group_id, 0),) * 2))
 
 
 def test_a_generators_body_is_small_though_its_payload_may_be_large():
@@ -248,11 +237,10 @@ async def test_a_message_that_is_too_large_is_refused_with_both_sizes(it: Runnin
 
 
 async def test_score_of_an_answer_not_yet_generated_queues_nothing(it: Running):
-    learner = await it.client("learner", "learner")
-    generator = await it.client("generator", "generator-0")
-    group_id = (await one_group(learner, generator)).group_id
+    _, generator, group = await it.opened()
     scores = tuple(
-        Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0) for sibling in (0, -1, 7)
+        Score(group_id=group.group_id, sibling=sibling, lease_id=1, reward=1.0)
+        for sibling in (0, -1, 7)
     )
     await generator.ask_any(broker.SubmitScores(scores=scores))
     assert it.server._leases._scoring.num_waiting == 0
