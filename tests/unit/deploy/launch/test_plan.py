@@ -201,9 +201,9 @@ def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
 def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
     plans = plan_roles(config, Path("resolved.toml"), gpus=())
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=(written := io.StringIO()), width=200)
     print_dry_run(config, plans, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = written.getvalue()
     assert "5 processes on 1 host" in text
     assert "CUDA_VISIBLE_DEVICES=0" in text
     assert "-m slipstream.learner.main --config resolved.toml" in text

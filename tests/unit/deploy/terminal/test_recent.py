@@ -44,9 +44,13 @@ def make(written: HistoryColumns | None, clock: Clock, *, fsync: str = "") -> Re
     return Recent(written, high_water_bytes=0, fsync=fsync, now=clock)
 
 
-def test_advice_starts_when_the_window_is_full():
+def made() -> tuple[Recent, Clock]:
     clock = Clock(BEGAN_S)
-    recent = make(None, clock)
+    return make(None, clock), clock
+
+
+def test_advice_starts_when_the_window_is_full():
+    recent, clock = made()
     watch(recent, clock, since_s=10, until_s=100, waited=0.5)
     assert recent.advisories() == []
     watch(recent, clock, since_s=100, until_s=200, waited=0.5)
@@ -77,8 +81,7 @@ def test_evaluating_an_ended_run_adds_no_samples():
 
 
 def test_a_learner_that_went_back_takes_its_later_steps_with_it():
-    clock = Clock(BEGAN_S)
-    recent = make(None, clock)
+    recent, clock = made()
     watch(recent, clock, since_s=90, until_s=100, waited=0.0)
     assert len(recent.curve("reward/sampled")) == 19
     clock.now_s += 10.0
@@ -87,8 +90,7 @@ def test_a_learner_that_went_back_takes_its_later_steps_with_it():
 
 
 def test_an_answer_that_was_seen_before_is_not_counted_again():
-    clock = Clock(BEGAN_S)
-    recent = make(None, clock)
+    recent, clock = made()
     status = status_at(100.0, waited=0.2)
     for _ in range(30):
         clock.now_s += 1.0
@@ -116,8 +118,7 @@ def test_a_share_of_now_is_of_the_last_seconds_however_long_the_run_has_lasted()
 
 
 def test_restarted_process_is_busy_as_it_reports():
-    clock = Clock(BEGAN_S)
-    recent = make(None, clock)
+    recent, clock = made()
     watch(recent, clock, since_s=100, until_s=105, waited=1.0)
     clock.now_s += 2.0
     recent.add(status_at(2.0, waited=0.25))
