@@ -86,7 +86,8 @@ OF_ENGINES = [  # values of [generators.sglang], and what is said of them
         ("learner", {"ranks": 3, "tensor_parallel": 2}, r"learner\.ranks = 3 is not a multiple"),
         ("learner", {"minibatches": 300}, r"256 trajectories cannot be split"),
         ("generators", {"max_cached_tokens": 100}, r"generators\.max_cached_tokens = 100"),
-        ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3"),
+        ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3, .*groups_per_step = 32"),
+        ("run", {"group_size": 1}, r"run\.group_size must be >= 2 .*got 1"),
         ("generators", {"max_sequences": 4}, r"does not hold one group of run\.group_size = 8"),
         (
             "eval",

@@ -133,22 +133,6 @@ def test_a_setting_without_default_is_named():
         required("", "run.model")
 
 
-@pytest.mark.parametrize(
-    ("table", "names"),
-    [
-        ({}, r"data\.file is not set"),
-        ({"broker": {"max_in_flight": 1}}, r"broker\.max_in_flight is 1, .*groups_per_step = 32"),
-        ({"run": {"group_size": 1}}, r"run\.group_size must be >= 2 .*got 1"),
-    ],
-)
-def test_settings_of_the_broker_that_contradict_each_other_are_named(
-    table: dict[str, dict[str, object]], names: str
-):
-    data = {"data": {"file": "prompts.jsonl"}} if table else {}
-    with pytest.raises(ConfigError, match=names):
-        broker_settings({**table, **data})
-
-
 def test_a_learner_step_fits_under_the_high_water():
     """4 groups of 8 answers of 300 + 700 tokens, 13 bytes each."""
     table: dict[str, dict[str, object]] = {
