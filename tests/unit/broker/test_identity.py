@@ -1,7 +1,6 @@
 """A run has an identity: nothing of another run gets in, and nothing is given out twice."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.startup import start_run
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError, RefusedError
-from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
+from slipstream.wire.files.checkpoints import INFO_FILE, newest_checkpoint
 from slipstream.wire.files.run_folder import IDENTITY
 from slipstream.wire.messages.broker import TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
+from tests.support.checkpoint_infos import write_checkpoint
 from tests.support.ledger_driver import make_ledger, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
 from tests.support.running_broker import running
@@ -225,24 +225,7 @@ async def test_a_client_of_another_run_is_refused_and_changes_nothing(short_fold
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_an_older_one(tmp_path: Path):
-    folder = tmp_path / "checkpoints"
-    for step in (2, 4, 6):
-        path = folder / f"step-{step:06d}"
-        path.mkdir(parents=True)
-        info = {
-            "format_revision": FORMAT_REVISION,
-            "run_name": "run",
-            "version": [1, step],
-            "saved_at": "",
-            "model": "",
-            "architecture": {},
-            "parameters": "",
-            "dtype": "float32",
-            "ranks": 1,
-            "tensor_parallel": 1,
-            "packages": {},
-        }
-        (path / INFO_FILE).write_text(json.dumps(info))
-    (folder / "step-000006" / INFO_FILE).write_text("{")
-    (folder / "step-000002" / INFO_FILE).unlink()
-    assert newest_checkpoint(tmp_path) == folder / "step-000004"
+    two, four, six = (write_checkpoint(tmp_path, 1, step) for step in (2, 4, 6))
+    (six / INFO_FILE).write_text("{")
+    (two / INFO_FILE).unlink()
+    assert newest_checkpoint(tmp_path) == four

@@ -11,21 +11,16 @@ from slipstream.deploy.launch.resume import (
 )
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE, checkpoint_name, ledger_file
+from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE, ledger_file
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.files.run_folder import SETTINGS, SUMMARY
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import RunSection
-from tests.support.checkpoint_infos import checkpoint_info, saved_checkpoint
+from tests.support.checkpoint_infos import saved_checkpoint, write_checkpoint
 
 
 def save(run_folder: Path, step: int) -> Path:
-    folder = run_folder / "checkpoints" / checkpoint_name(step)
-    folder.mkdir(parents=True)
-    info = checkpoint_info(PolicyVersion(1, step), run_name=run_folder.name)
-    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
-    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger"))
-    return folder
+    return write_checkpoint(run_folder, 1, step)
 
 
 def section(folder: Path, steps: int = 100) -> RunSection:
