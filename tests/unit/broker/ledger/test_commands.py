@@ -13,7 +13,7 @@ from slipstream.broker.ledger.events import decode_event, encode_event
 from slipstream.broker.ledger.groups import Group, as_delivered
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.broker import LeasedGroup
-from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, Turn, VersionRun
+from slipstream.wire.messages.trajectory import Score, Turn, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.ledger_driver import (
     LEASE_S,
@@ -403,11 +403,8 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     make_ready(ledger, [last])
     assert ledger.book.finished
     assert ledger.training.deliver(ledger.book.version) is None
-    assert (ledger.book.state.trained, ledger.book.state.issued, ledger.book.unaccounted()) == (
-        1,
-        1,
-        0,
-    )
+    book = ledger.book
+    assert (book.state.trained, book.state.issued, book.unaccounted()) == (1, 1, 0)
 
 
 def test_stop_drops_untrained_groups_and_accounts_for_them():
@@ -488,11 +485,8 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
         make_ready(restored, [*again, *lease(restored)])
         again = []
         train_step(restored)
-    assert (restored.book.step, restored.book.state.issued, restored.book.state.trained) == (
-        4,
-        8,
-        8,
-    )
+    book = restored.book
+    assert (book.step, book.state.issued, book.state.trained) == (4, 8, 8)
     assert set(restored.book.state.staleness) <= {0, 1}
 
     rebuilt = make_ledger(ledger.book.rules, stored(snapshot))
@@ -713,11 +707,8 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
         train_step(ledger)
     assert (list(ledger.book.state.replay), ledger.book.state.replay_bytes) == ([2], 80)
     ledger.training.take_over(0)
-    assert (ledger.book.state.requeued, list(ledger.book.state.batches), ledger.book.free_step) == (
-        4,
-        [2],
-        0,
-    )
+    state = ledger.book.state
+    assert (state.requeued, list(state.batches), ledger.book.free_step) == (4, [2], 0)
     while not ledger.book.finished:
         make_ready(ledger, lease(ledger))
         train_step(ledger)
@@ -797,14 +788,7 @@ def test_filter_can_use_one_part_of_the_reward():
         generate(ledger, group)
         for sibling in (0, 1):
             parts = {"correct": correct[sibling]}
-            one = Score(
-                group_id=group.group_id,
-                sibling=sibling,
-                lease_id=0,
-                reward=shaped[sibling],
-                parts=parts,
-            )
-            ledger.score(one)
+            score(ledger, group.group_id, sibling, reward=shaped[sibling], parts=parts)
     assert ledger.book.state.dropped == {"zero_variance": 1}
     assert in_flight(ledger) == {"ready": 1}
 
@@ -884,12 +868,8 @@ def test_the_run_ends_with_exactly_the_groups_it_trained():
     while not ledger.book.finished:
         make_ready(ledger, lease(ledger))
         train_step(ledger)
-    assert (
-        ledger.book.step,
-        ledger.book.state.issued,
-        ledger.book.state.trained,
-        ledger.book.groups,
-    ) == (3, 6, 6, {})
+    state = ledger.book.state
+    assert (ledger.book.step, state.issued, state.trained, ledger.book.groups) == (3, 6, 6, {})
     assert lease(ledger) == []
 
 
@@ -898,21 +878,16 @@ def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
     first, second = lease(ledger)
     make_ready(ledger, [first])
     train_step(ledger)
-    mixed = TrajectoryHeader(
-        group_id=second.group_id,
-        sibling=0,
-        lease_id=second.lease_id,
-        num_prompt_tokens=5,
-        num_tokens=15,
-        version_runs=(VersionRun(5, V0), VersionRun(8, PolicyVersion(1, 1))),
-        temperature=1.0,
-        finish_reason="length",
+    newer = PolicyVersion(1, 1)
+    runs = (VersionRun(2, V0), VersionRun(5, newer))
+    mixed = msgspec.structs.replace(
+        header(second.group_id, 0, V0, newer, lease_id=second.lease_id), version_runs=runs
     )
     submit(ledger, mixed)
-    submit(ledger, header(second.group_id, 1, PolicyVersion(1, 1)))
+    submit(ledger, header(second.group_id, 1, newer))
     reward(ledger, second.group_id, [0.0, 1.0])
     train_step(ledger)
-    assert ledger.book.state.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
+    assert ledger.book.state.staleness == {0: 2 * RESPONSE_TOKENS + 5 + RESPONSE_TOKENS, 1: 3}
 
 
 # ---- events ------------------------------------------------------------------
@@ -976,11 +951,8 @@ def test_a_run_that_was_made_shorter_lets_go_of_what_it_does_not_reach():
     assert list(shorter.book.state.batches) == [2]
     train_step(shorter)
     assert shorter.book.finished
-    assert (shorter.book.state.trained, shorter.book.unaccounted(), shorter.book.groups) == (
-        6,
-        0,
-        {},
-    )
+    book = shorter.book
+    assert (book.state.trained, book.unaccounted(), book.groups) == (6, 0, {})
 
 
 def test_nothing_is_leased_and_nothing_has_ended_while_a_resumed_run_awaits_its_learner():
@@ -1026,11 +998,8 @@ def test_group_without_a_reward_becomes_a_dead_letter_with_all_failures():
     ledger, group_id = with_a_dead_letter()
     assert ledger.book.state.dropped == {"reward_unavailable": 1}
     letter = stored(ledger.book.state).dead_letters[group_id]
-    assert (letter.reason, letter.prompt.prompt, letter.step) == (
-        "reward_unavailable",
-        "train 0",
-        0,
-    )
+    named = (letter.reason, letter.prompt.prompt, letter.step)
+    assert named == ("reward_unavailable", "train 0", 0)
     assert [(one.by, one.sibling, one.version) for one in letter.failures] == [
         ("a@1", 1, "7"),
         ("b@1", 1, "7"),

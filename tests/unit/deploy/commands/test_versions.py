@@ -12,7 +12,6 @@ from slipstream.broker.report.summary import write_summary
 from slipstream.deploy.commands.versions import main, print_versions
 from slipstream.deploy.terminal.versions_view import VersionsView, render, view_of
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.status import RoleStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from tests.support.wire_samples import STATUS
@@ -188,15 +187,8 @@ def test_a_hundred_columns_are_enough():
 
 
 def test_age_of_the_engine_states_is_that_of_the_last_relay_report():
-    relay = RoleStatus(
-        name="relay",
-        role="relay",
-        age_s=9.0,
-        silent_s=1.5,
-        busy=0.0,
-        phase_seconds={},
-        tokens_per_second=0.0,
-    )
+    known = STATUS.roles[0]
+    relay = msgspec.structs.replace(known, name="relay", role="relay", silent_s=1.5)
     status = msgspec.structs.replace(STATUS, roles=[*STATUS.roles, relay])
     assert view_of(status).relay_silent_s == 1.5
     assert view_of(STATUS).relay_silent_s is None
