@@ -130,12 +130,8 @@ def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
     path = tmp_path / "resolved.toml"
     write_resolved(config, path)
     again = run_config(load_table(path))
-    assert (again.broker, again.generators, again.learner, again.deploy) == (
-        config.broker,
-        config.generators,
-        config.learner,
-        config.deploy,
-    )
+    found = (again.broker, again.generators, again.learner, again.deploy)
+    assert found == (config.broker, config.generators, config.learner, config.deploy)
 
 
 def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):

@@ -565,11 +565,8 @@ async def test_reconnecting_page_gets_every_step_it_missed():
     cut = events[0]["status"]
     assert (len(cut["eval"]), len(cut["publish_history"]), cut["steps_history"]) == (2, 3, [])
     whole = state["status"]
-    assert (len(whole["eval"]), len(whole["publish_history"]), whole["steps_history"]) == (
-        500,
-        60,
-        [],
-    )
+    found = (len(whole["eval"]), len(whole["publish_history"]), whole["steps_history"])
+    assert found == (500, 60, [])
     assert state["advice_ready"] is False
     assert len(state["history"]["steps"]["step"]) == 40
     assert refused == 400

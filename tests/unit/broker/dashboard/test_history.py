@@ -271,13 +271,8 @@ def test_a_snapshot_stays_as_it_is_and_reads_like_the_columns():
     assert msgspec.json.decode(encode_json(snapshot)) == msgspec.to_builtins(expected)
     trends = trends_of(snapshot, high_water_bytes=0, fsync="")
     age = trends.series["queue_age_s"]
-    assert (list(age), age[0], age[-1], age[0:], len(age)) == (
-        [None, 1.5],
-        None,
-        1.5,
-        [None, 1.5],
-        2,
-    )
+    found = (list(age), age[0], age[-1], age[0:], len(age))
+    assert found == ([None, 1.5], None, 1.5, [None, 1.5], 2)
 
 
 def test_a_state_with_gaps_is_read_as_it_was_written(tmp_path: Path):

@@ -674,20 +674,12 @@ async def test_account_names_the_oldest_items_and_their_holders(it: Running):
     answer, _ = await learner.ask(broker.GetLedger(), broker.LedgerAnswer)
     view = answer.view
     (item,) = view.oldest
-    assert (item.state, item.holder, item.missing, item.unscored) == (
-        "leased",
-        "generator-0",
-        (0,),
-        (1,),
-    )
+    found = (item.state, item.holder, item.missing, item.unscored)
+    assert found == ("leased", "generator-0", (0,), (1,))
     assert (item.prompt, item.deadline, item.age_s is not None) == ("train 0", 1, True)
     (holder,) = view.holders
-    assert (holder.name, holder.work, holder.leases, holder.trajectories) == (
-        "generator-0",
-        "generation",
-        1,
-        1,
-    )
+    got = (holder.name, holder.work, holder.leases, holder.trajectories)
+    assert got == ("generator-0", "generation", 1, 1)
     assert (view.issued, view.in_flight["leased"], view.unaccounted) == (1, 1, 0)
     flat = view.trajectories
     assert (flat["in_flight"], flat["to_generate"], flat["to_score"]) == (2, 1, 1)
