@@ -66,8 +66,6 @@ def test_a_section_that_is_a_value_is_refused(tmp_path: Path):
     ("struct", "values", "names"),
     [
         (RunSection, {"steps": 0}, r"run\.steps must be a whole number of at least 1, got 0"),
-        (RunSection, {"steps": "many"}, r'run\.steps must be a whole number .*, got "many"'),
-        (RunSection, {"steps": 1.5}, r"run\.steps must be a whole number .*, got 1\.5"),
         (RunSection, {"max_staleness_steps": -1}, r"s_steps must be .* of at least 0, got -1"),
         (RunSection, {"group_sise": 3}, r"run\.group_sise; did you mean group_size\?"),
         (SamplingSection, {"zzz": 3}, r"known are chat_template, .*temperature"),
