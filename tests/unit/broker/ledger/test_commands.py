@@ -69,19 +69,27 @@ def delivered(ledger: Ledger, version: PolicyVersion, step: int | None = None) -
     return batch
 
 
+def trained_steps(ledger: Ledger, count: int) -> list[list[int]]:
+    """Train so many steps; return the groups of each."""
+    batches = []
+    for _ in range(count):
+        make_ready(ledger, lease(ledger))
+        batches.append([group.group_id for group in train_step(ledger)])
+    return batches
+
+
 def in_flight(ledger: Ledger) -> dict[str, int]:
     return {state: count for state, count in ledger.book.in_flight().items() if count}
 
 
 def evaluated_ledger(num_problems: int = 2, total_steps: int = 1, **section: float) -> Ledger:
-    rules = make_rules(
+    return begun(
         total_steps=total_steps,
         groups_per_step=1,
         max_staleness_steps=0,
         max_in_flight=8,
         plan=eval_plan(num_problems, **section),
     )
-    return started(make_ledger(rules))
 
 
 # ---- the life cycle ----------------------------------------------------------
@@ -343,11 +351,7 @@ def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
 
 
 def test_a_round_that_needs_many_lanes_waits_for_them_and_is_not_starved():
-    ledger = started(
-        make_ledger(
-            make_rules(group_size=2, total_steps=9, plan=eval_plan(1, samples=4, temperature=1.0))
-        )
-    )
+    ledger = begun(group_size=2, total_steps=9, plan=eval_plan(1, samples=4, temperature=1.0))
     assert lease(ledger, max_sequences=3) == [], "training took the lanes that the round needs"
     (problem,) = lease(ledger, max_sequences=4)
     assert (problem.item, len(problem.siblings)) == ("eval", 4)
@@ -467,8 +471,7 @@ def test_only_the_holder_can_reject_a_prompt_and_it_is_dropped_at_once():
 
 def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
     ledger = begun(groups_per_step=2, total_steps=4)
-    make_ready(ledger, lease(ledger))
-    train_step(ledger)
+    trained_steps(ledger, 1)
     make_ready(ledger, lease(ledger)[:1])
     ledger.training.deliver(ledger.book.version)
     snapshot = stored(ledger.training.snapshot(ledger.book.version))
@@ -507,16 +510,14 @@ def test_a_restored_run_with_a_smaller_bound_still_keeps_it():
 
 def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curve():
     ledger = evaluated_ledger(num_problems=1, total_steps=2, every_steps=1)
-    make_ready(ledger, lease(ledger))
-    train_step(ledger)
+    trained_steps(ledger, 1)
     assert (
         [p.step for p in ledger.book.state.eval_points],
         list(ledger.book.state.eval_rounds),
     ) == ([0], [1])
     restored = make_ledger(ledger.book.rules, stored(ledger.training.snapshot(ledger.book.version)))
     restored.training.take_over(1)
-    make_ready(restored, lease(restored))
-    train_step(restored)
+    trained_steps(restored, 1)
     make_ready(restored, lease(restored))
     assert [p.step for p in restored.book.state.eval_points] == [0, 1, 2]
     assert restored.book.finished
@@ -567,8 +568,7 @@ def test_no_batch_names_the_groups_that_have_to_get_ready():
 
 def test_repeated_commit_counts_once():
     ledger = begun()
-    make_ready(ledger, lease(ledger))
-    train_step(ledger)
+    trained_steps(ledger, 1)
     ledger.training.commit(PolicyVersion(1, 1), {})
     assert (ledger.book.step, ledger.book.state.trained) == (1, 2)
 
@@ -653,15 +653,6 @@ def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
 # ---- going back --------------------------------------------------------------
 
 
-def trained_steps(ledger: Ledger, count: int) -> list[list[int]]:
-    """Train so many steps; return the groups of each."""
-    batches = []
-    for _ in range(count):
-        make_ready(ledger, lease(ledger))
-        batches.append([group.group_id for group in train_step(ledger)])
-    return batches
-
-
 def test_recorded_batches_are_delivered_again_as_they_were():
     ledger = begun(total_steps=9)
     batches = trained_steps(ledger, 4)
@@ -710,8 +701,7 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
     state = ledger.book.state
     assert (state.requeued, list(state.batches), ledger.book.free_step) == (4, [2], 0)
     while not ledger.book.finished:
-        make_ready(ledger, lease(ledger))
-        train_step(ledger)
+        trained_steps(ledger, 1)
     assert (ledger.book.state.trained, ledger.book.unaccounted()) == (12, 0)
     assert ledger.book.state.dropped == {"orphaned": 2}, "sampled by step 2, which was abandoned"
     assert set(ledger.book.state.staleness) <= {0, 1}
@@ -866,8 +856,7 @@ def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
 def test_the_run_ends_with_exactly_the_groups_it_trained():
     ledger = begun()
     while not ledger.book.finished:
-        make_ready(ledger, lease(ledger))
-        train_step(ledger)
+        trained_steps(ledger, 1)
     state = ledger.book.state
     assert (ledger.book.step, state.issued, state.trained, ledger.book.groups) == (3, 6, 6, {})
     assert lease(ledger) == []
@@ -923,16 +912,14 @@ def test_replayed_ledger_resumes_the_run_where_it_was():
         apply(rebuilt.book, event)
     rebuilt.drain()
     rebuilt.training.commit(PolicyVersion(1, 1), {})
-    make_ready(rebuilt, lease(rebuilt))
-    train_step(rebuilt)
+    trained_steps(rebuilt, 1)
     assert rebuilt.book.finished
     assert rebuilt.book.state.trained == 4
 
 
 def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
     ledger = begun(total_steps=9, groups_per_step=1, plan=eval_plan(1, every_steps=1, samples=2))
-    make_ready(ledger, lease(ledger))
-    train_step(ledger)
+    trained_steps(ledger, 1)
     problem = next(group for group in lease(ledger) if group.item == "eval")
     train_step(ledger)
     submit(ledger, header(problem.group_id, 0, ledger.book.version))
@@ -1102,14 +1089,13 @@ def test_a_generator_with_many_lanes_is_given_no_more_held_out_problems_than_fit
     ledger.expire(LEASE_S + 1.0)
     again = [one for one in lease(ledger, max_sequences=80, now_s=20.0) if one.item == "eval"]
     assert sorted(one.group_id for one in again) == sorted(one.group_id for one in groups)
-    full = make_rules(
+    ledger = begun(
         groups_per_step=1,
         max_staleness_steps=0,
         max_in_flight=8,
         high_water_bytes=100,
         plan=eval_plan(4),
     )
-    ledger = started(make_ledger(full))
     (first,) = [one for one in lease(ledger, max_sequences=1) if one.item == "eval"]
     submit(ledger, header(first.group_id, 0, ledger.book.version, lease_id=first.lease_id), 200)
     assert [one for one in lease(ledger, max_sequences=80) if one.item == "eval"] == []
@@ -1226,9 +1212,7 @@ def test_renewed_leases_may_be_held_for_their_whole_time_again():
 def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
     """As where an older checkpoint was removed: what no learner can go back to is not kept."""
     ledger = begun(groups_per_step=1)
-    for _ in range(3):
-        make_ready(ledger, lease(ledger))
-        train_step(ledger)
+    trained_steps(ledger, 3)
     ledger.training.seal(ledger.book.version, 3, oldest_kept=0)
     assert list(ledger.book.state.history) == [0, 1, 2]
     ledger.training.seal(ledger.book.version, 3, oldest_kept=2)
@@ -1249,8 +1233,7 @@ def test_the_reward_of_sampled_answers_is_that_of_a_step_and_holds_what_filters_
     answers = [0.0, 1.0, *[2.0] * (2 * len(equal))]
     assert ledger.book.state.dropped["zero_variance"] == len(equal) > 0
     assert ledger.book.sampled_reward() == pytest.approx(sum(answers) / len(answers))
-    make_ready(ledger, lease(ledger))
-    train_step(ledger)
+    trained_steps(ledger, 1)
     assert ledger.book.sampled_reward() is None
     (one,) = lease(ledger)[:1]
     generate(ledger, one)
