@@ -1,6 +1,7 @@
 """The broker's loop over a real socket in a private folder, with the store in memory."""
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -87,25 +88,23 @@ async def test_a_run_of_one_step_goes_through_every_role(it: Running):
     await learner.ask(seal, broker.Done)
     with pytest.raises(KeyError):
         await it.store.fetch(keys)
-    status, num_events = it.status, len(stored)
+    status = it.status
     assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
     assert status.steps_history[0].metrics == {"policy/loss": 1.0, "reward/sampled": 0.5}
     # taken over, issued, leased, 2 generated, 2 scored, delivered, trained, left
-    assert num_events == 10
+    assert len(stored) == 10
 
 
 async def test_client_without_a_hello_is_refused(it: Running):
     async with bare_socket(it.endpoint) as ask:
-        assert (await ask(b"1", encode(broker.GetStatus()))) == broker.Refusal(
-            reason="send a hello first", code="hello_first"
-        )
+        answer = await ask(b"1", encode(broker.GetStatus()))
+    assert answer == broker.Refusal(reason="send a hello first", code="hello_first")
 
 
 async def test_another_wire_revision_is_refused_with_both_numbers(it: Running):
     async with bare_socket(it.endpoint) as ask:
-        answer = await ask(
-            b"1", encode(broker.Hello(role="learner", name="learner", wire_revision=99))
-        )
+        other = broker.Hello(role="learner", name="learner", wire_revision=99)
+        answer = await ask(b"1", encode(other))
     assert isinstance(answer, broker.Refusal)
     assert f"wire revision 99, this broker {broker.WIRE_REVISION}" in answer.reason
 
@@ -119,7 +118,7 @@ async def test_another_tokenizer_is_refused_with_both_names(it: Running):
         assert isinstance(await ask(b"2", encode(known)), broker.Welcome)
         answer = await ask(b"3", encode(other))
     assert isinstance(answer, broker.Refusal)
-    assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in (answer.reason)
+    assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in answer.reason
 
 
 async def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(it: Running):
@@ -190,9 +189,8 @@ async def test_malformed_frames_are_counted_and_the_loop_keeps_running(it: Runni
         refused.append(
             await ask(b"5", encode(broker.SubmitTrajectory(header=header(0, 0, V0))), b"one frame")
         )
-        malformed = it.server.telemetry.rejected["malformed"]
+    assert it.server.telemetry.rejected["malformed"] == 5
     assert all(isinstance(answer, broker.Refusal) for answer in refused)
-    assert malformed == 5
     assert (welcome.run_name, welcome.learner_step, welcome.heartbeat_s) == ("run", 0, 2.5)
 
 
@@ -212,27 +210,21 @@ async def test_what_the_ledger_refuses_comes_back_with_its_reason(
     it: Running, request_: broker.Request, why: str
 ):
     learner = await it.client("learner", "learner")
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(RefusedError, match=re.escape(why)):
         await learner.ask_any(request_)
-    reason, rejected = str(caught.value), it.status.queue["rejected_messages"]
-    assert why in reason
-    assert rejected == 1
+    assert it.status.queue["rejected_messages"] == 1
 
 
 async def test_waiting_request_is_answered_as_soon_as_there_is_work(it: Running):
-    loop = asyncio.get_running_loop()
     generator = await it.client("generator", "generator-0")
     learner = await it.client("learner", "learner")
-    asked_s = loop.time()
     waiting = asyncio.create_task(generator.ask(WORK, broker.GroupsLeased))
     # an answer to a later question of the same client: the first one is being waited on
     await generator.ask(broker.Heartbeat(lease_ids=()), broker.HeartbeatAnswer)
     assert not waiting.done()
     await learner.ask(broker.TakeOver(step=0), broker.TookOver)
     answer, _ = await waiting
-    seconds = loop.time() - asked_s
-    assert [group.siblings for group in answer.groups] == [(0, 1)]
-    assert seconds < 5.0
+    assert [group.siblings for group in answer.groups] == [(0, 1)], "it waited to its end"
 
 
 @pytest.mark.parametrize(
@@ -275,8 +267,8 @@ async def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is
         await old.ask(broker.Heartbeat(lease_ids=(0,)), broker.HeartbeatAnswer)
     lost, _ = await new.ask(broker.Heartbeat(lease_ids=(0, 1)), broker.HeartbeatAnswer)
     assert lost.lost == (0,)
-    group_id, lapsed = again.groups[0].group_id, dict(it.ledger.book.state.ended_leases)
-    assert (group_id, lapsed) == (0, {"restarted": 1})
+    assert again.groups[0].group_id == 0
+    assert it.ledger.book.state.ended_leases == {"restarted": 1}
 
 
 async def test_a_trajectory_without_reward_is_scored_again(it: Running):
@@ -434,10 +426,8 @@ async def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(sho
     async with running(short_folder, await read_back(store), store=store) as second:
         second.clients += [learner, generator]
         leased, _ = await generator.ask(WORK, broker.GroupsLeased)
-        assert (leased.groups[0].group_id, dict(second.ledger.book.state.ended_leases)) == (
-            0,
-            {"lost": 1},
-        )
+        assert leased.groups[0].group_id == 0
+        assert second.ledger.book.state.ended_leases == {"lost": 1}
 
 
 @pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
