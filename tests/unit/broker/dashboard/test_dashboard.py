@@ -80,6 +80,12 @@ def recorder_in(
     return Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always", **options)
 
 
+async def cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
 def write_rows(folder: Path) -> None:
     """Write two recorded trajectories of group 7; the second has tokens of two versions."""
     row = {
@@ -130,9 +136,7 @@ async def dashboard(
                 yield session, address
         finally:
             await page.stop()
-            recording.cancel()
-            with suppress(asyncio.CancelledError):
-                await recording
+            await cancelled(recording)
 
 
 @pytest.mark.parametrize(
@@ -664,7 +668,7 @@ async def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
     assert [path.name for path in (tmp_path / PAGE_STATE).parent.iterdir()] == [PAGE_STATE.name]
 
 
-def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
+async def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     broken = True
@@ -674,8 +678,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
             raise ZeroDivisionError("a bug")
         return STATUS
 
-    async def body() -> tuple[list[int], bool]:
-        nonlocal broken
+    with caplog.at_level(logging.ERROR):
         recorder = recorder_in(tmp_path, status)
         page = Dashboard(recorder, RecordedItems(tmp_path), host="127.0.0.1", port=0)
         address = URL(await page.start())
@@ -683,26 +686,20 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
         async with aiohttp.ClientSession() as session:
             paths = ("/state.json", "/events", "/metrics", "/")
             urls = [address.with_path(path, keep_query=True) for path in paths]
-            refused = [(await session.get(url)).status for url in urls]
+            assert [(await session.get(url)).status for url in urls] == [503, 503, 503, 200]
             broken = False
             await recorder.next_change()
-            refused.append((await session.get(urls[0])).status)
-        ends = recording.done()
-        recording.cancel()
-        with suppress(asyncio.CancelledError):
-            await recording
+            assert (await session.get(urls[0])).status == 200
+        assert not recording.done()
+        await cancelled(recording)
         await page.stop()
-        return refused, ends
-
-    with caplog.at_level(logging.ERROR):
-        assert asyncio.run(body()) == ([503, 503, 503, 200, 200], False)
     assert len(caplog.records) == 1
 
 
-def test_failing_rules_add_no_advice_and_are_logged_once(
+async def test_failing_rules_add_no_advice_and_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    now = itertools.count(0, 10)
+    now = itertools.count(0.0, 10.0).__next__
     asked = 0
 
     def advise(_status: RunStatus, _trends: object) -> list[Advisory]:
@@ -710,15 +707,10 @@ def test_failing_rules_add_no_advice_and_are_logged_once(
         asked += 1
         raise KeyError("busy")
 
-    async def body() -> Snapshot | None:
-        recorder = recorder_in(
-            tmp_path, lambda: STATUS, now=lambda: float(next(now)), advise=advise
-        )
-        await run_until(recorder, lambda: asked > 1)
-        return recorder.snapshot
-
+    recorder = recorder_in(tmp_path, lambda: STATUS, now=now, advise=advise)
     with caplog.at_level(logging.ERROR):
-        snapshot = asyncio.run(body())
+        await run_until(recorder, lambda: asked > 1)
+    snapshot = recorder.snapshot
     assert snapshot is not None
     assert (snapshot.advisories, snapshot.status.issued) == ([], STATUS.issued)
     assert asked > 1
@@ -797,8 +789,6 @@ async def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
     for now_s in (1e9, 1e9 + 4.9, 1e9 + 10.0):
         clock[0] = now_s
         await next_read()
-    recording.cancel()
-    with suppress(asyncio.CancelledError):
-        await recording
+    await cancelled(recording)
     assert advised == [1e9, 1e9 + 10.0]
     assert written == [1e9, 1e9 + 10.0, 1e9 + 10.0]  # the last one as it ends

@@ -683,11 +683,11 @@ async def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(s
     async with running(short_folder, ledger) as it:
         operator = await it.client("operator", "operator")
         found: list[int] = []
-        letters: object = True
-        while letters:
+        page = None
+        while page is None or page.letters:
             question = broker.GetDeadLetters(after=found[-1] if found else -1)
-            letters = (await operator.ask(question, broker.DeadLetters))[0].letters
-            found += [letter.group_id for letter in letters]
+            page, _ = await operator.ask(question, broker.DeadLetters)
+            found += [letter.group_id for letter in page.letters]
     assert found == list(range(240))
 
 
