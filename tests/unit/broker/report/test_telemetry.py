@@ -143,7 +143,7 @@ def test_the_summary_holds_the_equation_and_the_means_of_the_steps(
     status = status_of(telemetry, ledger)
     summary = summary_of(status)
     equation = ("issued", "trained", "dropped", "in_flight", "unaccounted")
-    assert [summary["equation"][name] for name in equation] == [6, 2, 1, 3, 0]
+    assert summary["equation"] == dict(zip(equation, (6, 2, 1, 3, 0), strict=True))
     assert summary["mean_metrics"] == {"policy/loss": 1.5, "reward/mean": 0.5}
     assert summary["last_step_metrics"] == {"policy/loss": 2.0}
     path = tmp_path / "summary.json"
