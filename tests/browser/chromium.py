@@ -11,13 +11,10 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
-NEEDS = [  # marks of what is tested in a browser
-    pytest.mark.integration,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None,
-        reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
-    ),
-]
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
+)
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import NEEDS, WebDriver, resize
+from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
 from tests.browser.driving import Keys, ask, choose, complaints, press, tab_to, text, texts, until
 from tests.browser.pages import served_comparison
 from tests.support.run_folders import write_run
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
 NULL = f"null {HOSTILE.replace('/', '')}"
 

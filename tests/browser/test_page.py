@@ -9,7 +9,7 @@ import pytest
 from slipstream.broker.dashboard.advisories.advise import RULES
 from slipstream.broker.dashboard.trajectories import Item
 from tests.browser import samples
-from tests.browser.chromium import NEEDS, WebDriver, resize
+from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
 from tests.browser.driving import (
     ActionChains,
     Keys,
@@ -23,7 +23,7 @@ from tests.browser.driving import (
 )
 from tests.browser.pages import SampleServer, served
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 CPU_S = 1.0
 
 

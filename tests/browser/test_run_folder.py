@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.browser import samples
-from tests.browser.chromium import NEEDS, WebDriver, resize
+from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
 from tests.browser.driving import ask, complaints, text, texts, until
 from tests.browser.pages import served
 from tests.support.run_folders import write_run
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
 
 
