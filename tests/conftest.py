@@ -1,9 +1,12 @@
+import asyncio
+import inspect
 import json
 import signal
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,29 @@ class FileSeconds:
         if len(self._seconds) > 300:  # all files there are, not some
             SECONDS_HERE.parent.mkdir(exist_ok=True)
             SECONDS_HERE.write_text(json.dumps(long, indent=1) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own.
+
+    A fixture that is an asynchronous context manager is entered there, and the test is given what
+    that yields.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    asyncio.run(_run(pyfuncitem.obj, given))
+    return True
+
+
+async def _run(test: Callable[..., Awaitable[None]], given: dict[str, object]) -> None:
+    async with AsyncExitStack() as entered:
+        for name, value in given.items():
+            if isinstance(value, AbstractAsyncContextManager):
+                given[name] = await entered.enter_async_context(value)
+        await test(**given)
 
 
 @pytest.fixture
