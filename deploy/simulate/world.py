@@ -118,8 +118,8 @@ class World:
             if self._ask(seat, engine):
                 self._schedule(seat, engine)
         self._wake()
-        events, pop = self._events, heapq.heappop
-        while not self.ledger.book.finished:
+        events, pop, book = self._events, heapq.heappop, self.ledger.book
+        while not book.finished:
             if not events:
                 raise RuntimeError(f"nothing happens any more at step {self._version.step}")
             self.now_s, _, act, arguments = pop(events)

@@ -136,10 +136,10 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     def tokens_by_version(self) -> list[tuple[PolicyVersion, int]]:
         """Return (version, number of tokens chosen by it) per run."""
-        bounds = [*(run.first_token for run in self.version_runs), self.num_tokens]
-        spans = zip(self.version_runs, pairwise(bounds), strict=True)
+        starts = [run.first_token for run in self.version_runs]
+        spans = zip(self.version_runs, starts, [*starts[1:], self.num_tokens], strict=True)
         if not self.turns:
-            return [(run.version, end - start) for run, (start, end) in spans]
+            return [(run.version, end - start) for run, start, end in spans]
         return [
             (
                 run.version,
@@ -147,7 +147,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                     max(0, min(turn.end, end) - max(turn.first_token, start)) for turn in self.turns
                 ),
             )
-            for run, (start, end) in spans
+            for run, start, end in spans
         ]
 
 
