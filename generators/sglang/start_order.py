@@ -231,14 +231,14 @@ def cores_of_ranks(num_ranks: int) -> str:
     return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
 
 
-def free_port() -> int:
+def free_port(port_range: Path = _PORT_RANGE) -> int:
     """Return a free port outside the range from which the system assigns ports.
 
     The server binds it seconds later. A port of that range may be taken meanwhile, even by the
-    probe for the server, which would connect to itself.
+    probe for the server, which would connect to itself. ``port_range`` is the file that has it.
     """
     try:
-        first = int(_PORT_RANGE.read_text().split()[0])
+        first = int(port_range.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         first = _USUAL_FIRST_PORT
     if first < _LOWEST_PORT + _PORT_TRIES:
