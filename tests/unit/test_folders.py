@@ -37,6 +37,6 @@ def test_what_is_in_no_hermetic_folder_is_marked_throughout():
         if is_in(path, places("HERMETIC_TESTS")) or is_marked:
             continue
         for decorators, name in re.findall(
-            r"((?:^@.*\n(?:^[ )].*\n)*)*)^def (test_\w+)", text, re.MULTILINE
+            r"((?:^@.*\n(?:^[ )].*\n)*)*)^(?:async )?def (test_\w+)", text, re.MULTILINE
         ):
             assert WITH_PROCESSES.search(decorators), f"no command runs {name} in {path}"
