@@ -109,12 +109,6 @@ def test_other_methods_stay_what_they_are(clocks: Clocks):
     assert page().name == "page"
 
 
-def test_functions_that_are_not_named_are_left_alone(clocks: Clocks):
-    made = module(clocks, {"page": "made:look$"})
-    made.other()
-    assert not clocks.spent_s
-
-
 def test_every_kind_names_a_function_of_the_product():
     names = {
         "page, history, advice": "slipstream.broker.dashboard.recorder:_take",
