@@ -82,25 +82,6 @@ def test_the_inner_size_is_padded_with_zeros_to_a_multiple_of_32(inner: int, pad
     }
 
 
-def test_each_rank_has_its_share_of_rows_or_columns():
-    q, k, v, o = weights(4, 3), weights(2, 3), weights(2, 3), weights(3, 4)
-    norm, table = weights(3), weights(70, 3)
-    layer = "model.layers.0.self_attn"
-    named = {
-        f"{layer}.{name}_proj.weight": one for name, one in zip("qkvo", (q, k, v, o), strict=True)
-    }
-    named |= {"model.norm.weight": norm, "lm_head.weight": table}
-    found = expected_checksums(named, Holder("cpu", 2))
-    padded = torch.cat([table, torch.zeros(128 - 70, 3)])
-    for rank, end in ((0, ""), (1, " of rank 1")):
-        rows = torch.cat([one.chunk(2)[rank] for one in (q, k, v)])
-        assert found[f"{layer}.qkv_proj.weight{end}"] == digest(rows)
-        assert found[f"{layer}.o_proj.weight{end}"] == digest(o.chunk(2, dim=1)[rank])
-        assert found[f"model.norm.weight{end}"] == digest(norm)
-        assert found[f"lm_head.weight{end}"] == digest(padded.chunk(2)[rank])
-    assert len(found) == 8
-
-
 def test_attention_is_split_over_the_ranks_of_one_group_only():
     q, k, v, o = weights(4, 3), weights(4, 3), weights(4, 3), weights(3, 4)
     down, embedding, table = weights(4, 128), weights(128, 3), weights(128, 3)
@@ -109,13 +90,17 @@ def test_attention_is_split_over_the_ranks_of_one_group_only():
         f"{attention}.{name}_proj.weight": one
         for name, one in zip("qkvo", (q, k, v, o), strict=True)
     }
+    norm = weights(3)
     named |= {"model.embed_tokens.weight": embedding, "lm_head.weight": table}
-    found = expected_checksums(named | {f"{mlp}.down_proj.weight": down}, Holder("cpu", 4, 2))
+    named |= {"model.norm.weight": norm, f"{mlp}.down_proj.weight": down}
+    found = expected_checksums(named, Holder("cpu", 4, 2))
+    assert len(found) == 4 * 6
     for rank in range(4):
         end, in_group = f" of rank {rank}" if rank else "", rank % 2
         rows = torch.cat([one.chunk(2)[in_group] for one in (q, k, v)])
         assert found[f"{attention}.qkv_proj.weight{end}"] == digest(rows)
         assert found[f"{attention}.o_proj.weight{end}"] == digest(o.chunk(2, dim=1)[in_group])
+        assert found[f"model.norm.weight{end}"] == digest(norm)
         assert found[f"model.embed_tokens.weight{end}"] == digest(embedding.chunk(2)[in_group])
         assert found[f"{mlp}.down_proj.weight{end}"] == digest(down.chunk(4, dim=1)[rank])
         assert found[f"lm_head.weight{end}"] == digest(table.chunk(4)[rank])
