@@ -167,9 +167,20 @@ def hash_seed(text: str) -> int:
 
 
 def environment_of(
-    settings: GeneratorSettings, scratch: Path, node: EngineNode | None = None
+    settings: GeneratorSettings,
+    scratch: Path,
+    node: EngineNode | None = None,
+    *,
+    torch: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a server; ``scratch`` is its private folder."""
+    """Return the environment of a server.
+
+    Args:
+        settings: of this generator.
+        scratch: its private folder.
+        node: the part of an engine on several hosts that it is.
+        torch: release of torch; None is the one that is installed.
+    """
     environment = handed_on(
         os.environ,  # noqa: TID251 parts of it are handed on to a child
         named=settings.generators.environment,
@@ -186,7 +197,7 @@ def environment_of(
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
     # An engine outlives a relay that dies in a transfer.
     environment |= NCCL_ENVIRONMENT
-    if release(version("torch")) < _RUST_TREE_FROM:
+    if release(torch or version("torch")) < _RUST_TREE_FROM:
         environment.setdefault(_TREE_CORE, "python")
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else needs a core.

@@ -112,7 +112,8 @@ def test_every_preset_is_explained(preset: str):
     ],
 )
 def test_every_example_of_settings_is_an_algorithm(example: str):
-    choice_of(msgspec.convert(tomllib.loads(example)["algo"], AlgoSection))
+    section = msgspec.convert(tomllib.loads(example)["algo"], AlgoSection)
+    assert choice_of(section).preset == section.preset
 
 
 def test_needs_that_a_part_can_have_are_listed():

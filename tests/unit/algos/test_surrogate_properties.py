@@ -62,6 +62,7 @@ from slipstream.algos.surrogates import (
     sapo,
     topr,
 )
+from tests.unit.algos.microbatch import correction_inputs, packed, surrogate_inputs
 
 SURROGATES: dict[str, tuple[Any, Any]] = {
     "policy-gradient": (policy_gradient, NoOptions()),
@@ -144,21 +145,11 @@ class Batch:
         return Packing.of(self.mask, torch.tensor([0, *self.lengths]).cumsum(0))
 
     def surrogate_inputs(self, current: Tensor) -> SurrogateInputs:
-        return SurrogateInputs(
-            current=current,
-            anchor=self.anchor,
-            behavior=self.anchor,
-            advantages=self.advantages,
-            packing=self.packing(),
-        )
+        return surrogate_inputs(current, self.anchor, self.advantages, self.packing())
 
     def correction_inputs(self) -> CorrectionInputs:
-        return CorrectionInputs(
-            proximal=self.current,
-            behavior=self.anchor,
-            advantages=self.advantages,
-            lags=self.lags,
-            packing=self.packing(),
+        return correction_inputs(
+            self.current, self.anchor, self.advantages, self.packing(), self.lags
         )
 
     def spoiled(self, garbage: float) -> "Batch":
@@ -321,29 +312,18 @@ def test_no_gradient_reaches_the_anchor_or_the_advantages(name: str):
     part, options = SURROGATES[name]
     current = torch.tensor([-1.0, -2.0, -0.5]).requires_grad_()
     anchor = torch.tensor([-1.1, -1.9, -0.6]).requires_grad_()
-    inputs = SurrogateInputs(
-        current=current,
-        anchor=anchor,
-        behavior=anchor,
-        advantages=torch.tensor([1.0, 1.0, -1.0]),
-        packing=Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 2, 3])),
-    )
+    inputs = surrogate_inputs(current, anchor, torch.tensor([1.0, 1.0, -1.0]), packed(2, 1))
     part(inputs, options).per_token.sum().backward()
     assert anchor.grad is None
     assert current.grad is not None
 
 
 def test_misaligned_inputs_name_the_tensor():
-    packing = Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
     three, two = torch.zeros(3), torch.zeros(2)
     with pytest.raises(ValueError, match=r"advantages has shape \(2,\), expected \(3,\)"):
-        SurrogateInputs(
-            current=three, anchor=three, behavior=three, advantages=two, packing=packing
-        )
+        surrogate_inputs(three, three, two)
     with pytest.raises(ValueError, match=r"lags has shape \(2,\), expected \(3,\)"):
-        CorrectionInputs(
-            proximal=three, behavior=three, advantages=three, lags=two, packing=packing
-        )
+        correction_inputs(three, three, three, lags=two)
 
 
 # ---- corrections ----
@@ -420,13 +400,9 @@ def test_corrections_of_extreme_ratios_do_not_overflow(
 @every_correction
 def test_corrections_carry_no_gradient(name: str):
     proximal = torch.tensor([-1.0, -2.0, -0.5]).requires_grad_()
-    inputs = CorrectionInputs(
-        proximal=proximal,
-        behavior=torch.tensor([-1.3, -1.0, -0.6]).requires_grad_(),
-        advantages=torch.ones(3),
-        lags=torch.tensor([0, 1, 2]),
-        packing=Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 2, 3])),
-    )
+    behavior = torch.tensor([-1.3, -1.0, -0.6]).requires_grad_()
+    lags = torch.tensor([0, 1, 2])
+    inputs = correction_inputs(proximal, behavior, torch.ones(3), packed(2, 1), lags)
     result = corrected(name, inputs)
     assert not result.weights.requires_grad
     assert result.proximal is None or not result.proximal.requires_grad
@@ -455,10 +431,8 @@ def test_combined_corrections_multiply_weights_and_keep_what_all_keep():
 @pytest.mark.parametrize("name", ["staleness-decay", "approximate-proximal"])
 def test_a_correction_by_staleness_asks_for_the_lags(name: str):
     three = torch.zeros(3)
-    packing = Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
-    inputs = CorrectionInputs(proximal=three, behavior=three, advantages=three, packing=packing)
     with pytest.raises(ValueError, match="this correction needs"):
-        corrected(name, inputs)
+        corrected(name, correction_inputs(three, three, three))
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from docs.generate.evidence import DEFINITION, proves
 from slipstream.algos.advantages import GrpoOptions, Outcomes, SiblingOptions, grpo, rloo
 from slipstream.algos.packing import Packing
 from slipstream.algos.returns import (
     DiscountOptions,
     GaeOptions,
-    Groups,
-    OptimalTokenBaselineOptions,
     TimeOptions,
     TokenOutcomes,
     at_end,
@@ -29,7 +27,6 @@ from slipstream.algos.returns import (
     centered_returns,
     discounted_returns,
     gae,
-    optimal_token_baseline,
 )
 from slipstream.algos.turns import TurnRewards
 
@@ -315,37 +312,3 @@ def test_over_turns_is_the_formula_of_siblings_for_each_number_of_turn(
 
 
 # ---- what must not change ----------------------------------------------------
-
-
-@proves(discounted_returns, gae, optimal_token_baseline, against=PROPERTY, what="one turn")
-@given(case=cases(most_turns=1), discount=factors)
-@settings(deadline=None, max_examples=40)
-def test_of_one_turn_its_reward_is_that_of_the_trajectory(case: Case, discount: float):
-    totals = torch.tensor([sum(r) for r in case.rewards], dtype=torch.float64)
-    packing = case.packing
-    by_trajectory, by_turn = (
-        TokenOutcomes(
-            rewards=rewards,
-            values=case.noise(),
-            packing=packing,
-            proximal=-case.noise(2).abs(),
-            squares=case.noise(3).sigmoid(),
-            groups=Groups(
-                of_sequence=torch.zeros(len(case.turns), dtype=torch.int64), num_groups=1, longest=4
-            ),
-        )
-        for rewards in (at_end(totals, packing), at_turn_ends(totals, packing))
-    )
-    for part, whole, turns in (
-        (discounted_returns, DiscountOptions(discount=discount), {"rewards": "turns"}),
-        (gae, GaeOptions(discount=discount), {"rewards": "turns"}),
-        (optimal_token_baseline, OptimalTokenBaselineOptions(discount=discount), {}),
-    ):
-        before = part(by_trajectory, whole)
-        after = part(by_turn, type(whole)(discount=discount, **turns))
-        assert torch.equal(after.advantages, before.advantages)
-    undiscounted = discounted_returns(by_trajectory, DiscountOptions())
-    by_number = discounted_returns(
-        by_turn, DiscountOptions(rewards="turns", discount=discount, discount_by="turn")
-    )
-    assert torch.equal(by_number.advantages, undiscounted.advantages)

@@ -39,15 +39,7 @@ class Failing(CannedEngine):
         super().__init__()
         self.failures = failures
 
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        count: int,
-        seeds: Sequence[int] = (),
-    ) -> list[Completion]:
-        self.asked.append((prompt_ids, params, count, list(seeds)))
+    def answers(self, count: int) -> list[Completion]:
         if len(self.asked) <= self.failures:
             raise EngineError("out of memory")
         return [completion(5, 2)] * count

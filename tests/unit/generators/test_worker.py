@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.wire.errors import ConfigError, EngineError
-from slipstream.wire.messages.broker import ScoringItem
-from slipstream.wire.messages.trajectory import ChatMessage, Prompt, Score, Transcript
+from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
-from tests.support.canned_engine import CannedEngine
+from tests.support.canned_engine import CannedEngine, completion
 from tests.support.ledger_driver import make_rules
 from tests.support.running_broker import Running, running
 from tests.support.waiting import HANG_S, until_async
+from tests.unit.generators.working import HeldRewards
 
 VERSION = PolicyVersion(1, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2)
@@ -38,23 +38,9 @@ class Counting(CannedEngine):
         super().__init__()
         self.called = asyncio.Event()
 
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        count: int,
-        seeds: Sequence[int] = (),
-    ) -> list[Completion]:
-        self.asked.append((prompt_ids, params, count, list(seeds)))
+    def answers(self, count: int) -> list[Completion]:
         self.called.set()
-        answer = Completion(
-            token_ids=[5, 2],
-            logprobs=[-0.5, -0.5],
-            version_starts=[(0, VERSION)],
-            finish_reason="stop",
-        )
-        return [answer] * count
+        return [completion(5, 2, starts=[(0, VERSION)])] * count
 
 
 def prompt_at(cursor: int) -> Prompt:
@@ -152,18 +138,10 @@ async def test_a_dead_engine_costs_no_further_attempts(tmp_path: Path):
         is_dead = True
         num_loads = 0
 
-        async def sample(
-            self,
-            prompt_ids: list[int],
-            params: SamplingParams,
-            *,
-            count: int,
-            seeds: Sequence[int] = (),
-        ) -> list[Completion]:
-            answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
+        def answers(self, count: int) -> list[Completion]:
             if self.is_dead:
                 raise EngineError("connection refused")
-            return answers
+            return super().answers(count)
 
         async def load(self) -> EngineLoad:
             self.num_loads += 1
@@ -187,33 +165,12 @@ async def test_a_dead_engine_costs_no_further_attempts(tmp_path: Path):
         await asyncio.gather(job, return_exceptions=True)
 
 
-class Slow:
-    """A reward that takes its time."""
-
-    needs_groups = False
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.may_end = asyncio.Event()
-
-    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
-        for item, _ in work:
-            self.begun.set()
-            await self.may_end.wait()
-            yield Score(
-                group_id=item.group_id,
-                sibling=item.sibling,
-                lease_id=item.lease_id,
-                reward=float(item.sibling),
-            )
-
-
 async def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
     own = ledger(lambda _cursor: Prompt(prompt="1+1="))
     own.training.take_over(0)
     async with running(tmp_path, own) as it:
         client = await it.client("generator", "generator-0")
-        rewards = Slow()
+        rewards = HeldRewards()
         worker, _ = worker_of(it, client, tmp_path, rewards=rewards)
         job = asyncio.create_task(worker.run(heartbeat_s=0.02))
         async with asyncio.timeout(HANG_S):

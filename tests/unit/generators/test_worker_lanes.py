@@ -1,7 +1,5 @@
 """How many answers a worker lets be under way, and what it gives back, at a real broker."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,11 @@ from slipstream.wire.messages.broker import (
     Heartbeat,
     LeaseGroups,
     ReleaseLease,
-    ScoringItem,
     SubmitTrajectory,
 )
-from slipstream.wire.messages.trajectory import Score, Transcript
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S, until_async
-from tests.unit.generators.working import Answered, ledger_of, working
+from tests.unit.generators.working import Answered, HeldRewards, ledger_of, working
 
 
 def group(position: int, num_siblings: int) -> list[Answered]:
@@ -64,24 +60,8 @@ async def test_the_lanes_of_a_group_that_is_sampled_together_come_back_together(
         assert it.engine.most == 4
 
 
-class Held:
-    """A reward that comes when the test lets it."""
-
-    needs_groups = False
-
-    def __init__(self) -> None:
-        self.may_end = asyncio.Event()
-
-    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
-        await self.may_end.wait()
-        for item, _ in work:
-            yield Score(
-                group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0
-            )
-
-
 async def test_an_answer_that_is_being_scored_takes_no_lane(tmp_path: Path):
-    rewards = Held()
+    rewards = HeldRewards()
     async with working(tmp_path, ledger_of(2, 2), max_sequences=2, rewards=rewards) as it:
         await it.until_held(*group(0, 2))
         it.engine.let(*group(0, 2))

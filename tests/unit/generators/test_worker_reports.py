@@ -1,7 +1,7 @@
 """What a worker reports of itself, and what the broker, the page and its advice make of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +13,10 @@ from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Submission
-from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, RoleReport, ScoringItem
-from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, RoleReport
 from slipstream.wire.process.phases import ACT, WAIT
 from tests.support.waiting import until_async
-from tests.unit.generators.working import PARAMS, Working, ledger_of, working
+from tests.unit.generators.working import PARAMS, HeldRewards, Working, ledger_of, working
 
 
 async def until_reported(it: Working, name: str, value: float) -> None:
@@ -90,26 +89,10 @@ async def test_cache_use_and_lanes_are_reported_as_of_now(tmp_path: Path):
         assert it.last_report().gauges["sequences"] == 0
 
 
-class OneUnavailable:
-    """A reward that has none for the first sibling of a group."""
-
-    needs_groups = False
-
-    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
-        for item, _ in work:
-            none = item.sibling == 0
-            yield Score(
-                group_id=item.group_id,
-                sibling=item.sibling,
-                lease_id=item.lease_id,
-                reward=None if none else float(item.sibling),
-                unavailable="the judge is down" if none else "",
-            )
-
-
 async def test_answers_without_a_reward_are_counted_and_not_those_with_one(tmp_path: Path):
-    ledger = ledger_of(2, 3)
-    async with working(tmp_path, ledger, max_sequences=6, rewards=OneUnavailable()) as it:
+    rewards = HeldRewards(unavailable=[0])
+    rewards.may_end.set()
+    async with working(tmp_path, ledger_of(2, 3), max_sequences=6, rewards=rewards) as it:
         it.engine.let_all()
         await until_reported(it, "trajectories", 6)
         assert it.last_report().counters["unavailable"] == 2

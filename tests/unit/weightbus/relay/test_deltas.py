@@ -61,11 +61,11 @@ class Relay:
 
 
 @asynccontextmanager
-async def running(relay: Relay) -> AsyncIterator[Relay]:
-    """Run its deltas, from version 0 on."""
+async def running(relay: Relay, *, index: int = 0) -> AsyncIterator[Relay]:
+    """Run its deltas, from version 0 on; ``index`` is a bucket that it has."""
     relay.publish(0)
     task = asyncio.create_task(relay.deltas.run())
-    assert await relay.ask(None, 0) is None
+    assert await relay.ask(None, 0, index) is None
     await relay.encoded(0)
     try:
         yield relay
@@ -205,39 +205,27 @@ class PartOf(Relay):
 
 
 async def test_a_part_has_deltas_of_its_own_buckets(tmp_path: Path):
-    relay = PartOf(tmp_path)
-    relay.publish(0)
-    task = asyncio.create_task(relay.deltas.run())
-    assert await relay.ask(None, 0, 1) is None
-    await relay.encoded(0)
-    for step in range(1, 6):
-        relay.publish(step)
-        found = await relay.ask(step - 1, step, 1)
-        assert found is not None
-        assert found.base == v(step - 1)
-        assert len(found.frames) == 1
-        data = torch.zeros_like(relay._bytes)
-        data[:1] = relay._bytes[:1] ^ step
-        apply_delta(memoryview(found.frames[0]), data.numpy().data, 2)
-        assert torch.equal(data, relay._bytes)
-    task.cancel()
-    await asyncio.wait({task})
+    async with running(PartOf(tmp_path), index=1) as relay:
+        for step in range(1, 6):
+            relay.publish(step)
+            found = await relay.ask(step - 1, step, 1)
+            assert found is not None
+            assert found.base == v(step - 1)
+            assert len(found.frames) == 1
+            data = torch.zeros_like(relay._bytes)
+            data[:1] = relay._bytes[:1] ^ step
+            apply_delta(memoryview(found.frames[0]), data.numpy().data, 2)
+            assert torch.equal(data, relay._bytes)
 
 
 async def test_a_version_that_a_part_overwrites_while_it_is_read_ends_the_chain(tmp_path: Path):
-    relay = PartOf(tmp_path)
-    relay.publish(0)
-    task = asyncio.create_task(relay.deltas.run())
-    assert await relay.ask(None, 0, 1) is None
-    await relay.encoded(0)
-    relay.publish(1)
-    while relay.deltas._head is not None:  # noqa: ASYNC110 until it is being read
-        await asyncio.sleep(0)
-    relay.versions.writing(1, 1)  # before the thread's result is taken
-    for step in (2, 3):
-        relay.publish(step)
-        await relay.encoded(step)
-    assert await relay.ask(0, 3, 1) is None
-    assert await relay.ask(2, 3, 1) is not None
-    task.cancel()
-    await asyncio.wait({task})
+    async with running(PartOf(tmp_path), index=1) as relay:
+        relay.publish(1)
+        while relay.deltas._head is not None:  # noqa: ASYNC110 until it is being read
+            await asyncio.sleep(0)
+        relay.versions.writing(1, 1)  # before the thread's result is taken
+        for step in (2, 3):
+            relay.publish(step)
+            await relay.encoded(step)
+        assert await relay.ask(0, 3, 1) is None
+        assert await relay.ask(2, 3, 1) is not None
