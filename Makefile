@@ -14,7 +14,8 @@ QUIETLY := --quiet --disable-pip-version-check --upgrade
 # Folders to look in: to import what is not run takes as long as many tests. tests/unit/test_folders.py
 HERMETIC_TESTS := tests/unit tests/property tests/contract
 PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/browser \
-	tests/property tests/unit/broker/rewards/test_code_reward.py
+	tests/property tests/unit/broker/rewards/test_code_reward.py \
+	tests/unit/algos/test_linear_logprobs.py
 TESTED := not slow and not chaos
 HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 

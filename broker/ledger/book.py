@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from slipstream.broker.ledger.groups import NOBODY, Group
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.leases import Holdings
-from slipstream.broker.ledger.state import MAX_DEAD_LETTERS, BookState, LedgerRules
+from slipstream.broker.ledger.state import BookState, LedgerRules
 from slipstream.broker.ledger.survivorship import bucket_of
 from slipstream.broker.ledger.throttle import StalenessController
 from slipstream.wire.messages.dead_letters import DeadLetter, DeadReason
@@ -202,7 +202,7 @@ class Book:
             failures=tuple(group.failures),
             retry_of=group.retry_of,
         )
-        if len(letters) > MAX_DEAD_LETTERS:
+        if len(letters) > self.rules.max_dead_letters:
             del letters[next(iter(letters))]
             self.state.letters_forgotten += 1
 

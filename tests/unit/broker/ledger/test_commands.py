@@ -1027,9 +1027,8 @@ def test_poisonous_prompt_is_a_dead_letter_that_names_its_victims():
     assert [one.by for one in letter.failures] == ["generator-0@1", "generator-1@1"]
 
 
-def test_the_oldest_dead_letters_make_room_and_are_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slipstream.broker.ledger.book.MAX_DEAD_LETTERS", 1)
-    ledger, first = with_a_dead_letter()
+def test_the_oldest_dead_letters_make_room_and_are_counted():
+    ledger, first = with_a_dead_letter(max_dead_letters=1)
     (group,) = lease(ledger, max_sequences=2)
     generate(ledger, group)
     for _ in range(2):

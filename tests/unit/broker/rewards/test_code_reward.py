@@ -5,16 +5,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.broker.rewards import code, code_tester
-from slipstream.broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
+from slipstream.broker.rewards.code import (
+    Budget,
+    find_program,
+    graded,
+    parse_tests,
+    same_lines,
+    same_value,
+    score,
+)
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
+from slipstream.broker.sandbox.sandbox import Limits
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, state_of, until, until_stopped
@@ -34,6 +44,18 @@ def _namespaces() -> None:
 def scored(program: str, truth: Json, **options: Any) -> dict[str, float]:  # noqa: ANN401
     patient = {"test_s": HANG_S, "total_s": HANG_S} | options
     return score(transcript(f"Here:\n```python\n{program}\n```\n", truth), **patient)
+
+
+def started_by(
+    start: Callable[..., sandbox.Outcome],
+    program: str,
+    truth: Json,
+    *,
+    test_s: float = HANG_S,
+    total_s: float = HANG_S,
+) -> dict[str, float]:
+    budget = Budget(test_s, total_s, 512 << 20, "namespaces", start)
+    return graded(transcript(f"Here:\n```python\n{program}\n```\n", truth), budget)
 
 
 def transcript(answer: str, truth: Json) -> Transcript:
@@ -356,30 +378,27 @@ def is_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("truth", [SUMS, CALLS], ids=["program", "calls"])
-def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
-    truth: Json, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    (tmp_path / "init.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr("slipstream.broker.sandbox.bubblewrap._INIT", tmp_path / "init.py")
-    monkeypatch.setattr(sandbox, "_START_S", 0.1)
+def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(truth: Json, tmp_path: Path):
+    init = tmp_path / "init.py"
+    init.write_text("import time; time.sleep(1000)")
+
+    def hangs(source: str, *, limits: Limits, **given: Any) -> sandbox.Outcome:  # noqa: ANN401
+        return sandbox.run(source, limits=replace(limits, start_s=0.1), init=init, **given)
+
     with pytest.raises(Unavailable, match="did not start within"):
-        scored(RIGHT, truth, test_s=0.1)
+        started_by(hangs, RIGHT, truth, test_s=0.1)
 
 
-@pytest.mark.integration
-def test_without_a_sandbox_there_is_no_score(monkeypatch: pytest.MonkeyPatch):
-    def refused(*_: object, **__: object) -> None:
+def test_without_a_sandbox_there_is_no_score():
+    def refused(*_: object, **__: object) -> sandbox.Outcome:
         raise SandboxUnavailableError("reward.sandbox: refused")
 
-    monkeypatch.setattr(sandbox, "run", refused)
     with pytest.raises(Unavailable, match=r"reward\.sandbox"):
-        scored(RIGHT, CALLS)
+        started_by(refused, RIGHT, CALLS)
 
 
 @pytest.mark.parametrize(("code_s", "expected"), [(0.001, 1.0), (0.03, 0.5)])
-def test_only_the_time_of_the_program_is_taken_from_its_budget(
-    monkeypatch: pytest.MonkeyPatch, code_s: float, expected: float
-):
+def test_only_the_time_of_the_program_is_taken_from_its_budget(code_s: float, expected: float):
     def slow_to_start(*_: object, stdin: bytes, **__: object) -> sandbox.Outcome:
         time.sleep(0.05)  # more than total_s: the sandbox, not the program
         total = sum(map(int, stdin.split()))
@@ -393,5 +412,4 @@ def test_only_the_time_of_the_program_is_taken_from_its_budget(
             peak_bytes=0,
         )
 
-    monkeypatch.setattr(sandbox, "run", slow_to_start)
-    assert scored("sums", SUMS, total_s=0.03)["score"] == expected
+    assert started_by(slow_to_start, "sums", SUMS, total_s=0.03)["score"] == expected

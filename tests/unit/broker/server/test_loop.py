@@ -12,7 +12,6 @@ import pytest
 from msgspec.structs import replace
 from typing_extensions import override
 
-from slipstream.broker import client as client_module
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.ledger.commands import Ledger
@@ -460,14 +459,13 @@ async def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone
     assert took.version == PolicyVersion(2, 0)
 
 
-async def test_second_process_of_a_name_gives_up_and_names_the_holder(
-    it: Running, monkeypatch: pytest.MonkeyPatch
-):
+async def test_second_process_of_a_name_gives_up_and_names_the_holder(it: Running):
     """By exit code 3: bad settings (2) would end a run that started it again."""
-    monkeypatch.setattr(client_module, "_NAME_PATIENCE_S", 0.5)
     first = await it.client("learner", "learner")
     with pytest.raises(NameTakenError, match="another process is connected as learner"):
-        await it.client("learner", "learner")
+        await BrokerClient.connect(
+            it.endpoint, role="learner", name="learner", timeout_s=HANG_S, name_patience_s=0.5
+        )
     await first.ask(broker.TakeOver(step=0), broker.TookOver)
 
     def role() -> int:
