@@ -1,9 +1,12 @@
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-# Processes that run tests; those of tests that wait for others may be twice as many as there are cores.
+# Bytecode lies beside the sources: without it every process of a test compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
+# Processes that run tests; tests that wait for others leave room for half as many more.
 CORES := $(shell nproc)
-WORKERS ?= $(shell echo $$(($(CORES) * 2)))
+WORKERS ?= $(shell echo $$(($(CORES) * 3 / 2)))
 PARALLEL := --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(PARALLEL)
 AUDIT := pip-audit==2.10.1
 COVERAGE := coverage==7.10.7
 MUTANTS := --sample 60
@@ -11,7 +14,9 @@ QUIETLY := --quiet --disable-pip-version-check --upgrade
 # Folders to look in: to import what is not run takes as long as many tests. tests/unit/test_folders.py
 HERMETIC_TESTS := tests/unit tests/property tests/contract
 PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/browser \
-	tests/property tests/unit/broker/rewards/test_code_reward.py
+	tests/property tests/unit/broker/rewards/test_code_reward.py \
+	tests/unit/algos/test_linear_logprobs.py
+TESTED := not slow and not chaos
 HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 
 help:  ## list the targets
@@ -45,12 +50,21 @@ lint:  ## style, types and import rules; changes nothing
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m tests.commits
 #: Test
-unit:  ## hermetic tests, one to two minutes; run before every commit
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(CORES) $(PARALLEL) -m '$(HERMETIC)' $(HERMETIC_TESTS)
+unit:  ## hermetic tests, a minute; run before every commit
+	$(PYTEST) -n $(CORES) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(PARALLEL) \
-		-m '(integration or redis or e2e) and not slow and not chaos' $(PROCESS_TESTS)
-test: setup lint unit test-integration  ## everything: what the README names and CI runs
+	$(PYTEST) -n $(WORKERS) -m '(integration or redis or e2e) and $(TESTED)' $(PROCESS_TESTS)
+LINTED := .cache/lint.log
+test: setup  ## lint, unit and test-integration at once: what the README names and CI runs
+	@$(MAKE) --no-print-directory lint >$(LINTED) 2>&1 & lint=$$!; failed=0; \
+		$(PYTEST) -n $(WORKERS) -m '$(TESTED)' tests || failed=$$?; \
+		wait $$lint || { failed=$$?; echo "make lint failed:"; cat $(LINTED); }; exit $$failed
+BUSY := 15  # loops on each core
+test-loaded: setup  ## kills and environment servers on a machine of load 30, an hour on two cores
+	@busy=; for n in $$(seq $$(($(BUSY) * $(CORES)))); do \
+		timeout 3h sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
+		trap "kill $$busy" EXIT; \
+		$(PYTEST) -n 1 -m '$(TESTED)' tests/chaos tests/integration/test_environment_servers.py
 # The versions that a GPU machine has (CPython 3.12, torch 2.11 with CUDA, megatron-core 0.19), on a CPU:
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
@@ -109,7 +123,7 @@ audit: setup  ## look for known holes in what is installed; fails where PyPI can
 	PYTHONPATH=.cache/audit $(PY) -m tests.audit
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
-test-all: test test-slow rehearsal device-rehearsal chaos  ## every test there is
+test-all: test test-slow test-loaded rehearsal device-rehearsal chaos  ## every test there is
 #: Make again what is kept in the repository
 policy: setup  ## make the policies again that the quickstarts start from
 	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy
@@ -132,5 +146,5 @@ docs:  ## generate docs/settings.md, metrics.md, models.md, tables of coming_fro
 	$(PY) -m docs.generate.verl --write
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 .PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null smollm2 format lint unit test-integration test \
-	rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
+	test-loaded rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
 	policy docs setup-gpu locks sbom

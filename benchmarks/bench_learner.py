@@ -37,7 +37,6 @@ import numpy as np
 from benchmarks.bars import Bars
 from benchmarks.weightbus.figures import table
 from slipstream.deploy.examples.addition import SHIPPED_POLICY
-from slipstream.generators.sglang.cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,8 +108,6 @@ def model_folder(case: Case, work: Path) -> Path:
     if case.config is None:
         return SHIPPED_POLICY
     import torch
-
-    define_torchvision_operators()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
@@ -247,8 +244,6 @@ def learner_step(_way: str, case: Case, folder: Path) -> Callable[[], Step]:
 def _transformers_step(way: str, case: Case, folder: Path) -> Callable[[], Step]:
     """Return a step as one would write it with transformers."""
     import torch
-
-    define_torchvision_operators()
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import torch
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
-
 
 def main() -> int:
     folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
     minimum, limit = job["limits"]
     sys.path.extend([job["path"]] if job["path"] else [])
     torch.set_num_threads(job["threads"])
-    define_torchvision_operators()
     from datasets import Dataset
     from transformers import (
         AutoModelForCausalLM,

@@ -114,9 +114,7 @@ POLICIES = (
 
 
 def _write_smollm2(folder: Path) -> None:
-    from slipstream.generators.sglang.cpu import define_torchvision_operators
 
-    define_torchvision_operators()
     from transformers import AutoTokenizer
 
     (folder / "model").symlink_to(_SMOLLM2)

@@ -131,6 +131,7 @@ class BrokerClient:
         timeout_s: float | None = None,
         outage_s: float = OUTAGE_S,
         key_file: str = "",
+        name_patience_s: float | None = None,
     ) -> tuple[Self, Welcome]:
         """Return a client that the broker welcomed.
 
@@ -144,6 +145,8 @@ class BrokerClient:
                 ``outage_s``.
             outage_s: how long a broker that is gone is waited for later.
             key_file: this host's key; needed for a broker on another host.
+            name_patience_s: time that another process may take to give up this name; None is
+                30 s, and 90 s where the broker is on another host.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
@@ -178,7 +181,7 @@ class BrokerClient:
             asyncio.create_task(client._watch()),
         ]
         try:
-            welcome = await client._first_hello(hello, timeout_s)
+            welcome = await client._first_hello(hello, timeout_s, name_patience_s)
         except NameTakenError:
             client.close()
             raise
@@ -192,13 +195,16 @@ class BrokerClient:
         client._is_welcome = True
         return client, welcome
 
-    async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
+    async def _first_hello(
+        self, hello: Hello, timeout_s: float, patience_s: float | None
+    ) -> Welcome:
         """Send a hello, and repeat it for a while if another process has this name.
 
         The connection of a dead process is gone at once, that of a vanished host after a
         minute. A longer wait means the other process is alive.
         """
-        patience_s = _NAME_PATIENCE_S if self._key is None else _FAR_NAME_PATIENCE_S
+        if patience_s is None:
+            patience_s = _NAME_PATIENCE_S if self._key is None else _FAR_NAME_PATIENCE_S
         give_up_s: float | None = None
         while True:
             try:

@@ -5,6 +5,7 @@
 #   ./deploy/setup.sh
 #   PYTHON=/path/to/python3.11 ./deploy/setup.sh    another interpreter
 #   SETUP_WITH=pip ./deploy/setup.sh                never uv
+#   TORCH_INDEX=URL ./deploy/setup.sh               another index of torch's CPU builds; "" for none
 #   ./deploy/setup.sh gpu                           .venv for a machine with GPUs; gigabytes
 #   FLASH_ATTN=no ./deploy/setup.sh gpu             without flash-attn, which may compile for an hour
 #   ./deploy/setup.sh rehearsal                     .rehearsal, with the versions of a GPU machine
@@ -13,8 +14,8 @@ cd "$(dirname "$0")/.."
 
 case "${1:-cpu}" in
 cpu)
-    venv=.venv target=setup wanted='3.11 or 3.12'
-    pythons=(python3.11 python3.12 python3 python)
+    venv=.venv target=setup wanted='3.11, 3.12 or 3.13'
+    pythons=(python3.11 python3.12 python3.13 python3 python)
     ;;
 gpu)
     venv=.venv target=setup-gpu wanted='3.11 or 3.12'
@@ -32,8 +33,9 @@ esac
 constraints=deploy/constraints-${1:-cpu}.txt
 pins="$constraints deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
 [ "$target" != setup-gpu ] || pins=$(echo deploy/locks/gpu-*.txt deploy/locks/flash-attn.txt)
+programs="deploy/setup.sh deploy/uv_sources.py deploy/download_size.py deploy/torchvision_operators.py"
 # shellcheck disable=SC2086
-stamp=$({ cat $pins pyproject.toml deploy/setup.sh deploy/uv_sources.py && echo "$target ${FLASH_ATTN:-}"; } |
+stamp=$({ cat $pins pyproject.toml $programs && echo "$target ${FLASH_ATTN:-}"; } |
     sha256sum | cut -d' ' -f1)
 describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
     "$1" -c 'import sys, platform as p
@@ -61,14 +63,14 @@ candidates=("${pythons[@]}")
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
 python='' seen=()
 for candidate in "${candidates[@]}"; do
-    case "$(describe "$candidate")" in
-    "CPython 3.12" | "CPython ${wanted%% *}")
+    what=$(describe "$candidate")
+    series=${what#CPython }
+    if [ "$what" = "CPython $series" ] && [[ " ${wanted//,/ } " == *" $series "* ]]; then
         python=$candidate
         break
-        ;;
-    '') ;;
-    *) seen+=("$candidate is $(describe "$candidate")") ;;
-    esac
+    elif [ -n "$what" ]; then
+        seen+=("$candidate is $what")
+    fi
 done
 if [ -z "$python" ]; then
     printf 'setup: CPython %s is needed; ' "$wanted" >&2
@@ -81,7 +83,7 @@ if [ -z "$python" ]; then
         printf '%s; ' "${seen[@]}"
     fi >&2
     echo >&2
-    echo "setup: name one with PYTHON=/path/to/python${wanted%% *} make ${target}" >&2
+    echo "setup: name one with PYTHON=/path/to/python${wanted%%[, ]*} make ${target}" >&2
     exit 2
 fi
 
@@ -108,7 +110,13 @@ echo "setup: a new environment in $venv with CPython $version ($where)"
 "$python" -m venv --clear "$venv" >>"$log" 2>&1 || failed
 new=$venv/bin/python
 
-with_pip() { "$new" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
+# For an index that is asked alone: without the indexes and folders that a user configured.
+alone=(env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL -u PIP_INDEX_URL -u UV_FIND_LINKS
+    -u UV_EXTRA_INDEX_URL -u UV_INDEX_URL -u UV_INDEX -u UV_DEFAULT_INDEX
+    PIP_CONFIG_FILE=/dev/null UV_NO_CONFIG=1)
+apart=()
+with_pip() { "${apart[@]}" "$new" -m pip install --disable-pip-version-check --no-compile \
+    "$@" >>"$log" 2>&1; }
 by=pip sources=()
 find_uv() { # which works here, and where it is to look
     local words
@@ -130,31 +138,72 @@ install() { # what for, arguments that uv and pip have in common
     local began=$SECONDS who=$by
     printf 'setup: %s: ' "$part"
     if [ "$by" = pip ] ||
-        ! "$uv" pip install --python "$new" "${sources[@]}" "$@" >>"$log" 2>&1; then
+        ! "${apart[@]}" "$uv" pip install --python "$new" "${sources[@]}" "$@" >>"$log" 2>&1; then
         [ "$by" = pip ] || who="pip, as uv could not"
         with_pip "$@" || { echo failed && failed; }
     fi
     printf '%d s (%s)\n' $((SECONDS - began)) "$who"
 }
 
+offers_torch() { # index: it has the pinned torch for this Python; what does not answer is left soon
+    local pin
+    pin=$(sed -n 's/^torch==//p' "$constraints")
+    "${alone[@]}" "$new" -m pip index versions torch --index-url "$1" --timeout 5 --retries 0 2>>"$log" |
+        grep -qE "[ ,]${pin//./\\.}(\\+[a-z0-9.]+)?(,|\$)"
+}
+install_torch() { # torch and torchvision from one place: their operators fit each other
+    local index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} why
+    if [ "$target" != setup ] || [ -z "$index" ] || [ -n "${PIP_NO_INDEX:-}" ]; then
+        why=''
+    elif [ -z "${TORCH_INDEX:-}" ] && [ -e /dev/nvidiactl ]; then
+        why='this machine has a GPU'
+    elif offers_torch "$index"; then
+        local sources=() apart=("${alone[@]}")
+        install "1 of 5, torch for CPUs, from $index" \
+            --no-deps --index-url "$index" -c "$constraints" torch torchvision
+        return
+    else
+        why="$index does not answer or has no such torch"
+    fi
+    [ -z "$why" ] || echo "setup: $why: torch comes from the package index, $(size_of_torch)"
+    install "1 of 5, torch" -c "$constraints" torch torchvision
+}
+size_of_torch() { # to download, as far as the index says it
+    local lock=$venv/pylock.toml
+    [ "$by" != pip ] && printf 'torch\ntorchvision\n' | "$uv" pip compile --quiet --python "$new" \
+        "${sources[@]}" -c "$constraints" --format pylock.toml -o "$lock" - >>"$log" 2>&1 &&
+        "$new" deploy/download_size.py "$lock" 2>>"$log" || echo 'gigabytes where that is a CUDA build'
+}
+compile() { # once, so that no role does at its start
+    local began=$SECONDS
+    printf 'setup: %s, bytecode: ' "$1"
+    # Libraries have templates that are no Python, which it names and passes over.
+    env -u PYTHONPYCACHEPREFIX "$new" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages \
+        >>"$log" 2>&1 || true
+    printf '%d s\n' $((SECONDS - began))
+}
+
 if [ "$target" = setup-gpu ]; then
     locks=deploy/locks
     series=$(cut -d. -f1,2 <<<"$version")
-    install "1 of 3, learner and generators" --require-hashes \
+    install "1 of 4, learner and generators" --require-hashes \
         -r "$locks/gpu-learner-$series.txt" -r "$locks/gpu-generator-$series.txt"
     if [ "${FLASH_ATTN:-}" = no ]; then
-        echo "setup: 2 of 3, flash-attn: left out (FLASH_ATTN=no)"
+        echo "setup: 2 of 4, flash-attn: left out (FLASH_ATTN=no)"
     else
-        install "2 of 3, flash-attn" --require-hashes --no-deps --no-build-isolation \
+        install "2 of 4, flash-attn" --require-hashes --no-deps --no-build-isolation \
             -r "$locks/flash-attn.txt"
     fi
-    install "3 of 3, slipstream" --no-deps --no-build-isolation --editable .
+    install "3 of 4, slipstream" --no-deps --no-build-isolation --editable .
+    compile "4 of 4"
 else
-    install "1 of 4, torch" -c "$constraints" torch pip setuptools wheel
-    install "2 of 4, libraries" -c "$constraints" -r deploy/requirements-cpu.txt
-    install "3 of 4, sglang without its CUDA requirements" \
+    install_torch
+    install "2 of 5, libraries" -c "$constraints" -r deploy/requirements-cpu.txt
+    install "3 of 5, sglang without its CUDA requirements" \
         --no-deps -c "$constraints" -r deploy/requirements-cpu-nodeps.txt
-    install "4 of 4, slipstream" --no-deps --no-build-isolation --editable .
+    install "4 of 5, slipstream" --no-deps --no-build-isolation --editable .
+    "$new" deploy/torchvision_operators.py >>"$log" 2>&1 || { part=torchvision && failed; }
+    compile "5 of 5"
 fi
 echo "$stamp" >"$venv/.slipstream-setup"
 echo "setup: done in $((SECONDS - started)) s"

@@ -7,7 +7,7 @@ same settings answers the prompts that are not in the file yet.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +69,11 @@ def answered_positions(path: Path) -> set[int]:
     return {recorded.group.group_id for recorded in read_groups(path)}
 
 
-async def generate(settings: OfflineSettings, name: str) -> int:
+async def generate(
+    settings: OfflineSettings,
+    name: str,
+    start_pool: Callable[..., Awaitable[RewardPool]] = RewardPool.start,
+) -> int:
     """Write the file; return the exit code. It holds all answers finished before Ctrl-C."""
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
@@ -77,7 +81,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     folders = private_folders(run)  # of a run in the same place, if there is one
     hidden = [p for p in settings.generator.hidden if p not in folders or p.exists()]
     async with AsyncExitStack() as cleanup:
-        pool = await RewardPool.start(settings.reward, hide=hidden)
+        pool = await start_pool(settings.reward, hide=hidden)
         cleanup.push_async_callback(pool.close)
         stop = stop_event()
         answered = answered_positions(settings.out)

@@ -1,7 +1,12 @@
+import asyncio
+import inspect
+import json
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -23,19 +28,66 @@ HANGS_AFTER_S = {  # what hangs is ended; a machine that is slow or busy comes n
 }
 
 
+ROOT = Path(__file__).parents[1]
+# Seconds of each file of tests. A whole `make test` writes the second file; copy it over the first
+# one when files of tests came or went.
+SECONDS, SECONDS_HERE = ROOT / "tests" / "seconds.json", ROOT / ".cache" / "test_seconds.json"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure where all reports arrive: in the process that starts the others."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FileSeconds())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test that sets none a limit by its kind; hermetic ones have that of pyproject."""
-    items.sort(key=_place)  # files of long tests first: they are what the others run beside
+    seconds: dict[str, float] = json.loads(SECONDS.read_bytes()) if SECONDS.exists() else {}
+    # The longest files first: they are what the others run beside.
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 10.0))
     for item in items:
         limits = [limit for kind, limit in HANGS_AFTER_S.items() if item.get_closest_marker(kind)]
         if limits and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(limits[0]))
 
 
-def _place(item: pytest.Item) -> int:
-    if item.get_closest_marker("e2e"):
-        return 0
-    return 1 if "chaos" in item.path.parts else 2
+class FileSeconds:
+    """Seconds of the tests of each file in this call of pytest."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        long = {file: round(s) for file, s in sorted(self._seconds.items()) if s >= 1}
+        if len(self._seconds) > 300:  # all files there are, not some
+            SECONDS_HERE.parent.mkdir(exist_ok=True)
+            SECONDS_HERE.write_text(json.dumps(long, indent=1) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own.
+
+    A fixture that is an asynchronous context manager is entered there, and the test is given what
+    that yields.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    asyncio.run(_run(pyfuncitem.obj, given))
+    return True
+
+
+async def _run(test: Callable[..., Awaitable[None]], given: dict[str, object]) -> None:
+    async with AsyncExitStack() as entered:
+        for name, value in given.items():
+            if isinstance(value, AbstractAsyncContextManager):
+                given[name] = await entered.enter_async_context(value)
+        await test(**given)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.device.report import Report, run_stage
-from slipstream.generators.sglang.cpu import define_torchvision_operators
 from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
@@ -65,7 +64,6 @@ _TINY: dict[str, object] = {
 
 def work(report: Report, out: Path) -> None:
     device.prepare()
-    define_torchvision_operators()
     from slipstream.learner.model.topology import destroy_topology, init_topology
 
     on_gpu = torch.cuda.is_available()

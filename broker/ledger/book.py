@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from slipstream.broker.ledger.groups import NOBODY, Group, Lease
+from slipstream.broker.ledger.groups import NOBODY, Group
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.leases import Holdings
-from slipstream.broker.ledger.state import MAX_DEAD_LETTERS, BookState, LedgerRules
+from slipstream.broker.ledger.state import BookState, LedgerRules
 from slipstream.broker.ledger.survivorship import bucket_of
 from slipstream.broker.ledger.throttle import StalenessController
 from slipstream.wire.messages.dead_letters import DeadLetter, DeadReason
@@ -25,9 +25,11 @@ class Book:
             bound=rules.bound,
             last_step=rules.total_steps,
         )
-        self.index = GroupIndex(rules.bound, self.state.groups.values())
+        self.groups = self.state.groups  # neither trained (or evaluated) nor dropped
+        self.leases = self.state.leases  # of generation
+        self.index = GroupIndex(rules.bound, self.groups.values())
         self.by_holder = Holdings()
-        for lease in self.state.leases.values():
+        for lease in self.leases.values():
             self.by_holder.add(lease.holder, lease.lease_id)
         self.released: list[TrajectoryKey] = []  # payloads that are no longer needed
         self.controller: StalenessController | None = None  # not stored: it begins anew
@@ -49,16 +51,6 @@ class Book:
     def step(self) -> int:
         """Number of learner steps completed."""
         return self.state.version.step
-
-    @property
-    def groups(self) -> dict[int, Group]:
-        """Groups that are neither trained (or evaluated) nor dropped."""
-        return self.state.groups
-
-    @property
-    def leases(self) -> dict[int, Lease]:
-        """Leases of generation."""
-        return self.state.leases
 
     @property
     def bound_in_force(self) -> int:
@@ -210,7 +202,7 @@ class Book:
             failures=tuple(group.failures),
             retry_of=group.retry_of,
         )
-        if len(letters) > MAX_DEAD_LETTERS:
+        if len(letters) > self.rules.max_dead_letters:
             del letters[next(iter(letters))]
             self.state.letters_forgotten += 1
 

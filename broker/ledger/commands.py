@@ -123,7 +123,8 @@ class Ledger:
             group = self.issuing.next_group(adopted, room)
             if group is None:
                 break
-            room -= len(group.missing)
+            missing = group.missing
+            room -= len(missing)
             lease_id = self.book.state.next_lease_id
             self._decisions.record(
                 Leased(
@@ -142,7 +143,7 @@ class Ledger:
                     item=group.item,
                     position=group.position,
                     prompt=group.prompt,
-                    siblings=group.missing,
+                    siblings=missing,
                 )
             )
         return granted
@@ -190,7 +191,7 @@ class Ledger:
 
     def _check(self, group: Group, header: TrajectoryHeader) -> None:
         """Refuse an answer that is too long, or of weights that its group may not hold."""
-        rules, version, oldest = self.book.rules, self.book.version, header.oldest_version
+        rules, version = self.book.rules, self.book.version
         longest = rules.max_response_tokens[group.item]
         if header.num_prompt_tokens > rules.max_prompt_tokens:
             raise RefusedError(
@@ -203,16 +204,17 @@ class Ledger:
                 f"a response of {header.num_response_tokens} tokens in group {group.group_id}; the "
                 f"broker's max_response_tokens ({section}) is {longest}"
             )
-        newest = max(run.version for run in header.version_runs)
+        versions = [run.version for run in header.version_runs]
+        oldest, newest = min(versions), max(versions)
         if newest > version:
             raise RefusedError(f"token of {newest.label}, the learner is at {version.label}")
-        for run in header.version_runs:
-            if not self.book.is_ancestor(run.version):
+        for behavior in versions:
+            if not self.book.is_ancestor(behavior):
                 lease = self.book.leases.get(group.lease_id)
                 if lease is not None and lease.lease_id == header.lease_id:
                     self._end_lease(lease, "orphaned")
                 raise RefusedError(
-                    f"token chosen by {run.version.label}, which {version.label} does not "
+                    f"token chosen by {behavior.label}, which {version.label} does not "
                     "descend from: a learner has gone back to an earlier checkpoint"
                 )
         if group.adopted_step < 0 or oldest.step < group.adopted_step:
@@ -265,7 +267,7 @@ class Ledger:
         group = self.book.groups.get(score.group_id)
         if group is None or score.sibling not in group.headers or score.sibling in group.scores:
             return  # it ended, or was scored already
-        score = clamped(score, len(group.headers[score.sibling].chosen))
+        score = clamped(score, len(group.headers[score.sibling].turns) or 1)
         if score.reward is None:
             self._decisions.record(
                 ScoringFailed(

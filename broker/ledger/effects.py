@@ -49,8 +49,10 @@ def apply(book: Book, event: LedgerEvent) -> None:
     state = book.state
     state.num_events += 1
     match event:
-        case Issued() | Leased() | LeaseEnded() | Generated():
+        case Generated() | Issued() | Leased() | LeaseEnded():
             _apply_generation(book, event)
+        case Scored(score=score):
+            _apply_score(book, score)
         case ScoringFailed(group_id=group_id, sibling=sibling):
             group = book.groups[group_id]
             group.failed_scorings[sibling] = group.failed_scorings.get(sibling, 0) + 1
@@ -64,8 +66,6 @@ def apply(book: Book, event: LedgerEvent) -> None:
                     excerpt=event.excerpt,
                 )
             )
-        case Scored(score=score):
-            _apply_score(book, score)
         case Dropped(group_id=group_id, reason=reason):
             _drop(book, book.groups[group_id], reason)
         case EvalRoundOpened(step=step, num_problems=num_problems):
@@ -95,9 +95,22 @@ def apply(book: Book, event: LedgerEvent) -> None:
             _apply_learner(book, event)
 
 
-def _apply_generation(book: Book, event: Issued | Leased | LeaseEnded | Generated) -> None:
+def _apply_generation(book: Book, event: Generated | Issued | Leased | LeaseEnded) -> None:
     state = book.state
     match event:
+        case Generated(header=header, num_bytes=num_bytes):
+            group = book.groups[header.group_id]
+            is_last = len(group.headers) + 1 == group.size
+            if is_last:
+                book.index.leave(group)
+            group.headers[header.sibling] = header
+            group.num_bytes += num_bytes
+            state.untrained_bytes += num_bytes
+            if is_last:
+                book.end_lease(group)
+                book.index.enter(group)
+            else:
+                book.index.sibling_came(group, generated=1)
         case Issued(group_id=group_id, item=item, cursor=cursor, eval_step=eval_step):
             if item == "train":
                 state.cursor = cursor + 1
@@ -139,19 +152,6 @@ def _apply_generation(book: Book, event: Issued | Leased | LeaseEnded | Generate
             state.ended_leases[reason] += 1
             if reason not in {"lost", "orphaned"}:
                 state.restarted_trajectories += group.size - len(group.headers)
-        case Generated(header=header, num_bytes=num_bytes):
-            group = book.groups[header.group_id]
-            is_last = len(group.headers) + 1 == group.size
-            if is_last:
-                book.index.leave(group)
-            group.headers[header.sibling] = header
-            group.num_bytes += num_bytes
-            state.untrained_bytes += num_bytes
-            if is_last:
-                book.end_lease(group)
-                book.index.enter(group)
-            else:
-                book.index.sibling_came(group, generated=1)
 
 
 def _apply_score(book: Book, score: Score) -> None:

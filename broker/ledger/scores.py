@@ -1,5 +1,6 @@
 """Validates and bounds scores from a reward worker, which may be wrong or foreign."""
 
+from collections.abc import Mapping
 from itertools import islice
 
 import msgspec
@@ -13,7 +14,7 @@ from slipstream.wire.messages.trajectory import (
 )
 
 _MOST = 1e15  # of a reward; squares of such are finite in float32
-_UNCHANGED = 100  # characters; nearly all scores are short
+_UNCHANGED = 100  # characters of all texts; nearly all scores are short
 
 
 def clamped(score: Score, num_turns: int = 1) -> Score:
@@ -25,13 +26,13 @@ def clamped(score: Score, num_turns: int = 1) -> Score:
         score = msgspec.structs.replace(
             score, reward=None, turn_rewards=(), unavailable=f"invalid: {invalid}"
         )
-    parts = score.parts
-    short = len(parts) <= MAX_PARTS and all(len(name) <= MAX_PART_NAME for name in parts)
-    if not short or not all(map(_is_plain, parts.values())):
-        kept = ((name[:MAX_PART_NAME], part) for name, part in parts.items() if _is_plain(part))
+    if score.parts and not _are_plain(score.parts):
+        kept = (
+            (name[:MAX_PART_NAME], part) for name, part in score.parts.items() if _is_plain(part)
+        )
         score = msgspec.structs.replace(score, parts=dict(islice(kept, MAX_PARTS)))
-    texts = (score.unavailable, score.function, score.version, score.excerpt)
-    if any(len(text) > _UNCHANGED for text in texts):
+    names = len(score.function) + len(score.version)
+    if names + len(score.unavailable) + len(score.excerpt) > _UNCHANGED:
         score = msgspec.structs.replace(
             score,
             unavailable=score.unavailable[:MAX_REASON],
@@ -45,7 +46,7 @@ def clamped(score: Score, num_turns: int = 1) -> Score:
 def _why_invalid(score: Score, num_turns: int) -> str:
     if score.reward is not None and not _is_plain(score.reward):
         return f"the reward is {score.reward}; it may be at most {_MOST:g}"
-    if len(score.turn_rewards) not in {0, num_turns}:
+    if score.turn_rewards and len(score.turn_rewards) != num_turns:
         return (
             f"turn_rewards has {len(score.turn_rewards)} numbers, the trajectory {num_turns} turns"
         )
@@ -53,6 +54,11 @@ def _why_invalid(score: Score, num_turns: int) -> str:
         if not _is_plain(reward):
             return f"the reward of turn {number} is {reward}; it may be at most {_MOST:g}"
     return ""
+
+
+def _are_plain(parts: Mapping[str, float]) -> bool:
+    short = len(parts) <= MAX_PARTS and max(map(len, parts)) <= MAX_PART_NAME
+    return short and all(map(_is_plain, parts.values()))
 
 
 def _is_plain(value: float) -> bool:

@@ -47,6 +47,7 @@ class LedgerRules:
     prompts_fingerprint: str = ""  # of the training prompts, in order
     problems_fingerprint: str = ""  # of the held-out problems
     staleness_target: StalenessTarget | None = None  # held below the bound
+    max_dead_letters: int = MAX_DEAD_LETTERS
 
 
 class TrainedStep(msgspec.Struct, frozen=True):

@@ -24,7 +24,8 @@ MAX_KEPT_MEMBERS = 20_000  # of all publishes together
 class PublishHistory:
     """The newest publishes, and how many there ever were."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_members: int = MAX_MEMBERS) -> None:
+        self._max_members = max_members
         self._records: deque[PublishRecord] = deque()
         self._forgotten = 0
         self._forgotten_while_generating = 0
@@ -48,15 +49,35 @@ class PublishHistory:
         """Some members were brought to a version, or left out of it."""
         for index in reversed(range(len(self._records))):
             if self._records[index].version == record.version:
-                self._records[index] = _bounded(merged((self._records[index], record)))
+                self._records[index] = self._bounded(merged((self._records[index], record)))
                 break
         else:
-            self._records.append(_bounded(record))
+            self._records.append(self._bounded(record))
         kept = newest(self._records, most=MAX_PUBLISHES, most_members=MAX_KEPT_MEMBERS)
         while len(self._records) > len(kept):
             oldest = self._records.popleft()
             self._forgotten += _adopted(oldest)
             self._forgotten_while_generating += _while_generating(oldest)
+
+    def _bounded(self, record: PublishRecord) -> PublishRecord:
+        """Return a record without more members, or longer texts, than there can be."""
+        return replace(
+            record,
+            at_s=moment(record.at_s),
+            adopted_by=figures(record.adopted_by, most=self._max_members),
+            failed=texts(record.failed, most=self._max_members),
+            num_in_flight=figures(record.num_in_flight, most=self._max_members),
+            digest=record.digest[:MAX_CHARS],
+            engine_digests=texts(record.engine_digests, most=self._max_members),
+            phase_seconds=by_phase(record.phase_seconds),
+            num_bytes=figures({"": record.num_bytes}).get("", 0),
+            fetched_bytes=figures(record.fetched_bytes, most=self._max_members),
+            transports={
+                name[:MAX_CHARS]: how
+                for name, how in islice(record.transports.items(), self._max_members)
+            },
+            quarantined=texts(record.quarantined, most=self._max_members),
+        )
 
 
 def newest(
@@ -96,26 +117,6 @@ def bounded_members(members: Sequence[MemberState]) -> list[MemberState]:
         )
         for member in members[:MAX_MEMBERS]
     ]
-
-
-def _bounded(record: PublishRecord) -> PublishRecord:
-    """Return a record without more members, or longer texts, than there can be."""
-    return replace(
-        record,
-        at_s=moment(record.at_s),
-        adopted_by=figures(record.adopted_by, most=MAX_MEMBERS),
-        failed=texts(record.failed, most=MAX_MEMBERS),
-        num_in_flight=figures(record.num_in_flight, most=MAX_MEMBERS),
-        digest=record.digest[:MAX_CHARS],
-        engine_digests=texts(record.engine_digests, most=MAX_MEMBERS),
-        phase_seconds=by_phase(record.phase_seconds),
-        num_bytes=figures({"": record.num_bytes}).get("", 0),
-        fetched_bytes=figures(record.fetched_bytes, most=MAX_MEMBERS),
-        transports={
-            name[:MAX_CHARS]: how for name, how in islice(record.transports.items(), MAX_MEMBERS)
-        },
-        quarantined=texts(record.quarantined, most=MAX_MEMBERS),
-    )
 
 
 def _adopted(record: PublishRecord) -> bool:

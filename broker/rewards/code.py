@@ -17,7 +17,7 @@ a process that the answer cannot reach (``code_tester.py``).
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +58,7 @@ class Budget:
     left_s: float
     memory_bytes: int
     mode: sandboxes.Mode
+    start: Callable[..., sandboxes.Outcome] = sandboxes.run
 
     def run(
         self,
@@ -74,7 +75,7 @@ class Budget:
         limits = sandboxes.Limits(
             own_s=own_s, cpu_s=own_s, memory_bytes=self.memory_bytes, max_processes=_MAX_PROCESSES
         )
-        outcome = sandboxes.run(source, stdin=stdin, files=files, limits=limits, mode=self.mode)
+        outcome = self.start(source, stdin=stdin, files=files, limits=limits, mode=self.mode)
         self.left_s -= max(outcome.own_s, outcome.cpu_s)
         return outcome
 
@@ -108,11 +109,22 @@ def score(
         Unavailable: there is no sandbox on this machine, or it did not start in time.
         ValueError: ``ground_truth`` holds no test cases.
     """
+    budget = Budget(test_s, total_s, memory_mb * _MIB, sandbox)
+    return graded(transcript, budget, require_fence=require_fence, all_or_nothing=all_or_nothing)
+
+
+def graded(
+    transcript: Transcript,
+    budget: Budget,
+    *,
+    require_fence: bool = True,
+    all_or_nothing: bool = False,
+) -> dict[str, float]:
+    """Return what ``score`` does, within a budget that also says how a sandbox is started."""
     tests = parse_tests(transcript.prompt.ground_truth)
     program = find_program(transcript.response, require_fence=require_fence)
     if program is None:
         return {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
-    budget = Budget(test_s, total_s, memory_mb * _MIB, sandbox)
     try:
         if tests.inputs:
             passed, ran = _run_programs(program, tests, budget, stop_early=all_or_nothing)

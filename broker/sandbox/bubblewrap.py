@@ -16,7 +16,7 @@ from slipstream.broker.sandbox.system_calls import compiled_filter
 from slipstream.wire.errors import ConfigError
 
 PROBE_S = 300.0  # of a child that ends by itself
-_INIT = Path(__file__).with_name("init.py")
+INIT = Path(__file__).with_name("init.py")
 _SLACK_BYTES = 1 << 20  # of a folder in memory, besides the files that fit
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
 _DEVICES = ("null", "random", "urandom")  # mapping zero is memory that no limit counts
@@ -106,12 +106,12 @@ def init_argv(
     report: int = -1,
     limits: Mapping[str, int] = MappingProxyType({}),
     uid: int = 0,
-    init: str = "",
+    init: Path = INIT,
 ) -> list[str]:
     """Return the argv of ``init.py`` for a command."""
     limited = ",".join(f"{name}={value}" for name, value in limits.items())
     numbers = [str(report), str(os.getpid()), str(uid)]
-    return [interpreter(), "-I", "-S", init or str(_INIT), *numbers, limited, *command]
+    return [interpreter(), "-I", "-S", str(init), *numbers, limited, *command]
 
 
 @functools.cache
@@ -152,13 +152,13 @@ def _empty_root() -> tuple[str, ...]:
 
 
 def isolated_argv(
-    files: Mapping[str, bytes], max_file_bytes: int, stack: contextlib.ExitStack
+    files: Mapping[str, bytes], max_file_bytes: int, stack: contextlib.ExitStack, init: Path = INIT
 ) -> tuple[list[str], list[int]]:
     """Return the start of bubblewrap's argv, and the descriptors that it reads.
 
     The work folder and /tmp are in memory, and the given files cannot be replaced.
     """
-    argv = [*_empty_root(), "--ro-bind", str(_INIT), "/init.py"]
+    argv = [*_empty_root(), "--ro-bind", str(init), "/init.py"]
     size = str(4 * max_file_bytes + _SLACK_BYTES)
     for folder in FOLDERS_IN_MEMORY:
         argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]

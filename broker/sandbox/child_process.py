@@ -189,7 +189,13 @@ class ChildProcess(asyncio.Protocol):
         reaper = self._reaper(children)
         self._at_load = set(children.get(reaper, ()) if reaper is not None else ())
 
-    def kill_left_behind(self, table: Mapping[int, ProcessRow], *, before_s: float) -> int:
+    def kill_left_behind(
+        self,
+        table: Mapping[int, ProcessRow],
+        *,
+        before_s: float,
+        kill: Callable[[int], None] = kill,
+    ) -> int:
         """Kill processes that left the child's tree, started before; return how many."""
         children = children_by_parent(table)
         reaper = self._reaper(children)

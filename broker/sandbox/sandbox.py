@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Literal, Self, TypeAlias
 
 from slipstream.broker.sandbox.bubblewrap import (
+    INIT,
     SandboxUnavailableError,
     explained,
     init_argv,
@@ -39,10 +40,8 @@ End: TypeAlias = Status | Literal["starved"]
 _MIB = 1024 * 1024
 _STACK_BYTES = 8 * _MIB  # of one thread
 _POLL_S = 0.025
-_START_S = 120.0  # to enter the namespaces on a busy machine, before the clocks of the code start
 _END_S = 60.0
 _READ_BYTES = 65536
-_AT_MOST = 20  # times own_s: then the machine is too busy
 _DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
@@ -64,6 +63,10 @@ class Limits:
     """Of stdout and stderr together."""
     max_file_bytes: int = 16 * _MIB
     """Of one file; all files together may be four times as large."""
+    start_s: float = 120.0
+    """To enter the namespaces on a busy machine, before the clocks of the code start."""
+    at_most: float = 20.0
+    """Times own_s, by the clock of the machine: then it is too busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,7 @@ def run(
     files: Mapping[str, bytes] = NO_FILES,
     limits: Limits = Limits(),
     mode: Mode = "namespaces",
+    init: Path = INIT,
 ) -> Outcome:
     """Run Python source with the base interpreter, without its site-packages; block until it ends.
 
@@ -118,6 +122,7 @@ def run(
         files: further files in its work folder, which is the current one, by relative path.
         limits: of its usage; the clocks start when it does.
         mode: ``none`` gives limits but no protection.
+        init: process 1 of the sandbox.
 
     Raises:
         SandboxUnavailableError: bubblewrap does not start here, or not in time.
@@ -128,14 +133,19 @@ def run(
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name:
             raise ValueError(f"files: expected a path inside the work folder, got {name!r}")
-    with sealed("stdin", stdin) as given, StartedRun(everything, given, limits, mode) as started:
+    with (
+        sealed("stdin", stdin) as given,
+        StartedRun(everything, given, limits, mode, init) as started,
+    ):
         return started.watch()
 
 
 class StartedRun:
     """One started sandbox, its descriptors, and its usage."""
 
-    def __init__(self, files: Mapping[str, bytes], stdin: int, limits: Limits, mode: Mode) -> None:
+    def __init__(
+        self, files: Mapping[str, bytes], stdin: int, limits: Limits, mode: Mode, init: Path = INIT
+    ) -> None:
         """Start ``main.py`` of these files, with a descriptor as its input."""
         self._limits = limits
         self._plain = mode == "none"
@@ -160,12 +170,13 @@ class StartedRun:
                     path = Path(folder, name)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(content)
-                argv = init_argv(program, report=theirs, limits=rlimits)
+                argv = init_argv(program, report=theirs, limits=rlimits, init=init)
             else:
-                argv, descriptors = isolated_argv(files, limits.max_file_bytes, handed)
+                argv, descriptors = isolated_argv(files, limits.max_file_bytes, handed, init)
                 spare = _FIRST_SPARE_UID + secrets.randbelow(_SPARE_UIDS)
                 uid = 0 if needs_user_namespace() else spare
-                argv += init_argv(program, report=theirs, limits=rlimits, uid=uid, init="/init.py")
+                inside = Path("/init.py")
+                argv += init_argv(program, report=theirs, limits=rlimits, uid=uid, init=inside)
             self._process = subprocess.Popen(  # noqa: S603 our own script
                 argv,
                 stdin=stdin,
@@ -267,10 +278,10 @@ class StartedRun:
         """Return the limit that the run has exceeded."""
         limits, usage = self._limits, self._usage
         if self._own is None:
-            return "timeout" if now_s - self._start_s > _START_S + limits.own_s else None
+            return "timeout" if now_s - self._start_s > limits.start_s + limits.own_s else None
         if self._own.seconds > limits.own_s or usage.cpu_s > limits.cpu_s:
             return "timeout"
-        if now_s - self._own.began_s > _AT_MOST * limits.own_s:
+        if now_s - self._own.began_s > limits.at_most * limits.own_s:
             return "starved"
         if usage.num_tasks > limits.max_processes:
             return "processes"
@@ -309,7 +320,7 @@ class StartedRun:
         stderr = bytes(self._output["stderr"])
         shown = report.get("error", stderr.decode(errors="replace")[-300:])
         if status == "timeout" and not report:
-            waited_s = _START_S + self._limits.own_s
+            waited_s = self._limits.start_s + self._limits.own_s
             raise SandboxUnavailableError(
                 f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
             )

@@ -49,6 +49,8 @@ class Sessions:
         is_there: Callable[[Peer], bool] = Peer.is_there,
         may_come_back: Callable[[str, str], bool] = lambda _name, _holder: False,
         now: Callable[[], float] = time.monotonic,
+        *,
+        max_clients: int = MAX_CLIENTS,
     ) -> None:
         """Make an empty list.
 
@@ -58,7 +60,9 @@ class Sessions:
             may_come_back: True if another holder than this one had a name before this broker,
                 and may still reconnect.
             now: returns the time.
+            max_clients: number with one key, or on the Unix socket.
         """
+        self._max_clients = max_clients
         self._may_come_back = may_come_back
         self._now = now
         # Clients refused because their name is taken -> since when its holder is gone.
@@ -173,7 +177,7 @@ class Sessions:
         if not hello.reconnects and (before is None or before.incarnation != hello.incarnation):
             self._wait_for(before, session, hello)
         if before is None:
-            if len(names) >= MAX_CLIENTS:  # if it is still there it sends a hello again
+            if len(names) >= self._max_clients:  # if it is still there it sends a hello again
                 self._forget(names.pop(next(iter(names))))
         elif hello.reconnects and before.incarnation != hello.incarnation:
             raise SupersededError(f"another process took the name {hello.name}")

@@ -30,13 +30,15 @@ class LedgerWriter:
         committer: GroupCommitter,
         trail: Trail,
         on_flood: Callable[[bool], None],
+        *,
+        snapshot_after_events: int = _SNAPSHOT_AFTER_EVENTS,
     ) -> None:
         self._state = state
         self._committer = committer
         self._trail = trail
         self._on_flood = on_flood
         self._events_since_snapshot = 0
-        self._look_again_at = _SNAPSHOT_AFTER_EVENTS
+        self._after_events = self._look_again_at = snapshot_after_events
         self._writing_trail: asyncio.Handle | None = None
         self.is_flooded = False
 
@@ -110,10 +112,10 @@ class LedgerWriter:
             return None
         state = self._state
         held = len(state.groups) + sum(map(len, state.replay.values()))
-        self._look_again_at = max(_SNAPSHOT_AFTER_EVENTS, held * _EVENTS_PER_GROUP)
+        self._look_again_at = max(self._after_events, held * _EVENTS_PER_GROUP)
         if self._events_since_snapshot < self._look_again_at:
             return None
-        self._events_since_snapshot, self._look_again_at = 0, _SNAPSHOT_AFTER_EVENTS
+        self._events_since_snapshot, self._look_again_at = 0, self._after_events
         return encode_state(state)
 
     def close(self) -> None:

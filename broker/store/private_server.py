@@ -84,11 +84,19 @@ class RedisServer:
 
     @classmethod
     def launch(
-        cls, *, socket: Path, folder: Path, log_file: Path, fsync: str, binary: Path | None = None
+        cls,
+        *,
+        socket: Path,
+        folder: Path,
+        log_file: Path,
+        fsync: str,
+        binary: Path | None = None,
+        lock_timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> "RedisServer":
         """Start a server that will listen on a Unix socket only; on the main thread.
 
-        No other user reads its files, which hold every prompt, answer and ground truth.
+        No other user reads its files, which hold every prompt, answer and ground truth. For
+        ``lock_timeout_s`` it waits for another server in the folder to end.
 
         Raises:
             ConfigError: another server runs in the folder, or there is no server to start.
@@ -96,7 +104,7 @@ class RedisServer:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
         server = cls(find_server(binary), socket.absolute(), folder.resolve(), log_file, fsync)
-        server._start(_LOCK_TIMEOUT_S)
+        server._start(lock_timeout_s)
         return server
 
     @property

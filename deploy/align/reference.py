@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
 from slipstream.wire.files.alignment import LOGPROBS, TOKENS, point
 
 _ARRAY = np.ndarray[Any, Any]
@@ -22,7 +21,6 @@ _ARRAY = np.ndarray[Any, Any]
 
 def main(model_folder: str, folder: Path, dtype: str) -> None:
     """Record a model."""
-    define_torchvision_operators()
     from transformers import AutoModelForCausalLM
 
     found: dict[str, list[_ARRAY]] = {}

@@ -49,14 +49,10 @@ def unpack(out: Path) -> None:
         source = find_quantized_file()
         started = time.monotonic()
         import torch
-
-        from slipstream.generators.sglang.cpu import define_torchvision_operators
-
-        define_torchvision_operators()
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         dequantized = AutoModelForCausalLM.from_pretrained(
             source.parent,
@@ -67,7 +63,7 @@ def unpack(out: Path) -> None:
         config = dequantized.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.load_state_dict(dequantized.state_dict(), strict=False)
         model.tie_weights()
         model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -10,7 +10,7 @@ COPY deploy/locks/cpu-3.11.txt deploy/constraints-cpu.txt /build/
 RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN pip install --no-deps --require-hashes -r /build/cpu-3.11.txt
-RUN pip install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' /build/constraints-cpu.txt)"
+RUN pip install --no-deps --index-url "$TORCH_INDEX" $(grep -E '^torch(vision)?==' /build/constraints-cpu.txt)
 COPY . /src
 RUN pip install --no-deps --no-build-isolation /src
 RUN python -m venv /bom && /bom/bin/pip install cyclonedx-bom==7.5.0 \

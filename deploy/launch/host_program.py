@@ -17,7 +17,6 @@ from slipstream.wire.errors import ChildDiedError
 from slipstream.wire.process.patience import Patience, signs_of
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
-_NO_FILES = {"PYTHONDONTWRITEBYTECODE": "1"}  # beside the modules of a user
 _IDLE_S = 60.0  # without a sign of life, besides the limit of what it waits for itself
 _END_S = 5.0  # to remove what it made; nothing that it would lose
 _POLL_S = 0.2
@@ -61,7 +60,7 @@ class HostProgram:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=folder,
-                env={**inherited, "TMPDIR": str(self._scratch), **_NO_FILES, **(environment or {})},
+                env={**inherited, "TMPDIR": str(self._scratch), **(environment or {})},
                 preexec_fn=bound_to_me(),
                 start_new_session=True,  # Ctrl-C ends it by `close`
             )

@@ -658,18 +658,18 @@ def _got(answer: _Answer) -> Any:  # noqa: ANN401 whatever the method returns
 
 
 def _nodes() -> list[dict[str, Any]]:
-    return list(ray.nodes())  # type: ignore[no-untyped-call]
+    return list(ray.nodes())
 
 
 def _num_gpus() -> float:
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    resources: dict[str, float] = ray.cluster_resources()
     return resources.get("GPU", 0.0)
 
 
 def _free() -> str:
     kinds = {
         name: count
-        for name, count in ray.available_resources().items()  # type: ignore[no-untyped-call]
+        for name, count in ray.available_resources().items()
         if not name.startswith(("node:", "bundle_group", "memory", "object_store"))
         and "_group_" not in name
     }

@@ -23,11 +23,11 @@ for python in 3.11 3.12; do
         compile "deploy/locks/gpu-$kind-$python.txt" --python-version $python --generate-hashes \
             --constraints "$build/gpu-$python.txt" pyproject.toml ${!kind}
     done
-    # torch for a CPU is in an index of its own, which this may not reach for every Python.
-    "$uv" pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version $python \
-        --config-file deploy/locks/uv.toml --python-platform x86_64-manylinux_2_35 \
-        --custom-compile-command 'make locks' --no-emit-package torch \
-        --output-file "deploy/locks/cpu-$python.txt" deploy/constraints-cpu.txt
+    # torch for a CPU is in an index of its own, with torchvision; a CUDA build's libraries are not needed.
+    grep -vE '^(torch|torchvision|cuda-.*|nvidia-.*)==' deploy/constraints-cpu.txt |
+        "$uv" pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version $python \
+            --config-file deploy/locks/uv.toml --python-platform x86_64-manylinux_2_35 \
+            --custom-compile-command 'make locks' --output-file "deploy/locks/cpu-$python.txt" -
 done
 # Compiled on the machine, against its torch: what that takes has a lock of its own, for both.
 printf 'flash-attn>=2.8\neinops\nninja\nsetuptools\nwheel\n' >"$build/flash-attn.in"

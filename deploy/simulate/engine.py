@@ -17,7 +17,6 @@ import math
 from bisect import bisect_right
 from collections import deque
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from slipstream.deploy.sizing.engine_law import EngineLaw
 
@@ -26,24 +25,12 @@ _FREED_STEPS = 16  # for which all sequences have room after a retraction
 _SPARE = 0.1  # of the cache that is free where one begins or goes on
 
 
-class Ended(NamedTuple):
-    """A finished sequence."""
-
-    group_id: int
-    sibling: int
-    lease_id: int
-    num_prompt_tokens: int
-    num_tokens: int  # of prompt and response
-    versions: tuple[tuple[int, int], ...]  # (index of the first token, step of the version)
-
-
-class _Sequence:
-    """One response under way."""
+class Response:
+    """One response, under way or ended."""
 
     __slots__ = (
         "began",
         "group_id",
-        "is_running",
         "lease_id",
         "length",
         "order",
@@ -63,9 +50,10 @@ class _Sequence:
         self.length = length
         self.began = 0.0  # v at which it would have begun, never retracted; less what is done
         self.since = 0.0  # v at which it was last begun
-        self.order = 0  # in which it was last begun
-        self.is_running = False
-        self.versions: list[tuple[int, int]] = []  # of its tokens before it was last begun
+        self.order = 0  # in which it was last begun; 0 while it does not run
+        self.versions: list[tuple[int, int]] = []
+        """(index of the first token, step of the version), of its tokens before it was last begun;
+        of all of them once it has ended."""
 
     @property
     def part(self) -> float:
@@ -132,10 +120,10 @@ class SimulatedEngine:
         self._flat_s = 0.0
         self._order = 0
         self._due = 0.0  # v at which a sequence ends or the cache is full
-        self._heap: list[tuple[float, int, _Sequence]] = []
-        self._stack: list[_Sequence] = []  # in the order in which they were begun; ended ones too
-        self._waiting: deque[_Sequence] = deque()  # for room; retracted ones first
-        self._groups: dict[int, tuple[list[_Sequence], int]] = {}  # under way, ended
+        self._heap: list[tuple[float, int, Response]] = []
+        self._stack: list[Response] = []  # in the order in which they were begun; ended ones too
+        self._waiting: deque[Response] = deque()  # for room; retracted ones first
+        self._groups: dict[int, tuple[list[Response], int]] = {}  # under way, ended
         self._boundaries: list[tuple[float, int]] = [(0.0, step)]  # (v, version from there on)
 
     @property
@@ -182,7 +170,7 @@ class SimulatedEngine:
             lengths: of the responses, by sibling.
         """
         siblings = [
-            _Sequence(group_id, sibling, lease_id, prompt, length)
+            Response(group_id, sibling, lease_id, prompt, length)
             for sibling, length in lengths.items()
         ]
         self._groups[group_id] = (siblings, 0)
@@ -213,47 +201,36 @@ class SimulatedEngine:
         Infinity where nothing is under way.
         """
         heap = self._heap
-        while heap and not _is_current(heap[0]):
+        while heap and heap[0][2].order != heap[0][1]:
             heappop(heap)  # it was cancelled or retracted
         if not heap:
             return math.inf
         steps = max(0.0, heap[0][0] - self._steps)
-        self._due = heap[0][0]
+        self._due, context = heap[0][0], self.context
         if self._running > 1:
-            left = (self._law.max_cached_tokens - self.context) / self._running
+            left = (self._law.max_cached_tokens - context) / self._running
             if left < steps:
                 steps = max(0.0, left)
                 self._due = self._steps + steps
-        flat = self._flat_s + self._law.context_s * self.context
+        flat = self._flat_s + self._law.context_s * context
         square = self._law.context_s * self._running / 2
         return self.now_s + self.debt_s + (flat + square * steps) * steps
 
-    def take_ended(self) -> list[Ended]:
-        """Take out the sequence whose end the present time is, and those that end with it.
+    def take_ended(self) -> list[Response]:
+        """Take out the response whose end the present time is, and those that end with it.
 
         Of a full cache, some are retracted; of one with room, retracted ones go on.
         """
-        ended: list[Ended] = []
+        ended: list[Response] = []
         heap = self._heap
         if self._running:
             self._steps = max(self._steps, self._due)
         while heap and heap[0][0] <= self._steps + _CLOSE:
-            entry = heappop(heap)
-            if not _is_current(entry):
-                continue
-            one = entry[2]
-            self._remove(one)
-            versions = tuple(self._versions(one, one.length))
-            ended.append(
-                Ended(
-                    one.group_id,
-                    one.sibling,
-                    one.lease_id,
-                    one.prompt,
-                    one.prompt + one.length,
-                    versions,
-                )
-            )
+            _, order, one = heappop(heap)
+            if one.order == order:
+                self._remove(one)
+                one.versions = self._versions(one, one.length)
+                ended.append(one)
         self._keep_within()
         self._flat_s = self._law.flat_s(self._running)
         return ended
@@ -268,27 +245,27 @@ class SimulatedEngine:
 
     # ---- one sequence ----------------------------------------------------------------
 
-    def _begin(self, one: _Sequence, done: float) -> None:
+    def _begin(self, one: Response, done: float) -> None:
         """Begin a sequence, or go on with one of which so many tokens are done."""
         self._order += 1
         one.since, one.began = self._steps, self._steps - done
-        one.order, one.is_running = self._order, True
+        one.order = self._order
         heappush(self._heap, (one.began + one.length, one.order, one))
         self._stack.append(one)
         if len(self._stack) > 4 * self.num_sequences + 64:
-            self._stack = [other for other in self._stack if other.is_running]
+            self._stack = [other for other in self._stack if other.order]
         self._constant += one.part
         self._running += 1
 
-    def _stop(self, one: _Sequence) -> None:
+    def _stop(self, one: Response) -> None:
         """Have a sequence leave the cache."""
-        one.is_running = False
+        one.order = 0
         self._running -= 1
         self._constant = self._constant - one.part if self._running else 0.0
 
-    def _remove(self, one: _Sequence) -> None:
+    def _remove(self, one: Response) -> None:
         """Take out a sequence for good."""
-        if one.is_running:
+        if one.order:
             self._stop(one)
         else:
             self._waiting.remove(one)
@@ -308,7 +285,7 @@ class SimulatedEngine:
         if self._running > 1 and self.context >= most - _CLOSE * self._running:
             while self._running > 1 and self.context + _FREED_STEPS * self._running > most:
                 one = self._stack.pop()
-                if one.is_running:
+                if one.order:
                     self._retract(one)
             return
         self._begin_waiting()
@@ -316,6 +293,7 @@ class SimulatedEngine:
     def _begin_waiting(self) -> None:
         """Begin what waits, as far as there is room; a prompt is computed once for siblings."""
         most = (1 - _SPARE) * self._law.max_cached_tokens
+        newest = -1  # group of which one was begun here
         while self._waiting:
             one = self._waiting[0]
             done = -one.began
@@ -323,11 +301,13 @@ class SimulatedEngine:
             if self._running and needed > most:
                 break
             self._waiting.popleft()
-            kept = any(other.is_running for other in self._groups[one.group_id][0])
+            siblings, _ = self._groups[one.group_id]
+            kept = one.group_id == newest or any(other.order for other in siblings)
+            newest = one.group_id
             self.debt_s += (done + one.prompt * (not kept)) * self._law.prefill_s
             self._begin(one, done)
 
-    def _retract(self, one: _Sequence) -> None:
+    def _retract(self, one: Response) -> None:
         done = max(0.0, self._steps - one.began)
         one.versions = self._versions(one, math.ceil(done - _CLOSE))
         self._stop(one)
@@ -335,10 +315,12 @@ class SimulatedEngine:
         self._waiting.appendleft(one)
         self.num_retractions += 1
 
-    def _versions(self, one: _Sequence, length: int) -> list[tuple[int, int]]:
+    def _versions(self, one: Response, length: int) -> list[tuple[int, int]]:
         """Return where the versions of a response begin, of its first ``length`` tokens."""
         boundaries, runs = self._boundaries, list(one.versions)
         at = max(0, bisect_right(boundaries, (one.since, math.inf)) - 1)
+        if not runs and at == len(boundaries) - 1:
+            return [(one.prompt, boundaries[at][1])]  # nothing was adopted since it began
         begun = (one.since, boundaries[at][1])
         for began_at, step in (begun, *boundaries[at + 1 :]):
             token = max(0, math.ceil(began_at - one.began - _CLOSE))
@@ -349,8 +331,3 @@ class SimulatedEngine:
             elif not runs or step != runs[-1][1]:
                 runs.append((one.prompt + token, step))
         return runs
-
-
-def _is_current(entry: tuple[float, int, _Sequence]) -> bool:
-    """Return whether a sequence is still to end as this entry of the heap says."""
-    return entry[2].is_running and entry[2].order == entry[1]

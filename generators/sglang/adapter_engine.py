@@ -114,7 +114,7 @@ class AdapterEngine(SglangEngine):
         if version in self._versions.loaded:  # and was not adopted
             await self.drop_adapter(version)
         own = self._folder / version.label
-        await asyncio.to_thread(self._write, received, own)
+        await asyncio.to_thread(self.write_folder, received, own)
         try:
             await self._control(
                 "/load_lora_adapter",
@@ -125,7 +125,8 @@ class AdapterEngine(SglangEngine):
             await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
         self._versions.load(version)
 
-    def _write(self, received: Path, own: Path) -> None:
+    def write_folder(self, received: Path, own: Path) -> None:
+        """Write a version as SGLang reads it: its description, and a copy of what was received."""
         try:
             own.mkdir(parents=True, mode=0o700)
             (own / CONFIG).write_bytes(adapter_config(self._facts, ""))

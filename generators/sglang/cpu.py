@@ -20,12 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 _PADDING = 2  # of a batch of attention, cells at most for each that is needed
-_keep_alive: list[torch.library.Library] = []
 
 
 def prepare() -> None:
     """Make this process and its forks able to import and run SGLang on a CPU."""
-    define_torchvision_operators()
     # SGLang imports its GPU kernels at the top of modules whose CPU paths never call them.
 
     def missing(name: str) -> Callable[..., None]:
@@ -61,21 +59,6 @@ def uncompiled() -> Iterator[None]:
         yield
     finally:
         torch.compile, torch.compiler.disable = compiling, disabling
-
-
-def define_torchvision_operators() -> None:
-    """Declare two operators without which ``import torchvision`` fails beside a CPU torch.
-
-    The published wheel of torchvision is linked to a CUDA torch; text models call none of it,
-    but transformers imports it.
-    """
-    if torch.version.cuda is not None or _keep_alive:
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name in ("nms", "qnms"):
-        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        library.define(schema)  # type: ignore[no-untyped-call]
-    _keep_alive.append(library)
 
 
 def without_pinned_memory() -> None:

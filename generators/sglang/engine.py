@@ -44,7 +44,7 @@ _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
 _PARSE = "/parse_function_call"
-_KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
+KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
 
 class _ParsedCall(msgspec.Struct, frozen=True):
@@ -96,20 +96,21 @@ class SglangEngine:
         load_timeout_s: float | None = None,
         in_flight: Literal["retract", "in_place"] = "retract",
         num_ranks: int = 1,
+        kept_s: float = KEPT_S,
     ) -> None:
         """Connect to a server.
 
         ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
         is the same. ``in_flight`` is the effect of a pause on unfinished responses
         (weightbus.in_flight); with in_place the server must cache no prefixes. The server's tensors
-        are split over ``num_ranks``.
+        are split over ``num_ranks``. A connection that is idle for ``kept_s`` is closed.
         """
         self._num_ranks = num_ranks
         self._url = url
         self._in_flight = in_flight
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=kept_s),
         )
         self._request_timeout = aiohttp.ClientTimeout(request_timeout_s)
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)

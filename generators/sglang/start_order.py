@@ -167,9 +167,20 @@ def hash_seed(text: str) -> int:
 
 
 def environment_of(
-    settings: GeneratorSettings, scratch: Path, node: EngineNode | None = None
+    settings: GeneratorSettings,
+    scratch: Path,
+    node: EngineNode | None = None,
+    *,
+    torch: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a server; ``scratch`` is its private folder."""
+    """Return the environment of a server.
+
+    Args:
+        settings: of this generator.
+        scratch: its private folder.
+        node: the part of an engine on several hosts that it is.
+        torch: release of torch; None is the one that is installed.
+    """
     environment = handed_on(
         os.environ,  # noqa: TID251 parts of it are handed on to a child
         named=settings.generators.environment,
@@ -186,7 +197,7 @@ def environment_of(
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
     # An engine outlives a relay that dies in a transfer.
     environment |= NCCL_ENVIRONMENT
-    if release(version("torch")) < _RUST_TREE_FROM:
+    if release(torch or version("torch")) < _RUST_TREE_FROM:
         environment.setdefault(_TREE_CORE, "python")
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else needs a core.
@@ -231,14 +242,14 @@ def cores_of_ranks(num_ranks: int) -> str:
     return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
 
 
-def free_port() -> int:
+def free_port(port_range: Path = _PORT_RANGE) -> int:
     """Return a free port outside the range from which the system assigns ports.
 
     The server binds it seconds later. A port of that range may be taken meanwhile, even by the
-    probe for the server, which would connect to itself.
+    probe for the server, which would connect to itself. ``port_range`` is the file that has it.
     """
     try:
-        first = int(_PORT_RANGE.read_text().split()[0])
+        first = int(port_range.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         first = _USUAL_FIRST_PORT
     if first < _LOWEST_PORT + _PORT_TRIES:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +41,13 @@ class RelayLaunch:
 class RelayProcess:
     """The relay that answered last, and the one started here."""
 
-    def __init__(self, launch: RelayLaunch) -> None:
+    def __init__(
+        self,
+        launch: RelayLaunch,
+        popen: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+    ) -> None:
         self._launch = launch
+        self._popen = popen
         self._started: subprocess.Popen[bytes] | None = None  # that we started last
         self._starts: list[float] = []  # monotonic seconds, of the last minutes
         self.pid = 0  # of the relay that answered last; a former learner may have started it
@@ -67,7 +72,7 @@ class RelayProcess:
             extra += [_DIGEST, launch.digest]
         if launch.parts > 1:
             extra += ["--part", str(launch.part), "--parts", str(launch.parts)]
-        self._started = subprocess.Popen(  # noqa: S603 our own program; a fork takes no time
+        self._started = self._popen(  # our own program; a fork takes no time
             [sys.executable, "-m", _PROGRAM, *launch.settings, *extra],
             stdin=subprocess.DEVNULL,
             env={**launch.environment, **RELAY_ENVIRONMENT},

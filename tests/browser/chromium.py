@@ -2,12 +2,19 @@
 
 import shutil
 
+import pytest
+
+pytest.importorskip("selenium", reason="needs selenium (pip install selenium)")
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
+)
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",

@@ -7,6 +7,7 @@ import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 PATIENCE_S = 15.0
 
@@ -54,3 +55,8 @@ def tab_to(browser: WebDriver, selector: str) -> None:
             return
         press(browser, Keys.TAB)
     pytest.fail(f"Tab does not come to {selector}")
+
+
+def choose(browser: WebDriver, name: str, value: str) -> None:
+    """Choose a value in the list with this id."""
+    Select(browser.find_element("id", name)).select_by_value(value)

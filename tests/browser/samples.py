@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import mul
+from typing import Any
 
 import msgspec
 
 from slipstream.broker.dashboard.advisories.advise import advise
-from slipstream.broker.dashboard.advisories.view import Advisory, Trends
-from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns
+from slipstream.broker.dashboard.advisories.view import Advisory
+from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns, trends_of
 from slipstream.broker.dashboard.stretches import drawn
 from slipstream.broker.dashboard.trajectories import (
     Item,
@@ -203,7 +204,6 @@ class Run:
             run_name=self.run_name,
             outcome=self.outcome or ("running" if self.live else "finished"),
             finished=not self.live,
-            stop_reason="",
             elapsed_s=self.elapsed_s,
             steps=self.steps,
             total_steps=500,
@@ -216,7 +216,6 @@ class Run:
             requeued=3,
             dropped=dropped,
             in_flight=in_flight,
-            unaccounted=0,
             trajectories={
                 "issued": issued * 8,
                 "trained": trained * 8,
@@ -251,45 +250,29 @@ class Run:
             busy={"learner": 0.71, "generator": 0.95, "reward": 0.35, "broker": 0.12},
             roles=[self._role(name) for name in self.processes],
             data={"rows": 7473, "rows_skipped": 0, "eval_problems": 256},
-            versions={"torch": "2.11"},
         )
 
     def _nothing(self) -> RunStatus:
         """Return the status of a run whose broker has just come up."""
-        empty: dict[str, int] = {}
+        counts = ("steps", "issued", "trained", "sealed", "requeued", "unaccounted", "publishes")
+        tables = ("dropped", "in_flight", "staleness_histogram", "busy", "tokens_per_second")
+        lists = ("eval", "steps_history", "publish_history", "members", "roles")
         return msgspec.structs.replace(
             STATUS,
             run_name="sample-data",
-            outcome="running",
-            finished=False,
-            stop_reason="",
             elapsed_s=0.5,
-            steps=0,
             total_steps=500,
-            issued=0,
-            trained=0,
-            sealed=0,
-            requeued=0,
-            dropped=empty,
-            in_flight=empty,
-            unaccounted=0,
             trajectories=dict.fromkeys(("issued", "trained", "dropped", "in_flight"), 0),
-            staleness_histogram=empty,
             survivorship=Survivorship(
                 generated_mean=0.0, trained_mean=0.0, cancelled=0, quartiles=[], alarm=""
             ),
             queue=dict.fromkeys(("ready_groups", "leased_groups", "dead_letters"), 0),
             waiting_for=self.waiting_for,
-            eval=[],
-            steps_history=[],
-            publishes=0,
             publishes_while_generating=0,
-            publish_history=[],
-            members=[],
-            tokens_per_second={},
-            busy={},
-            roles=[],
             versions={},
+            **dict.fromkeys(counts, 0),
+            **{name: {} for name in tables},
+            **{name: [] for name in lists},
         )
 
     def _members(self) -> list[MemberState]:
@@ -323,6 +306,13 @@ class Run:
         }.get(role, {"serve": 120.0, "wait": 1080.0})
         is_generator, is_torn = role == "generator", name == self.generators[-1]
         torn = TORN_S / self.elapsed_s if is_torn else 0.0
+        engine: dict[str, Any] = {}
+        if is_generator:
+            engine = {"leases": 0 if is_torn else 10, "kv_use": 0.62, "sequences": 40}
+            engine |= {"sequence_limit": 48}
+        if is_generator and self.agents:
+            engine |= {"acting": 11, "environment_failed": 2.0}
+            engine |= {"engine_s": 6_900.0, "environment_s": 2_300.0}
         return RoleStatus(
             name=name,
             role=role,
@@ -336,14 +326,7 @@ class Run:
             if role == "learner"
             else 0.0,
             adopted=PolicyVersion(1, self.steps) if is_generator and not is_torn else None,
-            leases=10 if is_generator and not is_torn else 0,
-            kv_use=0.62 if is_generator else None,
-            sequences=40 if is_generator else 0,
-            sequence_limit=48 if is_generator else 0,
-            acting=11 if is_generator and self.agents else None,
-            environment_failed=2.0 if is_generator and self.agents else 0.0,
-            engine_s=6_900.0 if is_generator and self.agents else 0.0,
-            environment_s=2_300.0 if is_generator and self.agents else 0.0,
+            **engine,
             cpu_cores={"learner": 1.1, "generator": 1.4, "reward": 3.7}.get(role, 0.2),
             memory_bytes=round({"learner": 9.4, "generator": 6.2}.get(role, 0.4) * 2**30),
         )
@@ -584,14 +567,7 @@ class Run:
 
     def advisories(self) -> list[Advisory]:
         """Return what the broker would report of it."""
-        history = self.history()
-        trends = Trends(
-            at_s=history.time.at_s,
-            series=history.time.series,
-            steps_at_s=history.steps.at_s,
-            steps=history.steps.series,
-            fsync="everysec",
-        )
+        trends = trends_of(self.history(), high_water_bytes=0, fsync="everysec")
         return advise(self.status(), trends)
 
     def history(self) -> HistoryColumns:
@@ -661,21 +637,20 @@ def _share(value: float) -> float:
 
 def _throttle() -> ThrottleStatus:
     """Return what a staleness target holds back, after two changes."""
-    above = "38.1% of tokens older than p95_lag = 1 (5% may be) is above its target"
-    below = "0.2% of tokens older than p95_lag = 1 (5% may be) is well below its target"
+    over = "of tokens older than p95_lag = 1 (5% may be) is"
+    changes = (
+        (12, 60, f"38.1% {over} above its target: 96 -> 60 groups under way"),
+        (40, 64, f"0.2% {over} well below its target: 60 -> 64 groups under way"),
+    )
     return ThrottleStatus(
         target="p95_lag = 1",
         bound=1,
         in_flight=64,
         most_in_flight=96,
         excess=0.4,
-        changes=(
-            ThrottleChange(
-                step=12, bound=1, in_flight=60, reason=f"{above}: 96 -> 60 groups under way"
-            ),
-            ThrottleChange(
-                step=40, bound=1, in_flight=64, reason=f"{below}: 60 -> 64 groups under way"
-            ),
+        changes=tuple(
+            ThrottleChange(step=step, bound=1, in_flight=in_flight, reason=reason)
+            for step, in_flight, reason in changes
         ),
     )
 

@@ -6,33 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
+from tests.browser.driving import Keys, ask, choose, complaints, press, tab_to, text, texts, until
 from tests.browser.pages import served_comparison
 from tests.support.run_folders import write_run
 
-pytest.importorskip("selenium", reason="needs selenium (pip install selenium)")
-from selenium.webdriver.chrome.webdriver import WebDriver
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.select import Select
-
-from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
-from tests.browser.driving import ask, complaints, press, tab_to, text, texts, until
-
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None,
-        reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
-    ),
-]
+pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
 NULL = f"null {HOSTILE.replace('/', '')}"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[WebDriver]:
-    driver = start_chromium()
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +49,7 @@ def shown(browser: WebDriver) -> str:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_two_runs_are_listed_drawn_and_compared(
-    browser: WebDriver, address: str, theme: str
-) -> None:
+def test_two_runs_are_listed_drawn_and_compared(browser: WebDriver, address: str, theme: str):
     complaints(browser)
     show(browser, address, theme=theme)
 
@@ -94,7 +73,7 @@ def test_two_runs_are_listed_drawn_and_compared(
 
 def test_a_figure_is_found_by_its_words_and_the_address_holds_the_view(
     browser: WebDriver, address: str
-) -> None:
+):
     show(browser, address)
     tab_to(browser, "#wanted")
     press(browser, "mean rew")
@@ -121,20 +100,18 @@ def test_a_figure_is_found_by_its_words_and_the_address_holds_the_view(
     assert texts(browser, "#chart .keys li:not([hidden]) span") == ["learns", NULL]
 
 
-def test_a_run_can_be_left_out_and_the_two_of_a_difference_chosen(
-    browser: WebDriver, address: str
-) -> None:
+def test_a_run_can_be_left_out_and_the_two_of_a_difference_chosen(browser: WebDriver, address: str):
     show(browser, address)
-    Select(browser.find_element("id", "run-a")).select_by_value(NULL)
+    choose(browser, "run-a", NULL)
     until(lambda: text(browser, "#verdict-line") == "Choose two different runs.")
-    Select(browser.find_element("id", "run-b")).select_by_value("learns")
+    choose(browser, "run-b", "learns")
     until(lambda: f"learns is better than {NULL}" in text(browser, "#verdict-line"))
     browser.find_element("css selector", "#list tbody tr:nth-child(2) input").click()
     until(lambda: texts(browser, "#chart .keys li:not([hidden]) span") == ["learns"])
     assert text(browser, "#settings-note") == "Choose two runs or more."
 
 
-def test_picture_and_csv_hold_the_chart(browser: WebDriver, address: str) -> None:
+def test_picture_and_csv_hold_the_chart(browser: WebDriver, address: str):
     show(browser, address)
     browser.execute_script(
         "URL.createObjectURL = (blob) => { window.saved = [blob.type, blob.size]; return '#'; };"
@@ -154,9 +131,7 @@ def test_picture_and_csv_hold_the_chart(browser: WebDriver, address: str) -> Non
     ]
 
 
-def test_a_phone_shows_everything_without_scrolling_to_the_side(
-    browser: WebDriver, address: str
-) -> None:
+def test_a_phone_shows_everything_without_scrolling_to_the_side(browser: WebDriver, address: str):
     show(browser, address, width=390)
     width = ask(browser, "document.documentElement.scrollWidth")
     assert isinstance(width, int)
@@ -164,7 +139,7 @@ def test_a_phone_shows_everything_without_scrolling_to_the_side(
     until(lambda: "eval/mean@1" in shown(browser))
 
 
-def test_a_folder_of_runs_is_a_list(browser: WebDriver, runs: list[Path]) -> None:
+def test_a_folder_of_runs_is_a_list(browser: WebDriver, runs: list[Path]):
     with served_comparison([], runs[0].parent) as address:
         show(browser, address)
         assert len(texts(browser, "#list tbody tr")) == 2

@@ -9,31 +9,22 @@ import pytest
 from slipstream.broker.dashboard.advisories.advise import RULES
 from slipstream.broker.dashboard.trajectories import Item
 from tests.browser import samples
+from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
+from tests.browser.driving import (
+    ActionChains,
+    Keys,
+    ask,
+    complaints,
+    press,
+    tab_to,
+    text,
+    texts,
+    until,
+)
 from tests.browser.pages import SampleServer, served
 
-pytest.importorskip("selenium", reason="needs selenium (pip install selenium)")
-from selenium.webdriver import ActionChains
-from selenium.webdriver.chrome.webdriver import WebDriver
-from selenium.webdriver.common.keys import Keys
-
-from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
-from tests.browser.driving import ask, complaints, press, tab_to, text, texts, until
-
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None,
-        reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
-    ),
-]
+pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 CPU_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[WebDriver]:
-    driver = start_chromium()
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
@@ -50,11 +41,29 @@ def show(browser: WebDriver, server: SampleServer, *, width: int = 1280, at: str
     until(lambda: bool(texts(browser, "#verdict .value")))
 
 
+def show_live(browser: WebDriver, server: SampleServer) -> None:
+    """Open the page and wait until events come."""
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+
+
+def show_answer(browser: WebDriver, server: SampleServer, group: int, sibling: int) -> None:
+    """Open the page at an answer and wait until its tokens are drawn."""
+    show(browser, server, at=f"#g{group}/{sibling}")
+    until(lambda: texts(browser, "#answer .token"))
+
+
+def cut(browser: WebDriver, server: SampleServer) -> None:
+    """Break the stream and wait until the page says so."""
+    server.cut()
+    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+
+
 def figure(browser: WebDriver, name: str) -> str:
     return text(browser, f"#verdict-{name} .value")
 
 
-def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: SampleServer) -> None:
+def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: SampleServer):
     status = server.run.status()
 
     show(browser, server)
@@ -78,9 +87,17 @@ def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: Sample
     assert f"dead letters{dead}" in texts(browser, "#queues tr")
 
 
-def test_a_key_comes_to_the_search_and_is_a_letter_there(
+def test_what_there_is_not_is_not_shown_and_a_chart_out_of_sight_is_not_called_empty(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
+    show(browser, server)
+    shown = "[...document.querySelectorAll('.chart:not([hidden]) > .empty:not([hidden])')].length"
+    assert ask(browser, shown) == 0
+    assert not texts(browser, "#kl-chart canvas")
+    assert ask(browser, "document.querySelector('#target').checkVisibility()") is False
+
+
+def test_a_key_comes_to_the_search_and_is_a_letter_there(browser: WebDriver, server: SampleServer):
     show(browser, server)
     press(browser, "/")
     assert ask(browser, "document.activeElement.id") == "query"
@@ -88,7 +105,7 @@ def test_a_key_comes_to_the_search_and_is_a_letter_there(
     assert ask(browser, "document.activeElement.value") == "a/"
 
 
-def test_a_staleness_target_is_shown_with_what_it_changed_and_why(browser: WebDriver) -> None:
+def test_a_staleness_target_is_shown_with_what_it_changed_and_why(browser: WebDriver):
     with served(samples.Run(steps=60, rows=200, held=True)) as server:
         show(browser, server)
         assert "bound 2, 1 in force" in text(browser, "#verdict-staleness")
@@ -100,16 +117,9 @@ def test_a_staleness_target_is_shown_with_what_it_changed_and_why(browser: WebDr
         assert "is above its target" in rows[1]
 
 
-def test_without_a_staleness_target_there_is_no_panel_of_one(
-    browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server)
-    assert ask(browser, "document.querySelector('#target').checkVisibility()") is False
-
-
 def test_advice_names_a_setting_and_why_opens_the_section_of_the_guide(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     guide = {"learner-starved": {"title": "Learner starved", "text": f"Look\n{samples.HOSTILE}"}}
     show(browser, server)
     browser.execute_script(_ANSWERS, "/why.json", json.dumps(guide))
@@ -136,7 +146,7 @@ _ANSWERS = """
 
 def test_what_is_open_and_focused_stays_so_when_its_number_changes(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     def advise(number: str) -> None:
         server.advisories = [
             msgspec.structs.replace(rule, text=f"{number} of {rule.rule}")
@@ -162,9 +172,7 @@ def test_what_is_open_and_focused_stays_so_when_its_number_changes(
     assert "60.0% (30)" in str(ask(browser, focused))
 
 
-def test_too_early_for_advice_is_not_nothing_to_change(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_too_early_for_advice_is_not_nothing_to_change(browser: WebDriver, server: SampleServer):
     server.advisories = []
     server.advice_ready = False
     show(browser, server)
@@ -177,7 +185,7 @@ def test_too_early_for_advice_is_not_nothing_to_change(
 
 def test_charts_have_units_a_summary_in_words_and_their_numbers(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     browser.execute_script(
         "document.querySelectorAll('details.numbers').forEach((d) => d.open = true)"
@@ -195,9 +203,7 @@ def test_charts_have_units_a_summary_in_words_and_their_numbers(
     assert "generator-0" in text(browser, "#lanes th")
 
 
-def test_hovering_a_chart_shows_the_values_at_that_place(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_hovering_a_chart_shows_the_values_at_that_place(browser: WebDriver, server: SampleServer):
     show(browser, server)
     until(lambda: texts(browser, "#entropy-chart .u-over"))
 
@@ -212,7 +218,7 @@ def test_hovering_a_chart_shows_the_values_at_that_place(
 
 def test_zoom_holds_while_the_run_continues_and_a_double_click_ends_it(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     def right_edge(chart: str) -> int:
         plot = browser.find_element("css selector", f"#{chart}-chart .u-over")
         ActionChains(browser).move_to_element_with_offset(
@@ -253,9 +259,7 @@ def test_zoom_holds_while_the_run_continues_and_a_double_click_ends_it(
     assert shown
 
 
-def test_the_page_follows_the_run_and_pauses_while_hidden(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_the_page_follows_the_run_and_pauses_while_hidden(browser: WebDriver, server: SampleServer):
     hide = (
         "Object.defineProperty(document, 'hidden', {get: () => arguments[0], configurable: true});"
         "document.dispatchEvent(new Event('visibilitychange'))"
@@ -276,7 +280,7 @@ def test_the_page_follows_the_run_and_pauses_while_hidden(
 
 def test_the_past_stays_bounded_and_lost_steps_are_forgotten(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     script = """
         const done = arguments[0];
         import("/static/history.js").then(({ Columns }) => {
@@ -301,7 +305,7 @@ def test_the_past_stays_bounded_and_lost_steps_are_forgotten(
 
 def test_publish_lists_the_generators_left_out_with_the_reason(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     browser.execute_script("document.querySelector('#publish-chart details').open = true")
     browser.execute_script("document.getElementById('weights').scrollIntoView()")
@@ -315,7 +319,7 @@ def test_publish_lists_the_generators_left_out_with_the_reason(
     assert members[-1].startswith("generator-3torn-")
 
 
-def test_silent_process_is_marked(browser: WebDriver, server: SampleServer) -> None:
+def test_silent_process_is_marked(browser: WebDriver, server: SampleServer):
     show(browser, server)
     assert set(texts(browser, "#workers .tag")) == {"alive"}
 
@@ -327,9 +331,8 @@ def test_silent_process_is_marked(browser: WebDriver, server: SampleServer) -> N
 
 def test_a_late_process_is_marked_as_it_passes_the_limit_not_by_the_next_event(
     browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+):
+    show_live(browser, server)
 
     server.run.silent_s = {"generator-0": 0.8, "generator-1": 1.2}
     until(lambda: any("1.2 s ago" in row for row in texts(browser, "#workers tr")))
@@ -346,9 +349,8 @@ def test_a_late_process_is_marked_as_it_passes_the_limit_not_by_the_next_event(
 _STATES_WITH_TWO_SILENT = ["alive", "alive", "silent", "gone", "alive", "alive", "alive", "alive"]
 
 
-def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: SampleServer) -> None:
-    show(browser, server, at=f"#g{samples.GROUPS[0]}/1")
-    until(lambda: texts(browser, "#answer .token"))
+def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: SampleServer):
+    show_answer(browser, server, samples.GROUPS[0], 1)
 
     assert text(browser, "#prompt") == samples.HOSTILE
     assert samples.HOSTILE in texts(browser, "#answer .token")
@@ -359,10 +361,9 @@ def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: Sampl
 
 def test_several_turns_are_drawn_with_what_came_between_and_branches_fold_what_is_known(
     browser: WebDriver,
-) -> None:
+):
     with served(samples.Run(steps=60, rows=200, agents=True, hostile=True)) as server:
-        show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
-        until(lambda: texts(browser, "#answer .token"))
+        show_answer(browser, server, samples.GROUPS[1], 1)
         known = server.run.trajectory(samples.GROUPS[1], 1)
         versions = {"one": known.tokens[0].version, "other": known.tokens[-1].version}
 
@@ -403,9 +404,8 @@ def test_several_turns_are_drawn_with_what_came_between_and_branches_fold_what_i
         assert "40 of 4811 (25%)" in row
 
 
-def test_runs_of_one_turn_show_nothing_of_turns(browser: WebDriver, server: SampleServer) -> None:
-    show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
-    until(lambda: texts(browser, "#answer .token"))
+def test_runs_of_one_turn_show_nothing_of_turns(browser: WebDriver, server: SampleServer):
+    show_answer(browser, server, samples.GROUPS[1], 1)
 
     assert texts(browser, "#answer .turn, #answer .context") == []
     assert not any("turns" in one for one in texts(browser, "#facts div"))
@@ -413,10 +413,9 @@ def test_runs_of_one_turn_show_nothing_of_turns(browser: WebDriver, server: Samp
     assert not any("environment" in one for one in texts(browser, "#queues tr, #workers th"))
 
 
-def test_an_observation_of_megabytes_is_cut_and_what_was_cut_is_counted(browser: WebDriver) -> None:
+def test_an_observation_of_megabytes_is_cut_and_what_was_cut_is_counted(browser: WebDriver):
     with served(samples.Run(steps=60, rows=200, agents=True, observed=8 << 20)) as server:
-        show(browser, server, at=f"#g{samples.GROUPS[1]}/1")
-        until(lambda: texts(browser, "#answer .token"))
+        show_answer(browser, server, samples.GROUPS[1], 1)
 
         assert re.search(r"\[8,38\d,\d{3} characters left out\]", text(browser, "#answer .cut"))
         assert len(text(browser, "#answer")) < 20_000
@@ -425,9 +424,8 @@ def test_an_observation_of_megabytes_is_cut_and_what_was_cut_is_counted(browser:
 
 def test_tokens_are_colored_by_version_or_by_logprob_difference(
     browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server, at=f"#g{samples.GROUPS[1]}/2")
-    until(lambda: texts(browser, "#answer .token"))
+):
+    show_answer(browser, server, samples.GROUPS[1], 2)
     color = (
         "[...document.querySelectorAll('.token')].map((t) => getComputedStyle(t).backgroundColor)"
     )
@@ -453,9 +451,7 @@ def test_tokens_are_colored_by_version_or_by_logprob_difference(
     assert all(rgb[0] <= rgb[2] for rgb, diff in pairs if diff > 0.05)
 
 
-def test_a_bar_of_the_histogram_leads_to_its_trajectories(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_a_bar_of_the_histogram_leads_to_its_trajectories(browser: WebDriver, server: SampleServer):
     show(browser, server)
 
     browser.find_elements("css selector", "#histogram button")[1].click()
@@ -472,7 +468,7 @@ def _listed(browser: WebDriver, items: list[Item]) -> list[tuple[Item, str]]:
 
 def test_list_and_article_show_the_same_trajectory_figures(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     until(lambda: texts(browser, "#items .more"))
 
@@ -489,7 +485,7 @@ def test_list_and_article_show_the_same_trajectory_figures(
 
 def test_the_newest_click_counts_however_late_an_answer_comes(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     script = """
         const real = window.fetch;
         window.fetch = async (address, ...rest) => {
@@ -508,25 +504,15 @@ def test_the_newest_click_counts_however_late_an_answer_comes(
     assert "sibling 1" in text(browser, "#one-title")
 
 
-@pytest.mark.parametrize("typed", ["g8300", "8300"])
-def test_a_group_without_recorded_answers_is_found_by_its_number(
+@pytest.mark.parametrize("typed", ["g8300", "8300", ""], ids=["g8300", "8300", "address"])
+def test_a_group_without_recorded_answers_is_found_by_its_number_and_its_address(
     browser: WebDriver, server: SampleServer, typed: str
-) -> None:
-    show(browser, server)
-    tab_to(browser, "#query")
-    press(browser, typed, Keys.ENTER)
-
-    until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
-    assert text(browser, "#prompt").endswith("(the whole of it)")
-    assert text(browser, "#facts dd") == "dropped (reward_unavailable)"
-    assert texts(browser, "#failures li") == ["sibling 3, timeout, reward-0"]
-
-
-def test_a_dead_letter_opened_by_its_address_shows_what_the_ledger_knows(
-    browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server, at=f"#g{samples.LOST}/0")
-
+):
+    show(browser, server, at="" if typed else f"#g{samples.LOST}/0")
+    if typed:
+        tab_to(browser, "#query")
+        press(browser, typed, Keys.ENTER)
+        until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
     until(lambda: text(browser, "#prompt").endswith("(the whole of it)"))
     assert text(browser, "#facts dd") == "dropped (reward_unavailable)"
     assert texts(browser, "#failures li") == ["sibling 3, timeout, reward-0"]
@@ -534,7 +520,7 @@ def test_a_dead_letter_opened_by_its_address_shows_what_the_ledger_knows(
 
 def test_dead_letters_are_listed_and_lead_to_the_life_of_their_prompt(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     browser.find_element("css selector", "#letters summary").click()
     until(lambda: len(texts(browser, "#letters-list button")) == 2)
@@ -553,7 +539,7 @@ def test_dead_letters_are_listed_and_lead_to_the_life_of_their_prompt(
 
 def test_keyboard_alone_reaches_search_trajectory_and_switch(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
 
     tab_to(browser, "#query")
@@ -570,38 +556,22 @@ def test_keyboard_alone_reaches_search_trajectory_and_switch(
     assert ask(browser, "document.getElementById('answer').dataset.coloring") == "diff"
 
 
-def test_broken_stream_is_reported_and_reconnects(browser: WebDriver, server: SampleServer) -> None:
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
-
-    server.cut()
-    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
-    server.run.steps = 64
-    server.mend()
-
-    until(lambda: text(browser, "#state") == "live")
-    until(lambda: figure(browser, "step") == "64 / 500")
-
-
-def test_after_a_break_the_page_asks_for_the_steps_that_it_missed(
+def test_after_a_break_the_page_reconnects_and_asks_for_the_steps_that_it_missed(
     browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
-    server.cut()
-    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+):
+    show_live(browser, server)
+    cut(browser, server)
     server.run.steps = 63
     server.news = (61, 62, 63)
     server.asked_after.clear()
     server.mend()
+    until(lambda: text(browser, "#state") == "live")
     until(lambda: figure(browser, "step") == "63 / 500")
 
     assert server.asked_after[0] == 60
 
 
-def test_events_received_while_the_history_loads_are_kept(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_events_received_while_the_history_loads_are_kept(browser: WebDriver, server: SampleServer):
     script = """
         const done = arguments[0];
         import("/static/history.js").then(({ Columns }) => {
@@ -621,7 +591,7 @@ def test_events_received_while_the_history_loads_are_kept(
 
 def test_a_state_that_comes_late_does_not_take_the_page_back(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     script = """
         const real = window.fetch;
         window.late = 0;
@@ -634,11 +604,9 @@ def test_a_state_that_comes_late_does_not_take_the_page_back(
           return new Response(body);
         };
     """
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+    show_live(browser, server)
     browser.execute_script(script)
-    server.cut()
-    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+    cut(browser, server)
     server.run.steps = 63
     server.mend()
     until(lambda: figure(browser, "step") == "63 / 500")
@@ -661,7 +629,7 @@ def test_a_state_that_comes_late_does_not_take_the_page_back(
 
 def test_event_adds_publishes_and_evaluations_to_the_earlier_ones(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     browser.execute_script("document.querySelector('#publish-chart details').open = true")
     browser.execute_script("document.getElementById('weights').scrollIntoView()")
@@ -678,7 +646,7 @@ def test_event_adds_publishes_and_evaluations_to_the_earlier_ones(
     assert "since step 0" in text(browser, "#verdict-evaluation .more")
 
 
-def test_run_that_was_over_before_the_page_opened_is_shown_as_over(browser: WebDriver) -> None:
+def test_run_that_was_over_before_the_page_opened_is_shown_as_over(browser: WebDriver):
     with served(samples.Run(steps=60, rows=200, outcome="finished")) as server:
         show(browser, server)
 
@@ -686,12 +654,9 @@ def test_run_that_was_over_before_the_page_opened_is_shown_as_over(browser: WebD
         assert server.waited == 0
 
 
-def test_end_of_a_run_is_shown_and_no_stream_is_reopened(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_end_of_a_run_is_shown_and_no_stream_is_reopened(browser: WebDriver, server: SampleServer):
     over = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+    show_live(browser, server)
 
     server.run.silent_s = {"generator-1": 30.0}
     until(lambda: figure(browser, "silent") == "1")
@@ -710,9 +675,8 @@ def test_end_of_a_run_is_shown_and_no_stream_is_reopened(
 
 def test_refused_token_asks_for_the_address_of_the_new_broker(
     browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server)
-    until(lambda: text(browser, "#state") == "live")
+):
+    show_live(browser, server)
 
     browser.delete_all_cookies()
     server.cut()
@@ -722,7 +686,7 @@ def test_refused_token_asks_for_the_address_of_the_new_broker(
     until(lambda: "`slipstream status` prints" in text(browser, "#found"))
 
 
-def test_busy_states_the_time_it_is_averaged_over(browser: WebDriver) -> None:
+def test_busy_states_the_time_it_is_averaged_over(browser: WebDriver):
     for every_s, rows, period in ((2.0, 30, "last minute"), (64.0, 1, "last 64 s")):
         browser.get("about:blank")
         run = samples.Run(steps=60, rows=200, every_s=every_s)
@@ -739,7 +703,7 @@ def test_busy_states_the_time_it_is_averaged_over(browser: WebDriver) -> None:
 
 def test_silent_processes_are_shown_as_unknown_instead_of_busy(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     browser.execute_script("document.getElementById('lanes').scrollIntoView()")
     until(lambda: "generator-0 9" in str(ask(browser, _LANES)))
@@ -761,9 +725,7 @@ def test_silent_processes_are_shown_as_unknown_instead_of_busy(
 _LANES = "document.querySelector('.lanes').ariaLabel"
 
 
-def test_without_evaluations_the_sampled_reward_is_compared_with_the_start(
-    browser: WebDriver,
-) -> None:
+def test_without_evaluations_the_sampled_reward_is_compared_with_the_start(browser: WebDriver):
     run = samples.Run(steps=60, rows=200, evaluated=False)
     with served(run) as server:
         show(browser, server)
@@ -778,7 +740,7 @@ def test_without_evaluations_the_sampled_reward_is_compared_with_the_start(
         )
 
 
-def test_sixty_four_generators_all_have_a_lane(browser: WebDriver) -> None:
+def test_sixty_four_generators_all_have_a_lane(browser: WebDriver):
     with served(samples.Run(steps=60, rows=200, num_generators=64)) as server:
         show(browser, server)
         browser.execute_script("document.getElementById('lanes').scrollIntoView()")
@@ -797,7 +759,7 @@ def test_sixty_four_generators_all_have_a_lane(browser: WebDriver) -> None:
         assert len(texts(browser, "#workers tbody tr")) == 68
 
 
-def test_run_without_data_shows_dashes_and_reasons(browser: WebDriver) -> None:
+def test_run_without_data_shows_dashes_and_reasons(browser: WebDriver):
     with served(samples.Run(steps=0, rows=0, waiting_for="the first batch")) as server:
         show(browser, server)
 
@@ -821,17 +783,7 @@ def test_run_without_data_shows_dashes_and_reasons(browser: WebDriver) -> None:
         until(lambda: texts(browser, "#rate-chart canvas"))
 
 
-def test_chart_out_of_sight_is_not_reported_as_empty(
-    browser: WebDriver, server: SampleServer
-) -> None:
-    show(browser, server)
-
-    shown = "[...document.querySelectorAll('.chart:not([hidden]) > .empty:not([hidden])')].length"
-    assert ask(browser, shown) == 0
-    assert not texts(browser, "#kl-chart canvas")
-
-
-def test_long_names_wrap_on_a_phone(browser: WebDriver) -> None:
+def test_long_names_wrap_on_a_phone(browser: WebDriver):
     run = samples.Run(
         steps=60, rows=200, run_name="n" * 120, waiting_for="w" * 200, dropped={"r" * 100: 5}
     )
@@ -850,7 +802,7 @@ def test_long_names_wrap_on_a_phone(browser: WebDriver) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_histogram_bars_contrast_with_the_background(
     browser: WebDriver, server: SampleServer, theme: str
-) -> None:
+):
     show(browser, server)
     resize(browser, 1280, theme=theme)
     until(lambda: ask(browser, "document.documentElement.dataset.theme") == theme)
@@ -876,7 +828,7 @@ def _contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_five_hundred_series_are_drawn(browser: WebDriver) -> None:
+def test_five_hundred_series_are_drawn(browser: WebDriver):
     with served(samples.Run(steps=60, rows=200, num_generators=240)) as server:
         show(browser, server)
         browser.execute_script("document.getElementById('lanes').scrollIntoView()")
@@ -886,9 +838,7 @@ def test_five_hundred_series_are_drawn(browser: WebDriver) -> None:
         assert len(texts(browser, ".lane canvas")) == 244
 
 
-def test_worker_figures_since_the_start_are_labeled_so(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_worker_figures_since_the_start_are_labeled_so(browser: WebDriver, server: SampleServer):
     show(browser, server)
 
     heads = texts(browser, "#workers th")
@@ -899,7 +849,7 @@ def test_worker_figures_since_the_start_are_labeled_so(
     assert "generator-3generatoralive0%" in torn
 
 
-def test_finished_run_is_marked_and_has_no_event_stream(browser: WebDriver) -> None:
+def test_finished_run_is_marked_and_has_no_event_stream(browser: WebDriver):
     silent = dict.fromkeys(samples.Run().processes, 3600.0)
     with served(samples.Run(steps=60, rows=200, live=False, silent_s=silent)) as server:
         show(browser, server)
@@ -913,7 +863,7 @@ def test_finished_run_is_marked_and_has_no_event_stream(browser: WebDriver) -> N
 
 def test_colors_follow_the_system_until_chosen_and_the_choice_stays(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     ground = "getComputedStyle(document.body).backgroundColor"
     show(browser, server)
     light = ask(browser, ground)
@@ -930,7 +880,7 @@ def test_colors_follow_the_system_until_chosen_and_the_choice_stays(
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_is_never_wider_than_the_screen(
     browser: WebDriver, server: SampleServer, width: int
-) -> None:
+):
     show(browser, server, width=width, at=f"#g{samples.GROUPS[0]}/1")
     until(lambda: texts(browser, "#answer .token"))
 
@@ -939,10 +889,9 @@ def test_the_page_is_never_wider_than_the_screen(
 
 def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     complaints(browser)  # of earlier tests
-    show(browser, server, at=f"#g{samples.GROUPS[1]}/0")
-    until(lambda: texts(browser, "#answer .token"))
+    show_answer(browser, server, samples.GROUPS[1], 0)
 
     asked = ask(browser, "performance.getEntriesByType('resource').map((one) => one.name)")
     assert isinstance(asked, list)
@@ -952,7 +901,7 @@ def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
     assert complaints(browser) == []
 
 
-def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDriver) -> None:
+def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDriver):
     with served(samples.Run(steps=2000, rows=2000)) as server:
         resize(browser, 1280)
         browser.get("about:blank")
@@ -972,7 +921,7 @@ def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDr
 
 def test_the_trust_region_shows_clips_masks_and_ratios_of_the_newest_step(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     show(browser, server)
     browser.execute_script("document.getElementById('trust').scrollIntoView()")
     until(lambda: _all_drawn(browser, "trust"))
@@ -987,7 +936,7 @@ def test_the_trust_region_shows_clips_masks_and_ratios_of_the_newest_step(
     assert ask(browser, _HIDDEN) == ["reference", "explained", "critic-loss", "value"]
 
 
-def test_ratios_that_are_all_one_are_said_and_not_drawn(browser: WebDriver) -> None:
+def test_ratios_that_are_all_one_are_said_and_not_drawn(browser: WebDriver):
     drawn = "[...document.querySelectorAll('#trust figure:not([hidden])')].map((one) => one.id)"
     with served(samples.Run(steps=60, rows=200, one_minibatch=True)) as server:
         show(browser, server)
@@ -1000,7 +949,7 @@ def test_ratios_that_are_all_one_are_said_and_not_drawn(browser: WebDriver) -> N
 
 
 @pytest.mark.parametrize("width", [1024, 1280, 1440, 1920])
-def test_the_header_of_an_ended_run_is_whole(browser: WebDriver, width: int) -> None:
+def test_the_header_of_an_ended_run_is_whole(browser: WebDriver, width: int):
     with served(samples.Run(steps=60, rows=200, live=False)) as server:
         show(browser, server, width=width)
         about = "document.getElementById('about')"
@@ -1009,7 +958,7 @@ def test_the_header_of_an_ended_run_is_whole(browser: WebDriver, width: int) -> 
         assert ask(browser, "document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_critic_and_reference_are_shown_where_there_are_any(browser: WebDriver) -> None:
+def test_critic_and_reference_are_shown_where_there_are_any(browser: WebDriver):
     run = samples.Run(steps=60, rows=200, reference=True, critic=True)
     with served(run) as server:
         show(browser, server)
@@ -1040,7 +989,7 @@ _HIDDEN = """[...document.querySelectorAll("#trust figure[hidden]")]
 
 def test_a_table_has_every_figure_of_the_newest_step_by_lag(
     browser: WebDriver, server: SampleServer
-) -> None:
+):
     def row(name: str, suffix: str) -> list[str]:
         of = {base: newest[base + suffix] for base in _BY_LAG}
         tokens = of["policy/tokens"]

@@ -1,41 +1,23 @@
 """What the page of a run shows of its folder beside the trajectories: settings and logs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.browser import samples
+from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
+from tests.browser.driving import ask, complaints, text, texts, until
 from tests.browser.pages import served
 from tests.support.run_folders import write_run
 
-pytest.importorskip("selenium", reason="needs selenium (pip install selenium)")
-from selenium.webdriver.chrome.webdriver import WebDriver
-
-from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
-from tests.browser.driving import ask, complaints, text, texts, until
-
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None,
-        reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
-    ),
-]
+pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 HOSTILE = "<img src=x onerror=window.hurt=1>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[WebDriver]:
-    driver = start_chromium()
-    yield driver
-    driver.quit()
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 def test_logs_are_text_and_the_evaluation_says_how_its_answers_were_chosen(
     browser: WebDriver, tmp_path: Path, width: int, theme: str
-) -> None:
+):
     folder = write_run(tmp_path / "run")
     (folder / "logs").mkdir()
     (folder / "logs" / "learner.log").write_text(f"first\n{HOSTILE}\n" + "word " * 60)

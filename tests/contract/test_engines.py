@@ -1,7 +1,8 @@
 """What every engine promises, asked of the scripted one and of a real SGLang."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,7 +18,6 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_run import sglang_server, write_policy
 from tests.support.waiting import HANG_S, until_async
 
-Scenario = Callable[[InferenceEngine], Awaitable[None]]
 Completions: TypeAlias = "asyncio.Task[list[Completion]]"
 OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
 PROMPT = [3, 4, 13]
@@ -34,21 +34,20 @@ def sglang() -> Iterator[SglangProcess]:
 
 
 class OnEngine:
-    """Runs coroutines on an engine that is labelled OLD."""
+    """What there is to know of an engine from outside of it."""
 
     def __init__(self, server: SglangProcess | None) -> None:
         self._server = server  # None is a scripted engine
 
-    def __call__(self, scenario: Scenario) -> None:
-        asyncio.run(self._run(scenario))
-
-    async def _run(self, scenario: Scenario) -> None:
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[InferenceEngine]:
+        """Yield the engine, labelled OLD."""
         if self._server is None:
             scripted = ScriptedEngine(
                 vocabulary=40, end_token_id=2, tokens_per_second=500.0, cached_tokens=CACHED
             )
             await scripted.label(OLD)
-            await scenario(scripted)
+            yield scripted
             return
         engine = SglangEngine(
             self._server.url,
@@ -58,7 +57,7 @@ class OnEngine:
         )
         try:
             await engine.label(OLD)
-            await scenario(engine)
+            yield engine
         finally:
             await engine.close()
 
@@ -112,83 +111,78 @@ def on_engine(request: pytest.FixtureRequest) -> OnEngine:
     return OnEngine(None if scripted else request.getfixturevalue("sglang"))
 
 
+@pytest.fixture
+def engine(on_engine: OnEngine) -> AbstractAsyncContextManager[InferenceEngine]:
+    return on_engine.engine()
+
+
 def ids(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def test_there_are_as_many_answers_as_asked_for_each_with_a_logprob_per_token(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        answers = await engine.sample(PROMPT, SHORT, count=3, seeds=[1, 2, 3])
-        assert len(answers) == 3
-        for answer in answers:
-            assert len(answer.token_ids) == len(answer.logprobs) == 12
-            assert all(logprob <= 0.0 for logprob in answer.logprobs)
-            assert answer.version_starts == [(0, OLD)]
-            assert answer.finish_reason == "length"
-
-    on_engine(scenario)
-
-
-def test_a_seed_decides_an_answer_whatever_is_answered_beside_it(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        (alone,) = ids(await engine.sample(PROMPT, SHORT, count=1, seeds=[7]))
-        among = ids(await engine.sample(PROMPT, SHORT, count=3, seeds=[6, 7, 2**63 - 1]))
-        assert among[1] == alone
-        assert len({tuple(answer) for answer in among}) == 3
-        unseeded = ids(await engine.sample(PROMPT, SHORT, count=3))
-        assert len({tuple(answer) for answer in unseeded}) == 3
-
-    on_engine(scenario)
+async def test_there_are_as_many_answers_as_asked_for_each_with_a_logprob_per_token(
+    engine: InferenceEngine,
+):
+    answers = await engine.sample(PROMPT, SHORT, count=3, seeds=[1, 2, 3])
+    assert len(answers) == 3
+    for answer in answers:
+        assert len(answer.token_ids) == len(answer.logprobs) == 12
+        assert all(logprob <= 0.0 for logprob in answer.logprobs)
+        assert answer.version_starts == [(0, OLD)]
+        assert answer.finish_reason == "length"
 
 
-def test_greedy_answers_are_equal(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
-        first, second = ids(await engine.sample(PROMPT, greedy, count=2))
-        assert first == second
-
-    on_engine(scenario)
-
-
-def test_version_change_in_mid_answer_is_reported_to_the_token(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        asked = await on_engine.paused_in(engine, 2)
-        await asyncio.sleep(0.2)
-        assert not asked.done(), "an answer was finished in the pause"
-        await engine.label(NEW)
-        await engine.resume()
-        for answer in await asked:
-            (first, old), (second, new) = answer.version_starts
-            assert (first, old, new) == (0, OLD, NEW)
-            assert 0 < second < 300
-
-    on_engine(scenario)
+async def test_a_seed_decides_an_answer_whatever_is_answered_beside_it(engine: InferenceEngine):
+    (alone,) = ids(await engine.sample(PROMPT, SHORT, count=1, seeds=[7]))
+    among = ids(await engine.sample(PROMPT, SHORT, count=3, seeds=[6, 7, 2**63 - 1]))
+    assert among[1] == alone
+    assert len({tuple(answer) for answer in among}) == 3
+    unseeded = ids(await engine.sample(PROMPT, SHORT, count=3))
+    assert len({tuple(answer) for answer in unseeded}) == 3
 
 
-def test_a_version_is_loaded_from_a_folder_in_mid_answer(on_engine: OnEngine, tmp_path: Path):
+async def test_greedy_answers_are_equal(engine: InferenceEngine):
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
+    first, second = ids(await engine.sample(PROMPT, greedy, count=2))
+    assert first == second
+
+
+async def test_version_change_in_mid_answer_is_reported_to_the_token(
+    engine: InferenceEngine, on_engine: OnEngine
+):
+    asked = await on_engine.paused_in(engine, 2)
+    await asyncio.sleep(0.2)
+    assert not asked.done(), "an answer was finished in the pause"
+    await engine.label(NEW)
+    await engine.resume()
+    for answer in await asked:
+        (first, old), (second, new) = answer.version_starts
+        assert (first, old, new) == (0, OLD, NEW)
+        assert 0 < second < 300
+
+
+async def test_a_version_is_loaded_from_a_folder_in_mid_answer(
+    engine: InferenceEngine, on_engine: OnEngine, tmp_path: Path
+):
     write_policy(tmp_path / "policy")
     folder = tmp_path / "version"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(tmp_path / "policy" / "model.safetensors")
-
-    async def scenario(engine: InferenceEngine) -> None:
-        checksums = await engine.checksums()
-        asked = await on_engine.paused_in(engine, 2)
-        await engine.load_folder(folder)
-        await engine.label(NEW)
-        assert not asked.done(), "an answer was finished in the pause"
-        await engine.resume()
-        for answer in await asked:
-            assert [version for _, version in answer.version_starts] == [OLD, NEW]
-            assert len(answer.token_ids) == len(answer.logprobs) == 300
-        assert await engine.checksums() == checksums, "the same weights were loaded"
-
-    on_engine(scenario)
+    checksums = await engine.checksums()
+    asked = await on_engine.paused_in(engine, 2)
+    await engine.load_folder(folder)
+    await engine.label(NEW)
+    assert not asked.done(), "an answer was finished in the pause"
+    await engine.resume()
+    for answer in await asked:
+        assert [version for _, version in answer.version_starts] == [OLD, NEW]
+        assert len(answer.token_ids) == len(answer.logprobs) == 300
+    assert await engine.checksums() == checksums, "the same weights were loaded"
 
 
 @pytest.mark.parametrize("damage", ["no file", "a bare name", "cut off", "too long", "no header"])
-def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
-    on_engine: OnEngine, tmp_path: Path, damage: str
+async def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
+    engine: InferenceEngine, tmp_path: Path, damage: str
 ):
     write_policy(tmp_path / "policy")
     whole = (tmp_path / "policy" / "model.safetensors").read_bytes()
@@ -202,88 +196,76 @@ def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
             file.write_bytes(whole + b"0")
         case "no header":
             file.write_bytes(b"not safetensors at all")
-
-    async def scenario(engine: InferenceEngine) -> None:
-        await engine.pause()
-        with pytest.raises(EngineError, match=str(tmp_path)):
-            await engine.load_folder(tmp_path)
-        await engine.resume()
-        (answer,) = await engine.sample(PROMPT, SHORT, count=1)
-        assert answer.version_starts == [(0, OLD)]
-
-    on_engine(scenario)
+    await engine.pause()
+    with pytest.raises(EngineError, match=str(tmp_path)):
+        await engine.load_folder(tmp_path)
+    await engine.resume()
+    (answer,) = await engine.sample(PROMPT, SHORT, count=1)
+    assert answer.version_starts == [(0, OLD)]
 
 
-def test_an_answer_that_is_cancelled_ends(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
-        await on_engine.until_busy(asked, 2)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await on_engine.until_idle(engine)
-
-    on_engine(scenario)
-
-
-def test_engine_reports_its_load_and_that_it_is_idle(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        await on_engine.until_idle(engine)
-        idle = await engine.load()
-        assert (idle.num_running, idle.num_waiting, idle.used_tokens) == (0, 0, 0)
-        assert (idle.capacity_tokens, idle.kv_use) == (CACHED, 0.0)
-        for _ in range(TRIES):  # to read it twice while they are in the making
-            asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=3, seeds=[1, 2, 3]))
-            busy = [idle]
-            while not asked.done():
-                busy.append(await engine.load())
-                await asyncio.sleep(0.02)
-            used = sorted({load.used_tokens for load in busy if load.num_running == 3})
-            if len(used) > 1:
-                break
-        assert len(used) > 1
-        assert 3 <= used[0] < used[-1] <= 3 * (len(PROMPT) + 300)
-        for load in busy:
-            assert load.num_running + load.num_waiting <= 3
-            assert load.kv_use == load.used_tokens / CACHED
-            assert load.num_retractions == idle.num_retractions
-        await load_of(engine, lambda load: (load.num_running, load.used_tokens) == (0, 0))
-
-    on_engine(scenario)
-
-
-def test_answers_that_do_not_fit_are_retracted_counted_and_finished_all_the_same(
-    on_engine: OnEngine,
-):
-    async def scenario(engine: InferenceEngine) -> None:
-        await on_engine.until_idle(engine)
-        before = await engine.load()
-        seeds = range(1, 25)  # 24 answers of 300 tokens are 1.8 times the cache
-        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=24, seeds=seeds))
-        full = await load_of(
-            engine, lambda load: load.num_retractions > before.num_retractions or asked.done()
-        )
-        assert full.num_retractions > before.num_retractions
-        answers = await asked
-        assert [len(answer.token_ids) for answer in answers] == [300] * 24
-        assert [len(answer.logprobs) for answer in answers] == [300] * 24
-        after = await engine.load()
-        assert after.num_retractions >= full.num_retractions
-
-    on_engine(scenario)
-
-
-def test_pause_is_no_retraction_and_the_load_is_reported_in_it(on_engine: OnEngine):
-    async def scenario(engine: InferenceEngine) -> None:
-        before = await engine.load()
-        asked = await on_engine.paused_in(engine, 3)
-        paused = await engine.load()
-        assert paused.num_running + paused.num_waiting == 3
-        await engine.resume()
+async def test_an_answer_that_is_cancelled_ends(engine: InferenceEngine, on_engine: OnEngine):
+    asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
+    await on_engine.until_busy(asked, 2)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await asked
-        assert (await engine.load()).num_retractions == before.num_retractions
+    await on_engine.until_idle(engine)
 
-    on_engine(scenario)
+
+async def test_engine_reports_its_load_and_that_it_is_idle(
+    engine: InferenceEngine, on_engine: OnEngine
+):
+    await on_engine.until_idle(engine)
+    idle = await engine.load()
+    assert (idle.num_running, idle.num_waiting, idle.used_tokens) == (0, 0, 0)
+    assert (idle.capacity_tokens, idle.kv_use) == (CACHED, 0.0)
+    for _ in range(TRIES):  # to read it twice while they are in the making
+        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=3, seeds=[1, 2, 3]))
+        busy = [idle]
+        while not asked.done():
+            busy.append(await engine.load())
+            await asyncio.sleep(0.02)
+        used = sorted({load.used_tokens for load in busy if load.num_running == 3})
+        if len(used) > 1:
+            break
+    assert len(used) > 1
+    assert 3 <= used[0] < used[-1] <= 3 * (len(PROMPT) + 300)
+    for load in busy:
+        assert load.num_running + load.num_waiting <= 3
+        assert load.kv_use == load.used_tokens / CACHED
+        assert load.num_retractions == idle.num_retractions
+    await load_of(engine, lambda load: (load.num_running, load.used_tokens) == (0, 0))
+
+
+async def test_answers_that_do_not_fit_are_retracted_counted_and_finished_all_the_same(
+    engine: InferenceEngine, on_engine: OnEngine
+):
+    await on_engine.until_idle(engine)
+    before = await engine.load()
+    seeds = range(1, 25)  # 24 answers of 300 tokens are 1.8 times the cache
+    asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=24, seeds=seeds))
+    full = await load_of(
+        engine, lambda load: load.num_retractions > before.num_retractions or asked.done()
+    )
+    assert full.num_retractions > before.num_retractions
+    answers = await asked
+    assert [len(answer.token_ids) for answer in answers] == [300] * 24
+    assert [len(answer.logprobs) for answer in answers] == [300] * 24
+    after = await engine.load()
+    assert after.num_retractions >= full.num_retractions
+
+
+async def test_pause_is_no_retraction_and_the_load_is_reported_in_it(
+    engine: InferenceEngine, on_engine: OnEngine
+):
+    before = await engine.load()
+    asked = await on_engine.paused_in(engine, 3)
+    paused = await engine.load()
+    assert paused.num_running + paused.num_waiting == 3
+    await engine.resume()
+    await asked
+    assert (await engine.load()).num_retractions == before.num_retractions
 
 
 async def load_of(engine: InferenceEngine, is_enough: Callable[[EngineLoad], bool]) -> EngineLoad:

@@ -168,9 +168,16 @@ def test_same_step_of_a_later_epoch_is_another_checkpoint(url: str, tmp_path: Pa
     assert read_checkpoint_info(fetched).version == PolicyVersion(2, 4)
 
 
-def test_checkpoint_without_its_manifest_does_not_exist(url: str, tmp_path: Path):
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"", b"\xff"])
+def test_checkpoint_without_a_manifest_does_not_exist(
+    url: str, tmp_path: Path, content: bytes | None
+):
     remote = upload(url, tmp_path / "a", 1, 2)
-    RemoteFolder(url, "test").remove(f"step-000002-epoch-1/{MANIFEST}")
+    manifest = f"step-000002-epoch-1/{MANIFEST}"
+    if content is None:
+        RemoteFolder(url, "test").remove(manifest)
+    else:
+        RemoteFolder(url, "test").write(content, manifest)
     assert labels(remote) == ["v1.1"]
 
 
@@ -178,13 +185,6 @@ def test_checkpoint_without_its_manifest_does_not_exist(url: str, tmp_path: Path
 def test_object_that_was_cut_is_noticed_before_a_download(url: str, tmp_path: Path, damage: bytes):
     remote = upload(url, tmp_path / "a", 1, 2)
     RemoteFolder(url, "test").write(damage, "step-000002-epoch-1/__0_0.distcp")
-    assert labels(remote) == ["v1.1"]
-
-
-@pytest.mark.parametrize("manifest", [b"{", b"[]", b"", b"\xff"])
-def test_manifest_that_is_none_is_passed_over(url: str, tmp_path: Path, manifest: bytes):
-    remote = upload(url, tmp_path / "a", 1, 2)
-    RemoteFolder(url, "test").write(manifest, f"step-000002-epoch-1/{MANIFEST}")
     assert labels(remote) == ["v1.1"]
 
 

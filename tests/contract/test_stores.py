@@ -4,10 +4,10 @@ What a server promises through death, silence and full disks is in
 tests/integration/test_redis_server.py.
 """
 
-import asyncio
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,7 @@ from slipstream.broker.store.server_binary import packaged_server
 from slipstream.wire.errors import SupersededError
 from tests.support.memory_store import MemoryStore, SharedMemory
 
-Open = Callable[[], Awaitable[TrajectoryStore]]  # another handle on the same store
-Body = Callable[[Open], Awaitable[None]]
-WithStore = Callable[[Body], None]
+Open = Callable[..., Awaitable[TrajectoryStore]]  # another handle on the same store
 
 
 def debian_server() -> Path:
@@ -38,28 +36,27 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-async def on_server(server: RedisServer, body: Body) -> None:
+@asynccontextmanager
+async def on_server(server: RedisServer) -> AsyncIterator[Open]:
     await server.until_listening(server.socket)
-    stores: list[RedisStore] = []
+    async with AsyncExitStack() as stores:
 
-    async def open_store() -> TrajectoryStore:
-        stores.append(await RedisStore.connect(server.url, "run*[1]", password=server.password))
-        return stores[-1]
+        async def open_store(name: str = "run*[1]") -> TrajectoryStore:
+            store = await RedisStore.connect(server.url, name, password=server.password)
+            stores.push_async_callback(store.close)
+            return store
 
-    try:
-        await body(open_store)
-    finally:
-        for store in stores:
-            await store.close()
+        yield open_store
 
 
-async def in_memory(body: Body) -> None:
+@asynccontextmanager
+async def in_memory() -> AsyncIterator[Open]:
     shared = SharedMemory()
 
     async def open_store() -> TrajectoryStore:
         return MemoryStore(shared)
 
-    await body(open_store)
+    yield open_store
 
 
 @pytest.fixture(
@@ -69,10 +66,10 @@ async def in_memory(body: Body) -> None:
         pytest.param("debian", marks=pytest.mark.redis),
     ]
 )
-def with_store(request: pytest.FixtureRequest) -> Iterator[WithStore]:
-    """Run a coroutine on an empty store."""
+def open_store(request: pytest.FixtureRequest) -> Iterator[AbstractAsyncContextManager[Open]]:
+    """What opens a handle on an empty store."""
     if request.param == "memory":
-        yield lambda body: asyncio.run(in_memory(body))
+        yield in_memory()
         return
     binary = packaged_server() if request.param == "packaged" else debian_server()
     folder: Path = request.getfixturevalue("folder")
@@ -84,7 +81,7 @@ def with_store(request: pytest.FixtureRequest) -> Iterator[WithStore]:
         binary=binary,
     )
     try:
-        yield lambda body: asyncio.run(on_server(server, body))
+        yield on_server(server)
     finally:
         server.stop()
 
@@ -101,197 +98,159 @@ async def contents(store: TrajectoryStore, *keys: tuple[int, int]) -> list[tuple
     return [(bytes(s.payload), bytes(s.transcript)) for s in await store.fetch(keys)]
 
 
-def test_empty_store_holds_nothing_and_reports_version_and_durability(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        assert await events_of(store) == []
-        assert await store.snapshot() is None
-        assert (await store.server_version()).split()[0] in {"memory", "redis", "valkey"}
-        assert (await store.durability()).split(":")[0] in {"memory", "appendfsync always"}
+async def test_empty_store_holds_nothing_and_reports_version_and_durability(open_store: Open):
+    store = await open_store()
+    assert await events_of(store) == []
+    assert await store.snapshot() is None
+    assert (await store.server_version()).split()[0] in {"memory", "redis", "valkey"}
+    assert (await store.durability()).split(":")[0] in {"memory", "appendfsync always"}
+    with pytest.raises(KeyError):
+        await store.fetch([(0, 0)])
+    assert await store.fetch([]) == []
+
+
+async def test_events_are_replayed_in_the_order_of_their_commits(open_store: Open):
+    store = await open_store()
+    expected = []
+    for start in range(0, 2_500, 500):
+        events = [b"\x00\xff event %d" % i for i in range(start, start + 500)]
+        await store.commit(Changes(events))
+        expected += events
+    assert await events_of(store) == expected
+    assert await events_of(await open_store()) == expected
+
+
+async def test_trajectories_are_fetched_in_the_order_asked(open_store: Open):
+    store = await open_store()
+    view = memoryview(b"xxpayloadxx")[2:-2]
+    trajectories = {(1, 0): stored(1), (1, 1): StoredTrajectory(view, memoryview(b"t"))}
+    await store.commit(Changes([b"e"], dict(trajectories)))
+    assert await contents(store, (1, 1), (1, 0), (1, 1)) == [
+        (b"payload", b"t"),
+        (b"\x00\x01\xff", b"said 1"),
+        (b"payload", b"t"),
+    ]
+
+
+async def test_many_trajectories_of_many_sizes_come_back_whole(open_store: Open):
+    store = await open_store()
+    payloads = {(i, i % 8): bytes([i % 251]) * (i * 7919 % 60_000) for i in range(700)}
+    await store.commit(Changes(put={key: StoredTrajectory(p, b"") for key, p in payloads.items()}))
+    assert await contents(store, *payloads) == [(p, b"") for p in payloads.values()]
+
+
+async def test_a_removed_trajectory_is_named_when_it_is_asked_for(open_store: Open):
+    store = await open_store()
+    await store.commit(Changes(put={(1, 0): stored(1), (1, 1): stored(2)}))
+    await store.commit(Changes([b"trained"], remove=[(1, 0), (9, 9)]))
+    with pytest.raises(KeyError) as caught:
+        await store.fetch([(1, 1), (1, 0)])
+    assert caught.value.args == ((1, 0),)
+    assert await contents(store, (1, 1)) == [(b"\x00\x02\xff", b"said 2")]
+
+
+async def test_merged_changes_are_what_they_are_one_after_the_other(open_store: Open):
+    store = await open_store()
+    await store.commit(Changes(put={(4, 0): stored(4), (5, 0): stored(5)}))
+    steps = [
+        Changes([b"first"], {(1, 0): stored(1)}),
+        Changes([b"second"], {(2, 0): stored(2), (1, 0): stored(3), (4, 0): stored(9)}),
+        Changes([b"third"], remove=[(2, 0), (4, 0), (5, 0)]),
+        Changes([b"fourth"], {(5, 0): stored(6)}),
+        Changes(put={(7, 0): stored(7)}, remove=[(7, 0)]),
+    ]
+    merged = Changes()
+    for step in steps:
+        merged.merge(step)
+    await store.commit(merged)
+    assert await events_of(store) == [b"first", b"second", b"third", b"fourth"]
+    assert await contents(store, (1, 0), (5, 0)) == [
+        (b"\x00\x03\xff", b"said 3"),
+        (b"\x00\x06\xff", b"said 6"),
+    ]
+    for gone in (2, 0), (4, 0), (7, 0):
         with pytest.raises(KeyError):
-            await store.fetch([(0, 0)])
-        assert await store.fetch([]) == []
-
-    with_store(body)
+            await store.fetch([gone])
 
 
-def test_events_are_replayed_in_the_order_of_their_commits(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        expected = []
-        for start in range(0, 2_500, 500):
-            events = [b"\x00\xff event %d" % i for i in range(start, start + 500)]
-            await store.commit(Changes(events))
-            expected += events
-        assert await events_of(store) == expected
-        assert await events_of(await open_store()) == expected
-
-    with_store(body)
-
-
-def test_trajectories_are_fetched_in_the_order_asked(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        view = memoryview(b"xxpayloadxx")[2:-2]
-        trajectories = {(1, 0): stored(1), (1, 1): StoredTrajectory(view, memoryview(b"t"))}
-        await store.commit(Changes([b"e"], dict(trajectories)))
-        assert await contents(store, (1, 1), (1, 0), (1, 1)) == [
-            (b"payload", b"t"),
-            (b"\x00\x01\xff", b"said 1"),
-            (b"payload", b"t"),
-        ]
-
-    with_store(body)
+async def test_a_snapshot_takes_the_place_of_the_events_before_it(open_store: Open):
+    store = await open_store()
+    await store.commit(Changes([b"one", b"two"], {(1, 0): stored(1)}))
+    await store.commit(Changes([b"four"], snapshot=b"one two three"))
+    assert await store.snapshot() == b"one two three"
+    assert await events_of(store) == [b"four"]
+    merged = Changes([b"five"])
+    merged.merge(Changes([b"six"], snapshot=b"up to five"))
+    merged.merge(Changes([b"seven"]))
+    await store.commit(merged)
+    assert await store.snapshot() == b"up to five"
+    assert await events_of(store) == [b"six", b"seven"]
+    assert await contents(store, (1, 0)) == [(b"\x00\x01\xff", b"said 1")]
 
 
-def test_many_trajectories_of_many_sizes_come_back_whole(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        payloads = {(i, i % 8): bytes([i % 251]) * (i * 7919 % 60_000) for i in range(700)}
-        await store.commit(
-            Changes(put={key: StoredTrajectory(p, b"") for key, p in payloads.items()})
-        )
-        assert await contents(store, *payloads) == [(p, b"") for p in payloads.values()]
-
-    with_store(body)
-
-
-def test_a_removed_trajectory_is_named_when_it_is_asked_for(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        await store.commit(Changes(put={(1, 0): stored(1), (1, 1): stored(2)}))
-        await store.commit(Changes([b"trained"], remove=[(1, 0), (9, 9)]))
-        with pytest.raises(KeyError) as caught:
-            await store.fetch([(1, 1), (1, 0)])
-        assert caught.value.args == ((1, 0),)
-        assert await contents(store, (1, 1)) == [(b"\x00\x02\xff", b"said 2")]
-
-    with_store(body)
+async def test_only_the_latest_claim_can_write(open_store: Open):
+    first, second = await open_store(), await open_store()
+    older = await first.claim()
+    await first.commit(Changes([b"before"], {(1, 0): stored(1)}))
+    newer = await second.claim()
+    assert newer > older
+    with pytest.raises(SupersededError, match=f"generation {newer}, this one has {older}"):
+        await first.commit(Changes([b"too late"], {(2, 0): stored(2)}, [(1, 0)], snapshot=b"stale"))
+    with pytest.raises(SupersededError):
+        await first.clear()
+    await second.commit(Changes([b"after"]))
+    with pytest.raises(SupersededError):
+        await first.commit(Changes([b"again"]))
+    assert await events_of(second) == [b"before", b"after"]
+    assert await second.snapshot() is None
+    assert await contents(second, (1, 0)) == [(b"\x00\x01\xff", b"said 1")]
+    with pytest.raises(KeyError):
+        await second.fetch([(2, 0)])
 
 
-def test_merged_changes_are_what_they_are_one_after_the_other(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        await store.commit(Changes(put={(4, 0): stored(4), (5, 0): stored(5)}))
-        steps = [
-            Changes([b"first"], {(1, 0): stored(1)}),
-            Changes([b"second"], {(2, 0): stored(2), (1, 0): stored(3), (4, 0): stored(9)}),
-            Changes([b"third"], remove=[(2, 0), (4, 0), (5, 0)]),
-            Changes([b"fourth"], {(5, 0): stored(6)}),
-            Changes(put={(7, 0): stored(7)}, remove=[(7, 0)]),
-        ]
-        merged = Changes()
-        for step in steps:
-            merged.merge(step)
-        await store.commit(merged)
-        assert await events_of(store) == [b"first", b"second", b"third", b"fourth"]
-        assert await contents(store, (1, 0), (5, 0)) == [
-            (b"\x00\x03\xff", b"said 3"),
-            (b"\x00\x06\xff", b"said 6"),
-        ]
-        for gone in (2, 0), (4, 0), (7, 0):
-            with pytest.raises(KeyError):
-                await store.fetch([gone])
-
-    with_store(body)
+async def test_a_handle_that_has_not_claimed_does_so_with_its_first_write(open_store: Open):
+    first, second = await open_store(), await open_store()
+    await first.commit(Changes([b"first"]))
+    await second.commit(Changes([b"second"]))
+    with pytest.raises(SupersededError):
+        await first.commit(Changes([b"third"]))
+    assert await events_of(second) == [b"first", b"second"]
 
 
-def test_a_snapshot_takes_the_place_of_the_events_before_it(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        await store.commit(Changes([b"one", b"two"], {(1, 0): stored(1)}))
-        await store.commit(Changes([b"four"], snapshot=b"one two three"))
-        assert await store.snapshot() == b"one two three"
-        assert await events_of(store) == [b"four"]
-        merged = Changes([b"five"])
-        merged.merge(Changes([b"six"], snapshot=b"up to five"))
-        merged.merge(Changes([b"seven"]))
-        await store.commit(merged)
-        assert await store.snapshot() == b"up to five"
-        assert await events_of(store) == [b"six", b"seven"]
-        assert await contents(store, (1, 0)) == [(b"\x00\x01\xff", b"said 1")]
-
-    with_store(body)
+async def test_clear_removes_everything_but_the_generation_count(open_store: Open):
+    store = await open_store()
+    generation = await store.claim()
+    await store.commit(Changes([b"one"], {(1, 0): stored(1)}, snapshot=b"all"))
+    await store.clear()
+    assert await events_of(store) == []
+    assert await store.snapshot() is None
+    with pytest.raises(KeyError):
+        await store.fetch([(1, 0)])
+    await store.commit(Changes([b"new"]))
+    assert await events_of(store) == [b"new"]
+    assert await (await open_store()).claim() > generation
 
 
-def test_only_the_latest_claim_can_write(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        first, second = await open_store(), await open_store()
-        older = await first.claim()
-        await first.commit(Changes([b"before"], {(1, 0): stored(1)}))
-        newer = await second.claim()
-        assert newer > older
-        with pytest.raises(SupersededError, match=f"generation {newer}, this one has {older}"):
-            await first.commit(
-                Changes([b"too late"], {(2, 0): stored(2)}, [(1, 0)], snapshot=b"stale")
-            )
-        with pytest.raises(SupersededError):
-            await first.clear()
-        await second.commit(Changes([b"after"]))
-        with pytest.raises(SupersededError):
-            await first.commit(Changes([b"again"]))
-        assert await events_of(second) == [b"before", b"after"]
-        assert await second.snapshot() is None
-        assert await contents(second, (1, 0)) == [(b"\x00\x01\xff", b"said 1")]
-        with pytest.raises(KeyError):
-            await second.fetch([(2, 0)])
-
-    with_store(body)
-
-
-def test_a_handle_that_has_not_claimed_does_so_with_its_first_write(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        first, second = await open_store(), await open_store()
-        await first.commit(Changes([b"first"]))
-        await second.commit(Changes([b"second"]))
-        with pytest.raises(SupersededError):
-            await first.commit(Changes([b"third"]))
-        assert await events_of(second) == [b"first", b"second"]
-
-    with_store(body)
-
-
-def test_clear_removes_everything_but_the_generation_count(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        generation = await store.claim()
-        await store.commit(Changes([b"one"], {(1, 0): stored(1)}, snapshot=b"all"))
-        await store.clear()
-        assert await events_of(store) == []
-        assert await store.snapshot() is None
-        with pytest.raises(KeyError):
-            await store.fetch([(1, 0)])
-        await store.commit(Changes([b"new"]))
-        assert await events_of(store) == [b"new"]
-        assert await (await open_store()).claim() > generation
-
-    with_store(body)
-
-
-def test_figures_grow_with_what_is_stored(with_store: WithStore):
-    async def body(open_store: Open) -> None:
-        store = await open_store()
-        before = await store.figures()
-        await store.commit(Changes(put={(1, 0): StoredTrajectory(bytes(500_000), b"t")}))
-        after = await store.figures()
-        assert after["memory_bytes"] - before["memory_bytes"] >= 500_000
-        assert after["aof_bytes"] >= before["aof_bytes"]
-
-    with_store(body)
+async def test_figures_grow_with_what_is_stored(open_store: Open):
+    store = await open_store()
+    before = await store.figures()
+    await store.commit(Changes(put={(1, 0): StoredTrajectory(bytes(500_000), b"t")}))
+    after = await store.figures()
+    assert after["memory_bytes"] - before["memory_bytes"] >= 500_000
+    assert after["aof_bytes"] >= before["aof_bytes"]
 
 
 @pytest.mark.redis
 @pytest.mark.parametrize("other", ["other", "run*", "run*[1]:p", "run1"])
-def test_runs_on_one_server_do_not_see_each_other(folder: Path, other: str):
+async def test_runs_on_one_server_do_not_see_each_other(folder: Path, other: str):
     server = RedisServer.launch(
         socket=folder / "r.sock", folder=folder / "data", log_file=folder / "redis.log", fsync="no"
     )
-
-    async def body(open_store: Open) -> None:
-        mine = await open_store()
-        await mine.commit(Changes([b"mine"], {(0, 0): stored(1)}))
-        theirs = await RedisStore.connect(server.url, other, password=server.password)
-        try:
+    try:
+        async with on_server(server) as open_store:
+            mine = await open_store()
+            await mine.commit(Changes([b"mine"], {(0, 0): stored(1)}))
+            theirs = await open_store(other)
             assert await events_of(theirs) == []
             with pytest.raises(KeyError):
                 await theirs.fetch([(0, 0)])
@@ -302,10 +261,5 @@ def test_runs_on_one_server_do_not_see_each_other(folder: Path, other: str):
             await theirs.clear()
             assert await contents(mine, (0, 0)) == [(b"\x00\x03\xff", b"said 3")]
             assert await events_of(mine) == [b"mine again"]
-        finally:
-            await theirs.close()
-
-    try:
-        asyncio.run(on_server(server, body))
     finally:
         server.stop()

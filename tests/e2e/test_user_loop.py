@@ -21,8 +21,6 @@ from tests.support.waiting import HANG_S
 pytestmark = [pytest.mark.e2e]
 GREEDY = """
 import json, sys
-from slipstream.generators.sglang.cpu import define_torchvision_operators
-define_torchvision_operators()
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, limit = sys.argv[1], int(sys.argv[2])

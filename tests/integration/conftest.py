@@ -1,5 +1,3 @@
-import asyncio
-import inspect
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,16 +11,6 @@ from tests.support.waiting import until
 
 # Python's own, which a process that shares memory keeps to its end.
 _KEPT = "multiprocessing.resource_tracker"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture

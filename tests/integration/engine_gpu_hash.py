@@ -8,11 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251 Triton reads it while it is
 
 import torch
 import triton
-
-from slipstream.generators.sglang.cpu import define_torchvision_operators
-
-define_torchvision_operators()
-from sglang.kernels.ops.memory import gpu_tensor_hash as engine  # noqa: E402 it needs these
+from sglang.kernels.ops.memory import gpu_tensor_hash as engine
 
 TILE, CHUNK, SEED = 8192, 1024, 0x243F6A88
 CASES = ((5, "bfloat16"), (8384, "bfloat16"), (40_000, "float32"))

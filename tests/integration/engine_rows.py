@@ -7,11 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
-from slipstream.wire.files.model_files import WEIGHTS
+from sglang.srt.model_loader import weight_utils as engine
 
-define_torchvision_operators()
-from sglang.srt.model_loader import weight_utils as engine  # noqa: E402 it needs these
+from slipstream.wire.files.model_files import WEIGHTS
 
 
 def mapped_bytes(file: Path) -> int:

@@ -220,7 +220,7 @@ async def test_a_version_that_is_not_what_was_sent_is_never_used(
 ):
     async with running_bus(started, "tcp", epoch=4) as bus:
         await bus.publish(0)
-        write = AdapterEngine._write
+        write = AdapterEngine.write_folder
 
         def damaged(engine: AdapterEngine, received: Path, own: Path) -> None:
             write(engine, received, own)
@@ -231,7 +231,7 @@ async def test_a_version_that_is_not_what_was_sent_is_never_used(
                 file.write(bytes([last[0] ^ 1]))
 
         with monkeypatch.context() as patch:
-            patch.setattr(AdapterEngine, "_write", damaged)
+            patch.setattr(AdapterEngine, "write_folder", damaged)
             record = await bus.publish(1)
             assert "tensors differ in the engine" in record.failed["generator-0"]
             (answer,) = await bus.engine.sample(PROMPT, SHORT, count=1)

@@ -142,12 +142,12 @@ class Undelivered(AdapterEngine):
     """Loads adapters that add nothing, whatever was received."""
 
     @override
-    def _write(self, received: Path, own: Path) -> None:
+    def write_folder(self, received: Path, own: Path) -> None:
         empty = own.parent / "empty"
         empty.mkdir(parents=True, exist_ok=True)
         tensors = load_file(received / WEIGHTS)
         save_file({name: 0 * tensor for name, tensor in tensors.items()}, empty / WEIGHTS)
-        super()._write(empty, own)
+        super().write_folder(empty, own)
 
 
 class Bus(Published):

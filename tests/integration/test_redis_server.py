@@ -45,13 +45,16 @@ def binary(request: pytest.FixtureRequest) -> Path:
     return Path(found)
 
 
-def launch(folder: Path, *, fsync: str = "always", binary: Path | None = None) -> RedisServer:
+def launch(
+    folder: Path, *, fsync: str = "always", binary: Path | None = None, lock_timeout_s: float = 5.0
+) -> RedisServer:
     return RedisServer.launch(
         socket=folder / "r.sock",
         folder=folder / "data",
         log_file=folder / "redis.log",
         fsync=fsync,
         binary=binary if binary is not None else packaged_server(),
+        lock_timeout_s=lock_timeout_s,
     )
 
 
@@ -561,11 +564,10 @@ async def test_address_without_a_server_is_an_error_of_the_settings(folder: Path
 # ---- the child -------------------------------------------------------------------
 
 
-def test_a_second_server_in_one_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slipstream.broker.store.private_server._LOCK_TIMEOUT_S", 0.3)
+def test_a_second_server_in_one_folder_is_refused(folder: Path):
     with running(launch(folder)) as server:
         with pytest.raises(ConfigError, match=rf"pid {server.process.pid}\) runs in {folder}"):
-            launch(folder)
+            launch(folder, lock_timeout_s=0.3)
 
         async def still_there() -> None:
             async with connected(server) as store:

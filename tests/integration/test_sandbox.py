@@ -572,18 +572,13 @@ def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
     ids=["hangs", "prints"],
 )
 def test_a_sandbox_that_does_not_start_is_missing_and_no_fault_of_the_code(
-    mode: sandbox.Mode,
-    init: str,
-    start_s: float,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    mode: sandbox.Mode, init: str, start_s: float, why: str, tmp_path: Path
 ):
-    (tmp_path / "init.py").write_text(init)
-    monkeypatch.setattr("slipstream.broker.sandbox.bubblewrap._INIT", tmp_path / "init.py")
-    monkeypatch.setattr(sandbox, "_START_S", start_s)
+    program = tmp_path / "init.py"
+    program.write_text(init)
+    limits = Limits(own_s=0.2, max_output_bytes=10_000, start_s=start_s)
     with pytest.raises(SandboxUnavailableError, match=why):
-        sandbox.run("print(1)", limits=Limits(own_s=0.2, max_output_bytes=10_000), mode=mode)
+        sandbox.run("print(1)", limits=limits, mode=mode, init=program)
 
 
 BURNS = """
@@ -640,12 +635,10 @@ def test_process_that_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mo
 
 
 @needs_namespaces
-def test_a_run_that_gets_nothing_of_the_machine_is_no_fault_of_the_code(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(sandbox, "_AT_MOST", 0.2)
+def test_a_run_that_gets_nothing_of_the_machine_is_no_fault_of_the_code():
+    starved = replace(SMALL, own_s=2.0, at_most=0.2)
     with pytest.raises(SandboxUnavailableError, match="the machine is too busy: in"):
-        sandbox.run("import time; time.sleep(1000)", limits=replace(SMALL, own_s=2.0))
+        sandbox.run("import time; time.sleep(1000)", limits=starved)
 
 
 @needs_namespaces

@@ -31,17 +31,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every test runs with groups as gloo makes them and with the manners of NCCL."""
     is_quick = metafunc.function in WITH_BOTH_MANNERS
     nccl = "nccl" if is_quick else pytest.param("nccl", marks=pytest.mark.slow)
-    metafunc.parametrize("_manners", ["gloo", nccl], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def _manners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightBus, "manners", request.param)
+    metafunc.parametrize("manners", ["gloo", nccl])
 
 
 @pytest.fixture
-def bus(folder: Path) -> Iterator[WeightBus]:
-    with weight_bus(folder) as running:
+def bus(folder: Path, manners: str) -> Iterator[WeightBus]:
+    with weight_bus(folder, manners=manners) as running:
         yield running
 
 
@@ -108,10 +103,10 @@ def test_another_tensor_set_is_refused_before_a_byte_moves(bus: WeightBus):
         assert bus.newest_label(name) == ""
 
 
-def test_beyond_the_slots_a_publish_takes_no_memory_in_the_relay(folder: Path):
+def test_beyond_the_slots_a_publish_takes_no_memory_in_the_relay(folder: Path, manners: str):
     mib = 1024 * 1024
     sizes = ("--count", "16", "--size", str(2 * mib // 4))  # 32 MiB
-    with weight_bus(folder, sizes=sizes, bucket_bytes=4 * mib) as bus:
+    with weight_bus(folder, manners=manners, sizes=sizes, bucket_bytes=4 * mib) as bus:
         for name in TRANSPORTS:
             bus.start(name, name, "--token-s", "0.2")
         until(lambda: "disk joined" in (folder / "learner.log").read_text())
@@ -201,8 +196,12 @@ def test_stopped_engine_in_a_transfer_delays_no_other(bus: WeightBus):
     bus.check_tokens()
 
 
-def test_an_engine_that_is_stopped_in_a_transfer_is_left_out_and_repaired_later(folder: Path):
-    with weight_bus(folder, timeout_s=GIVEN_UP_S, member_silence_s=GIVEN_UP_S) as bus:
+def test_an_engine_that_is_stopped_in_a_transfer_is_left_out_and_repaired_later(
+    folder: Path, manners: str
+):
+    with weight_bus(
+        folder, manners=manners, timeout_s=GIVEN_UP_S, member_silence_s=GIVEN_UP_S
+    ) as bus:
         stop_one_in_a_transfer(bus)
         log = folder / "learner.log"
         until(lambda: "stopped does not run v1.1" in log.read_text(), log.read_text)
@@ -212,8 +211,8 @@ def test_an_engine_that_is_stopped_in_a_transfer_is_left_out_and_repaired_later(
         bus.check_tokens()
 
 
-def test_two_of_three_engines_die_in_a_transfer_and_the_third_continues(folder: Path):
-    with weight_bus(folder, engines_per_group=3) as bus:
+def test_two_of_three_engines_die_in_a_transfer_and_the_third_continues(folder: Path, manners: str):
+    with weight_bus(folder, manners=manners, engines_per_group=3) as bus:
         for name in ("first", "second"):
             bus.start_faulty(name, "in_bucket", [2], "kill", is_armed=False)
         bus.start("third")
@@ -242,8 +241,10 @@ def test_two_of_three_engines_die_in_a_transfer_and_the_third_continues(folder: 
         bus.check_tokens()
 
 
-def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folder: Path):
-    with weight_bus(folder, engines_per_group=2, timeout_s=GIVEN_UP_S) as bus:
+def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(
+    folder: Path, manners: str
+):
+    with weight_bus(folder, manners=manners, engines_per_group=2, timeout_s=GIVEN_UP_S) as bus:
         bus.start_faulty("stopped", "in_bucket", [2], "stop", is_armed=False)
         bus.start("sound")
         for step in (0, 1):
@@ -352,8 +353,8 @@ def test_the_relay_ends_with_a_learner_that_ends_in_order(bus: WeightBus):
     until(lambda: not bus.relay_lives())
 
 
-def test_the_relay_ends_some_time_after_a_learner_that_died(folder: Path):
-    with weight_bus(folder, linger_s=3.0) as bus:
+def test_the_relay_ends_some_time_after_a_learner_that_died(folder: Path, manners: str):
+    with weight_bus(folder, manners=manners, linger_s=3.0) as bus:
         bus.publish(0)
         until(bus.relay_lives)
         bus.kill_learner()

@@ -3,11 +3,8 @@
 import json
 import sys
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
-
 
 def main(folder: str) -> None:
-    define_torchvision_operators()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import torch
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
 from tests.support.tiny_models import sequences
 
 
 def main(folder: str, file: str | None = None) -> None:
-    define_torchvision_operators()
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)

@@ -11,9 +11,8 @@ from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.run_ledger import build_ledger
 from slipstream.broker.startup import StartState, start_run
 from slipstream.wire.files.checkpoints import LEDGER_FILE, ledger_file
-from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.settings.load import load_table
-from tests.support.ledger_driver import header, submit
+from tests.support.ledger_driver import lease, make_ready, train_step
 from tests.support.memory_store import MemoryStore
 
 
@@ -47,11 +46,6 @@ def begun(
 def trained(ledger: Ledger, steps: int) -> Ledger:
     """Train so many steps of one group, and keep their payloads."""
     for _ in range(steps):
-        (work,) = ledger.lease("g", ledger.book.version, max_sequences=8, now_s=0.0)
-        for sibling in work.siblings:
-            submit(ledger, header(work.group_id, sibling, ledger.book.version))
-            reward = float(sibling)
-            ledger.score(Score(group_id=work.group_id, sibling=sibling, lease_id=0, reward=reward))
-        assert isinstance(ledger.training.deliver(ledger.book.version), list)
-        ledger.training.commit(ledger.book.version.next(), {})
+        make_ready(ledger, lease(ledger, "g", max_sequences=8))
+        train_step(ledger)
     return ledger

@@ -27,6 +27,10 @@ class CannedEngine:
         seeds: Sequence[int] = (),
     ) -> list[Completion]:
         self.asked.append((prompt_ids, params, count, list(seeds)))
+        return self.answers(count)
+
+    def answers(self, _count: int) -> list[Completion]:
+        """Return the answers to the newest request."""
         return self.completions
 
     async def open_group(self, **settings: object) -> None: ...

@@ -28,10 +28,6 @@ HUB: dict[object, dict[str, object]] = {
 def main(folder: Path, name: str, *changes: str) -> None:
     """Write a model; every tensor is random, so that mix-ups show."""
     import torch
-
-    from slipstream.generators.sglang.cpu import define_torchvision_operators
-
-    define_torchvision_operators()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     changed = dict(one.split("=", 1) for one in changes)

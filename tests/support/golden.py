@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algos.packing import Packing
+from slipstream.algos.reduce import Denominators, Rule
 
 FOLDER = Path(__file__).parents[1] / "golden" / "algos"
 MASKS = ("mask_prefix", "mask_holes", "mask_empty")
@@ -26,6 +27,15 @@ MASKS = ("mask_prefix", "mask_holes", "mask_empty")
 VERL = "verl-0.9.1"
 SLIME = "slime-624b824a"
 AREAL = "areal-4aef98d8"
+
+WIDTH = 17  # columns of the padded batch: verl's constant where none is given
+RULES: dict[str, Rule] = {  # ours, by verl's name
+    "token-mean": "token-mean",
+    "token-sum": "token-sum",
+    "seq-mean-token-mean": "sequence-mean-token-mean",
+    "seq-mean-token-sum": "sequence-mean-token-sum",
+    "seq-mean-token-sum-norm": "sequence-mean-token-sum-norm",
+}
 
 Array = npt.NDArray[Any]
 
@@ -114,3 +124,17 @@ def layout_of(mask: Tensor) -> Layout:
     valid = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     return Layout(valid, Packing.of(mask[valid], cu_seqlens))
+
+
+def denominators_of(packing: Packing, *, length: float = WIDTH) -> Denominators:
+    """Return what a batch of one rank is divided by."""
+    return Denominators(
+        num_tokens=float(packing.counts.sum()),
+        num_sequences=float((packing.counts > 0).sum()),
+        length=length,
+    )
+
+
+def close(ours: Tensor, theirs: Tensor, *, atol: float = 1e-9) -> None:
+    """Assert that a value is a peer's, to 1e-5 of it."""
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=atol)

@@ -74,10 +74,9 @@ def check_flags() -> Iterator[str]:
 def import_server() -> Iterator[str]:
     """Import an engine's server as on a GPU; what no CPU has is in the path as stand-ins."""
     _pretend_to_have_a_gpu()
-    from slipstream.generators.sglang import cpu, patches, server
+    from slipstream.generators.sglang import patches, server
 
     del server  # it corrects SGLang's modules as they are imported
-    cpu.define_torchvision_operators()
     for name in _SERVER:
         importlib.import_module(name)
     updater = sys.modules[patches._WEIGHT_UPDATER].WeightUpdater

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
 from slipstream.learner.model import device
 from tests.support.waiting import HANG_S
 
@@ -104,7 +103,6 @@ def main(barred: int, folders: list[Path]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     device.prepare()
     device.set_threads(1)
-    define_torchvision_operators()
     learner, kept = LearnersModels(folders, barred), KeptCache(folders, barred)
     for line in sys.stdin:
         question = json.loads(line)

@@ -156,9 +156,9 @@ def state_of(ledger: Ledger) -> BookState:
     return stored(ledger.book.state)
 
 
-def with_a_dead_letter() -> tuple[Ledger, int]:
+def with_a_dead_letter(**rules: Any) -> tuple[Ledger, int]:  # noqa: ANN401 values of rules
     """A ledger whose first group got no reward, and the group."""
-    ledger = make_ledger(make_rules(groups_per_step=1, max_attempts=2))
+    ledger = make_ledger(make_rules(groups_per_step=1, max_attempts=2, **rules))
     ledger.training.take_over(ledger.book.step)
     (group,) = lease(ledger, max_sequences=2)
     generate(ledger, group)

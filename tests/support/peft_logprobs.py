@@ -11,11 +11,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.generators.sglang.cpu import define_torchvision_operators
-
 
 def main(folder: str, file: str, *barred: str) -> None:
-    define_torchvision_operators()
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from functools import cache
 
 from slipstream.broker.ledger.survivorship import bucket_of, upper_tokens
 from slipstream.deploy.advise.record import Record
@@ -37,7 +37,7 @@ def a_scenario(**changes: object) -> Scenario:
     )
 
 
-def pace_of(law: EngineLaw, sequences: Sequence[float], tokens: float = 1_000.0) -> Pace:
+def pace_of(law: EngineLaw, sequences: tuple[float, ...], tokens: float = 1_000.0) -> Pace:
     """Return the sums of answers that had so many beside them."""
     seconds = [tokens * law.step_s(round(n), 0.0) for n in sequences]
     return Pace(
@@ -49,7 +49,8 @@ def pace_of(law: EngineLaw, sequences: Sequence[float], tokens: float = 1_000.0)
     )
 
 
-def recorded(scenario: Scenario, sequences: Sequence[float] = (40, 50, 60)) -> Record:
+@cache
+def recorded(scenario: Scenario, sequences: tuple[float, ...] = (40, 50, 60)) -> Record:
     """Return what a simulated run would have recorded; engines computed so many at a time."""
     outcome = simulate(scenario)
     steps = outcome.steps[scenario.max_staleness_steps + 2 :]

@@ -22,15 +22,20 @@ from slipstream.wire.messages.broker import (
     GroupsLeased,
     LeasedGroup,
     LeaseGroups,
+    LeaseScoring,
+    RequestBatch,
     Role,
+    ScoringLeased,
+    SubmitScores,
     SubmitTrajectory,
     TakeOver,
     TookOver,
     Welcome,
 )
-from slipstream.wire.messages.codec import decode_answer
+from slipstream.wire.messages.codec import decode_answer, decode_transcript
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import header, make_ledger, make_rules
@@ -38,6 +43,10 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import HANG_S
 
 V0 = PolicyVersion(1, 0)
+WORK = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
+WORK_NOW = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+SCORING = LeaseScoring(credits=8, wait_s=30.0)
+BATCH = RequestBatch(version=V0, step=V0.step, wait_s=30.0)
 
 
 @dataclass(slots=True)
@@ -55,6 +64,31 @@ class Running:
         )
         self.clients.append(client)
         return client
+
+    async def opened(self, *siblings: int) -> tuple[BrokerClient, BrokerClient, LeasedGroup]:
+        """Connect a learner and a generator, which leases a group and answers these siblings."""
+        learner = await self.client("learner", "learner")
+        generator = await self.client("generator", "generator-0")
+        group = await one_group(learner, generator)
+        for sibling in siblings:
+            await submit(generator, group.group_id, sibling)
+        return learner, generator, group
+
+    async def scored(self) -> list[str]:
+        """Have a worker reward what waits with the number of the sibling; return the responses."""
+        worker = await self.client("reward_worker", "reward-worker-0")
+        leased, transcripts = await worker.ask(SCORING, ScoringLeased)
+        scores = tuple(
+            Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=float(item.sibling),
+            )
+            for item in leased.items
+        )
+        await worker.ask(SubmitScores(scores=scores), Done)
+        return [decode_transcript(transcript).response for transcript in transcripts]
 
     @property
     def status(self) -> RunStatus:
@@ -141,6 +175,5 @@ async def submit(client: BrokerClient, group_id: int, sibling: int) -> None:
 
 async def one_group(learner: BrokerClient, generator: BrokerClient) -> LeasedGroup:
     await learner.ask(TakeOver(step=0), TookOver)
-    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
-    leased, _ = await generator.ask(work, GroupsLeased)
+    leased, _ = await generator.ask(WORK, GroupsLeased)
     return leased.groups[0]

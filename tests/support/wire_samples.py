@@ -4,7 +4,7 @@ An entry that changes is a change of the golden bytes: see tests/golden/make_wir
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -103,25 +103,28 @@ FIGURES = EvalFigures(num_problems=2, num_answers=2, num_dropped=0, metrics={"me
 EVALUATION = EvalPoint(
     step=0, overall=FIGURES, by_source={"held_out": FIGURES}, versions=(VERSION,)
 )
+COUNTS: dict[str, Any] = {  # of the ledger, in its views
+    "run_name": "run",
+    "finished": False,
+    "stop_reason": "",
+    "group_size": 2,
+    "issued": 4,
+    "trained": 2,
+    "requeued": 0,
+    "unaccounted": 0,
+    "dropped": {"zero_variance": 1},
+    "in_flight": {"leased": 1},
+    "trajectories": {"issued": 8},
+}
 STATUS = RunStatus(
-    run_name="run",
+    **COUNTS,
     outcome="running",
-    finished=False,
-    stop_reason="",
     elapsed_s=1.0,
     steps=5,
     total_steps=9,
     max_staleness_steps=1,
-    group_size=2,
     groups_per_step=2,
-    issued=4,
-    trained=2,
     sealed=0,
-    requeued=0,
-    dropped={"zero_variance": 1},
-    in_flight={"leased": 1},
-    unaccounted=0,
-    trajectories={"issued": 8},
     staleness_histogram={"0": 7},
     survivorship=Survivorship(
         generated_mean=9.5,
@@ -171,24 +174,14 @@ STATUS = RunStatus(
 )
 
 LEDGER = LedgerView(
-    run_name="run",
+    **COUNTS,
     version=VERSION,
     last_step=9,
-    finished=False,
-    stop_reason="",
-    group_size=2,
-    issued=4,
-    trained=2,
     sealed=1,
-    dropped={"zero_variance": 1},
-    in_flight={"leased": 1},
-    unaccounted=0,
-    trajectories={"issued": 8},
     prompts_taken=4,
     prompts=None,
     dead_letters=1,
     retried=1,
-    requeued=0,
     redelivered_steps=1,
     untrained_bytes=10,
     replay_bytes=20,

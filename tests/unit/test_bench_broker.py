@@ -3,9 +3,7 @@
 import pytest
 
 from benchmarks.broker.baselines import lists_of
-from benchmarks.broker.forwarding import PathCost
 from benchmarks.broker.roles import BYTES_PER_TOKEN, header_of, pack, trajectory_bytes, unpack
-from benchmarks.broker.throughput import GROUP_SIZE, groups_per_step
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
@@ -34,13 +32,3 @@ def test_every_transport_carries_the_same_number_of_tokens():
     assert isinstance(tokens, list)
     assert len(tokens) == trajectory_bytes(payload_bytes).num_tokens
     assert len(tokens) == payload_bytes // BYTES_PER_TOKEN
-
-
-def test_a_step_of_large_trajectories_has_fewer_groups_but_some():
-    assert groups_per_step(16 * 1024) > groups_per_step(128 * 1024) >= GROUP_SIZE
-
-
-def test_the_brokers_whole_path_is_compared_with_forwarding():
-    cost = PathCost(whole_us=120.0, taken_in_us=60.0, forwarded_us=30.0)
-    assert cost.whole_ratio == pytest.approx(4)
-    assert cost.taken_in_ratio == pytest.approx(2)

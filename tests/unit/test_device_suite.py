@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.device.report import Report, Skipped
-from benchmarks.device.suite import DEADLINES_S, ROOT, Suite, commit, stages_of
+from benchmarks.device.suite import ROOT, Suite, commit
 from benchmarks.device.wheels import LIST, pack, refusal
 
 # A program of its own: the suite ends every process that is left below it.
@@ -101,11 +101,6 @@ def test_figures_are_of_a_date_a_commit_and_a_device(tmp_path: Path):
     about = {"date": "2026-11-24", "commit": commit(), "device": "CPU"}
     assert Suite(tmp_path, 60, about=about).run([]) == 0
     assert json.loads((tmp_path / "suite.json").read_text()) == {**about, "stages": {}}
-
-
-def test_every_stage_is_a_module():
-    for stage in stages_of(list(DEADLINES_S)):
-        assert (ROOT / "benchmarks" / "device" / f"stage_{stage.name}.py").is_file(), stage
 
 
 def test_a_report_is_whole_after_every_part(tmp_path: Path):

@@ -4,17 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.guide import (
-    Block,
-    GuideFailedError,
-    Step,
-    before_command,
-    blocks,
-    follow,
-    outputs,
-    script,
-    steps,
-)
+from tests.support.guide import Block, GuideFailedError, Step, before_command, blocks, follow, steps
 
 PAGE = """# Guide
 
@@ -112,18 +102,6 @@ def test_steps_before_a_command_end_above_its_block(page: Path):
         before_command("export", found)
 
 
-def test_the_script_stops_at_the_first_command_that_fails():
-    assert script([Step("a\nb\n"), Step("x\n", file="f", is_added=True)]) == (
-        "set -eo pipefail\n"
-        "echo '=== step 0'\na\nb\n"
-        "echo '=== step 1'\ncat >> f <<'END OF f'\nx\nEND OF f\n"
-    )
-
-
-def test_what_steps_print_is_told_apart():
-    assert outputs("=== step 0\n=== step 1\na\nb\n=== step 2\n") == ["", "a\nb\n", ""]
-
-
 def test_steps_are_done_in_one_shell_in_a_home_of_its_own(tmp_path: Path):
     home = tmp_path / "a b" / "ü"
     text = 'x = "$HOME" # `not` \\ run\n'
@@ -150,8 +128,3 @@ def test_a_step_that_fails_is_named_with_what_was_printed(tmp_path: Path):
         follow(ways, tmp_path)
     assert "one" in str(failed.value)
     assert "three" not in str(failed.value).partition("=== step 1")[2]
-
-
-def test_the_environment_of_the_readme_is_in_the_checkout(tmp_path: Path):
-    shown = follow([Step("source .venv/bin/activate\ncommand -v python\n")], tmp_path)
-    assert shown[0].endswith("/bin/python\n")

@@ -17,15 +17,18 @@ _WORD = 0xFFFFFFFF
 _HASH = (1 << 64) - 1
 
 
-def gpu_hash(tensor: Tensor, device: torch.device) -> str:
-    """Return the hash of a tensor's bytes in hexadecimal, computed on ``device`` part by part."""
+def gpu_hash(tensor: Tensor, device: torch.device, *, chunk: int = _CHUNK) -> str:
+    """Return the hash of a tensor's bytes in hexadecimal, computed on ``device`` part by part.
+
+    A part is ``chunk`` words, a multiple of the tile.
+    """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     words = pad(data, (0, -len(data) % 4)).view(torch.int32)
     if not len(words):
         return f"{0:016x}"
     total = 0
-    for start in range(0, len(words), _CHUNK):
-        part = words[start : start + _CHUNK].to(device).long().bitwise_and_(_WORD)
+    for start in range(0, len(words), chunk):
+        part = words[start : start + chunk].to(device).long().bitwise_and_(_WORD)
         high, low = (
             _tiles(part, start, 4 * len(words) & _WORD, seed, factor, turn)
             for seed, (factor, turn) in zip(_SEEDS, _POSITIONS, strict=True)

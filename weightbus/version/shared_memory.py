@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -16,6 +17,16 @@ from torch import Tensor
 from slipstream.wire.errors import PublishError
 
 _PAGE = 2 * 1024 * 1024  # a slot starts on a large page
+
+
+def register(address: int, num_bytes: int) -> int:
+    """Pin memory of this process; return CUDA's status, 0 if it is."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
+
+
+def unregister(address: int) -> None:
+    """Unpin memory."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class SharedSlots:
@@ -71,7 +82,11 @@ class SharedSlots:
         start = index * self._stride
         return self._bytes[start : start + self._slot_bytes]
 
-    def pin(self) -> None:
+    def pin(
+        self,
+        register: Callable[[int, int], int] = register,
+        unregister: Callable[[int], None] = unregister,
+    ) -> None:
         """Pin all slots, so that a GPU copies from and to them at full speed. May last seconds.
 
         All pages cost memory then, until the mapping ends: the driver must not take what is mapped
@@ -95,16 +110,6 @@ class SharedSlots:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def register(address: int, num_bytes: int) -> int:
-    """Pin memory of this process; return CUDA's status, 0 if it is."""
-    return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
-
-
-def unregister(address: int) -> None:
-    """Unpin memory."""
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _stride(slot_bytes: int) -> int:

@@ -71,24 +71,28 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             )
         if not 0 <= self.temperature < inf:
             raise ValueError(f"temperature must be a number >= 0, got {self.temperature}")
-        self._check_turns()
-        turns, starts = self.chosen, [run.first_token for run in self.version_runs]
-        firsts = [turn.first_token for turn in turns]
-        are_chosen = all(
-            (at := bisect_right(firsts, start)) and start < turns[at - 1].end for start in starts
-        )
+        if self.turns or self.branches:
+            self._check_turns()
+        starts = [run.first_token for run in self.version_runs]
+        if starts == [self.num_prompt_tokens]:
+            return  # one version chose all of them
         is_first = starts[:1] == [self.num_prompt_tokens]
-        if not is_first or starts != sorted(set(starts)) or not are_chosen:
+        if not is_first or starts != sorted(set(starts)) or not self._are_chosen(starts):
             raise ValueError(
                 f"version_runs start at {starts}; the response is "
-                f"{', '.join(f'[{turn.first_token}, {turn.end})' for turn in turns)}"
+                f"{', '.join(f'[{turn.first_token}, {turn.end})' for turn in self.chosen)}"
             )
+
+    def _are_chosen(self, rising: list[int]) -> bool:
+        """Return whether the policy chose the tokens at these places, of which none is earlier."""
+        if not self.turns:
+            return rising[-1] < self.num_tokens
+        firsts = [turn.first_token for turn in self.turns]
+        return all(at < self.turns[bisect_right(firsts, at) - 1].end for at in rising)
 
     def _check_turns(self) -> None:
         """See that context precedes each turn, and that every branch ends with one."""
         turns = self.turns
-        if not turns and not self.branches:
-            return
         ends = [turn.end for turn in turns]
         are_turns = (
             [turn.first_token for turn in turns[:1]] == [self.num_prompt_tokens]
@@ -126,20 +130,24 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     @property
     def num_response_tokens(self) -> int:
         """Number of tokens that the policy chose."""
-        return sum(turn.num_tokens for turn in self.chosen)
+        if not self.turns:
+            return self.num_tokens - self.num_prompt_tokens
+        return sum(turn.num_tokens for turn in self.turns)
 
     def tokens_by_version(self) -> list[tuple[PolicyVersion, int]]:
         """Return (version, number of tokens chosen by it) per run."""
-        bounds = [*(run.first_token for run in self.version_runs), self.num_tokens]
+        starts = [run.first_token for run in self.version_runs]
+        spans = zip(self.version_runs, starts, [*starts[1:], self.num_tokens], strict=True)
+        if not self.turns:
+            return [(run.version, end - start) for run, start, end in spans]
         return [
             (
                 run.version,
                 sum(
-                    max(0, min(turn.end, end) - max(turn.first_token, start))
-                    for turn in self.chosen
+                    max(0, min(turn.end, end) - max(turn.first_token, start)) for turn in self.turns
                 ),
             )
-            for run, (start, end) in zip(self.version_runs, pairwise(bounds), strict=True)
+            for run, start, end in spans
         ]
 
 

@@ -15,6 +15,7 @@ import msgspec
 from typing_extensions import override
 
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
+from slipstream.wire.process.bytecode import write_bytecode
 from slipstream.wire.process.extras import missing_library
 from slipstream.wire.process.health import MAX_PORT
 from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
@@ -149,6 +150,7 @@ def run_role(body: Callable[[], int]) -> int:
     A library that is not installed is one: the line names the extra that brings it.
     """
     keep_last_words_from_children()
+    write_bytecode()
     try:
         return body()
     except BaseExceptionGroup as group:

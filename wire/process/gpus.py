@@ -13,13 +13,14 @@ _SHOWN = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", re.MULTILINE)  # ? whe
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
-def usable_gpus() -> tuple[str, ...]:
+def usable_gpus(proc: Path = _PROC, devices: Path = _DEVICES) -> tuple[str, ...]:
     """Return the GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it.
 
     That variable, where it is set, chooses among the host's GPUs; else it is all of them, by
-    their numbers.
+    their numbers. ``proc`` and ``devices`` are where the driver shows them.
     """
-    return chosen_gpus(os.environ.get(_VARIABLE), gpus_of_host())  # noqa: TID251 CUDA has no other
+    host = gpus_of_host(proc, devices)
+    return chosen_gpus(os.environ.get(_VARIABLE), host)  # noqa: TID251 CUDA has no other
 
 
 def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
 
 
 @cache
-def gpus_of_host() -> dict[str, str]:
+def gpus_of_host(proc: Path = _PROC, devices: Path = _DEVICES) -> dict[str, str]:
     """Return the UUIDs of this host's GPUs by number, as the driver lists them.
 
     Where its program is not there or hidden, they are those that the driver shows in /proc, else
@@ -65,10 +66,10 @@ def gpus_of_host() -> dict[str, str]:
         listed = dict(_LISTED.findall(done.stdout)) if done.returncode == 0 else {}
     if listed:
         return listed
-    if _PROC.is_dir():  # a folder for each, whose names are their places on the bus, as CUDA counts
-        uuids = [_uuid_in(folder / "information") for folder in sorted(_PROC.iterdir())]
+    if proc.is_dir():  # a folder for each, whose names are their places on the bus, as CUDA counts
+        uuids = [_uuid_in(folder / "information") for folder in sorted(proc.iterdir())]
     else:
-        uuids = [""] * len(list(_DEVICES.glob("nvidia[0-9]*")))
+        uuids = [""] * len(list(devices.glob("nvidia[0-9]*")))
     return {str(number): uuid for number, uuid in enumerate(uuids)}
 
 

@@ -101,6 +101,42 @@ class Patience:
         return f"was busy for {self._most_s:.0f} s without finishing"
 
 
+class Silence:
+    """How long a peer has said nothing, in this process's own running time.
+
+    A process that did not run could not read what came meanwhile. So call ``is_over`` often, and
+    only once all that was waiting has been read: of a gap between two calls ``look_s`` count at
+    most.
+    """
+
+    def __init__(
+        self, limit_s: float, *, look_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin with a sign of life.
+
+        Args:
+            limit_s: Running time without a sign of life after which the peer is gone.
+            look_s: Longest gap that counts in full.
+            now: Monotonic seconds.
+        """
+        self._limit_s = limit_s
+        self._look_s = look_s
+        self._now = now
+        self._seen_s = now()
+        self._silent_s = 0.0
+
+    def heard(self) -> None:
+        """Note a sign of life."""
+        self._silent_s = 0.0
+
+    def is_over(self) -> bool:
+        """Return whether the peer is gone."""
+        gap_s = self._now() - self._seen_s
+        self._seen_s += gap_s
+        self._silent_s += min(gap_s, self._look_s)
+        return self._silent_s > self._limit_s
+
+
 @asynccontextmanager
 async def log_wait(what: str, log: Callable[[str], None] = _log.info) -> AsyncIterator[None]:
     """Log the wait for ``what`` while the block runs, first after ten seconds."""

@@ -52,7 +52,7 @@ from slipstream.weightbus.net.curve import connect
 from slipstream.weightbus.net.listening import endpoint_of
 from slipstream.wire.errors import ConfigError, PeerLostError, ProtocolError
 from slipstream.wire.files.keys import ClientKey
-from slipstream.wire.process.patience import Patience
+from slipstream.wire.process.patience import Patience, Silence
 from slipstream.wire.process.rarely import Rarely
 from slipstream.wire.settings.rendezvous import Address
 
@@ -60,6 +60,7 @@ _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 _waits = Rarely(_log)
 _LINGER_MS = 1_000
+_LOOK_S = SIGN_S / 4
 _MAX_WAITING = 1_024  # messages to a server that does not read
 _PART_BYTES = 1 << 16  # of an answer to an agent
 _SETTING = "environment.servers"
@@ -108,11 +109,11 @@ class RemoteActing:
 class _Server:
     """One environment server."""
 
-    def __init__(self, address: Address, key: ClientKey, client: str) -> None:
+    def __init__(self, address: Address, key: ClientKey, client: str, silence: Silence) -> None:
         self.address = address
+        self.silence = silence
         self.client = client
         self.incarnation = ""  # of the process that answered; empty: nobody has
-        self.heard_s = 0.0
         self.welcome: Welcome | None = None
         self.refused = ""  # why it is not used
         self.told_open: tuple[int, ...] = ()  # by the newest Hello
@@ -162,9 +163,11 @@ class EnvironmentServers:
         self.may_reward = True
         self.replaced: Counter[str] = Counter()  # servers that were lost
         self._silence_s = silence_s
-        self._now = now
         self._client = secrets.token_hex(8)
-        self._servers = [_Server(address, key, self._client) for address in addresses]
+        self._servers = [
+            _Server(address, key, self._client, Silence(silence_s, look_s=2 * _LOOK_S, now=now))
+            for address in addresses
+        ]
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
@@ -207,7 +210,6 @@ class EnvironmentServers:
         except BaseException:
             await servers.close()
             raise
-        servers._in_background(servers._look())
         return servers
 
     @asynccontextmanager
@@ -285,13 +287,6 @@ class EnvironmentServers:
             await server.send(Hello(client=self._client, revision=REVISION, open=server.told_open))
             await asyncio.sleep(SIGN_S)
 
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(SIGN_S / 4)
-            for one in self._servers:
-                if one.incarnation and self._now() - one.heard_s > self._silence_s:
-                    self._lost(one, f"silent for {self._silence_s:g} s")
-
     def _lost(self, server: _Server, why: str) -> None:
         _log.error("environment server %s: %s", server.address, why)
         self.replaced["server"] += 1
@@ -342,15 +337,24 @@ class EnvironmentServers:
     # ---- messages ------------------------------------------------------------------
 
     async def _read(self, server: _Server, link: zmq.asyncio.Socket) -> None:
+        """Handle messages; a server is silent only once all that was waiting has been read."""
         while True:
-            frames = await link.recv_multipart()
-            try:
-                message = from_server(frames[0] if len(frames) == 1 else b"")
-            except ProtocolError as error:
-                _malformed.say("an environment server sent a malformed message: %s", error)
-                continue
-            server.heard_s = self._now()
-            self._handle(server, message)
+            await link.poll(int(_LOOK_S * 1e3))
+            with suppress(zmq.Again):
+                while True:
+                    self._take(server, await link.recv_multipart(flags=zmq.NOBLOCK))
+                    await asyncio.sleep(0)  # others run between any two messages
+            if server.silence.is_over() and server.incarnation:
+                self._lost(server, f"silent for {self._silence_s:g} s")
+
+    def _take(self, server: _Server, frames: Sequence[bytes]) -> None:
+        try:
+            message = from_server(frames[0] if len(frames) == 1 else b"")
+        except ProtocolError as error:
+            _malformed.say("an environment server sent a malformed message: %s", error)
+            return
+        server.silence.heard()
+        self._handle(server, message)
 
     def _handle(self, server: _Server, message: FromServer) -> None:
         if isinstance(message, Welcome):

@@ -2,14 +2,15 @@
 
 Consumes: messages of generators that prove the key. Produces: one answer to each thing that a
 trajectory is told, and requests of its agent. Waits for: both. A generator that is silent has lost
-its trajectories; each is killed with all that it has started.
+its trajectories; each is killed with all that it has started. The loop that receives never waits
+for that, and calls a generator silent only once it has read all that was waiting.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ from slipstream.generators.environments.remote.messages import (
 )
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.process.patience import Silence
 from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,13 @@ class _Trajectory:
     told: "asyncio.Queue[Begin | Replied]" = field(default_factory=lambda: asyncio.Queue(1))
     task: "asyncio.Task[None] | None" = None
     key: str = ""  # of its agent at the proxy
+    is_ending: bool = False
+
+    def end(self) -> None:
+        """Have its process killed; it takes room until that is done."""
+        self.is_ending = True
+        if self.task is not None:
+            self.task.cancel()
 
 
 @dataclass(slots=True)
@@ -62,7 +71,7 @@ class _Client:
 
     name: str
     peer: bytes  # its newest connection
-    heard_s: float
+    silence: Silence
     trajectories: dict[int, _Trajectory] = field(default_factory=dict)
 
 
@@ -97,26 +106,36 @@ class EnvironmentServer:
         self._now = now
         self._name = secrets.token_hex(8)
         self._clients: dict[str, _Client] = {}
+        self._tasks: set[asyncio.Task[None]] = (
+            set()
+        )  # one per trajectory, until its process is gone
         self._socket: zmq.asyncio.Socket | None = None
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories that are under way."""
-        return sum(len(client.trajectories) for client in self._clients.values())
+        """Trajectories that take room: under way, or about to be gone."""
+        return len(self._tasks)
 
     async def run(self, socket: zmq.asyncio.Socket) -> None:
         """Serve until cancelled; then nothing is left of any trajectory."""
         self._socket = socket
-        looking = asyncio.create_task(self._look())
         try:
             while True:
-                peer, *frames = await socket.recv_multipart()
-                await self._handle(peer, frames)
+                await socket.poll(int(_LOOK_S * 1e3))
+                await self._read(socket)
+                self._look()
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
             for client in list(self._clients.values()):
-                await self._forget(client)
+                self._forget(client)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        """Handle all messages that are waiting."""
+        with suppress(zmq.Again):
+            while True:
+                peer, *frames = await socket.recv_multipart(flags=zmq.NOBLOCK)
+                await self._handle(peer, frames)
+                await asyncio.sleep(0)  # others run between any two messages
 
     async def _handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -130,7 +149,7 @@ class EnvironmentServer:
         client = self._clients.get(message.client)
         if client is None:
             return  # its next Hello names what it has here, and the answer does not
-        await self._hear(client, peer)
+        self._hear(client, peer)
         match message:
             case Open(number=number):
                 await self._open(client, number)
@@ -142,25 +161,30 @@ class EnvironmentServer:
                 if (one := client.trajectories.get(number)) is not None:
                     self._proxy.answered(one.key, message)
             case Close(number=number):
-                if (one := client.trajectories.get(number)) is not None and one.task is not None:
-                    one.task.cancel()
+                if (one := client.trajectories.get(number)) is not None:
+                    one.end()
 
-    async def _hear(self, client: _Client, peer: bytes) -> None:
+    def _hear(self, client: _Client, peer: bytes) -> None:
         """Note a sign of life. Over another connection: what was sent over the last may be lost."""
-        client.heard_s = self._now()
+        client.silence.heard()
         if client.peer != peer:
             client.peer = peer
-            await self._end(client.trajectories.values())
+            for one in client.trajectories.values():
+                one.end()
 
     async def _hello(self, peer: bytes, message: Hello) -> None:
         client = self._clients.get(message.client)
         if client is None:
-            client = _Client(message.client, peer, self._now())
+            silence = Silence(self._silence_s, look_s=2 * _LOOK_S, now=self._now)
+            client = _Client(message.client, peer, silence)
             self._clients[message.client] = client
             _log.info("generator %s is there", message.client)
-        await self._hear(client, peer)
+        self._hear(client, peer)
         kept = frozenset(message.open)
-        await self._end(one for number, one in client.trajectories.items() if number not in kept)
+        for number, one in client.trajectories.items():
+            if number not in kept:
+                one.end()
+        under_way = {n for n, one in client.trajectories.items() if not one.is_ending}
         await self._send(
             client,
             Welcome(
@@ -171,23 +195,26 @@ class EnvironmentServer:
                 may_reward=self._host.may_reward,
                 revision=REVISION,
                 room=max(0, self._most - self.num_trajectories),
-                open=tuple(number for number in message.open if number in client.trajectories),
+                open=tuple(number for number in message.open if number in under_way),
             ),
         )
 
     async def _open(self, client: _Client, number: int) -> None:
-        if number in client.trajectories:
+        known = client.trajectories.get(number)
+        if known is not None and not known.is_ending:
             return
-        if self.num_trajectories >= self._most:
+        if known is not None or self.num_trajectories >= self._most:
             await self._send(client, Opened(number=number, is_full=True))
             return
         one = _Trajectory(number)
         client.trajectories[number] = one
         one.task = asyncio.create_task(self._play(client, one))
-        one.task.add_done_callback(lambda _: self._ended(client, one))  # one that never ran, too
+        self._tasks.add(one.task)
+        one.task.add_done_callback(lambda task: self._ended(client, one, task))  # never run, too
         await self._send(client, Opened(number=number))
 
-    def _ended(self, client: _Client, one: _Trajectory) -> None:
+    def _ended(self, client: _Client, one: _Trajectory, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
         self._proxy.end(one.key)
         client.trajectories.pop(one.number, None)
 
@@ -221,28 +248,21 @@ class EnvironmentServer:
         one.key = self._proxy.open(ask, leave)
         return msgspec.structs.replace(begin, url=self._proxy.url, api_key=one.key)
 
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            for client in list(self._clients.values()):
-                if self._now() - client.heard_s > self._silence_s:
-                    _log.warning(
-                        "generator %s is silent for %g s: its %d trajectories end",
-                        client.name,
-                        self._silence_s,
-                        len(client.trajectories),
-                    )
-                    await self._forget(client)
+    def _look(self) -> None:
+        for client in list(self._clients.values()):
+            if client.silence.is_over():
+                _log.warning(
+                    "generator %s is silent for %g s: its %d trajectories end",
+                    client.name,
+                    self._silence_s,
+                    len(client.trajectories),
+                )
+                self._forget(client)
 
-    async def _forget(self, client: _Client) -> None:
+    def _forget(self, client: _Client) -> None:
         self._clients.pop(client.name, None)
-        await self._end(client.trajectories.values())
-
-    async def _end(self, several: Iterable[_Trajectory]) -> None:
-        tasks = [one.task for one in several if one.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in client.trajectories.values():
+            one.end()
 
     async def _send(self, client: _Client, message: FromServer) -> None:
         """Send at once; what a generator does not take, or no longer, ends all it has here."""
@@ -253,5 +273,4 @@ class EnvironmentServer:
         except zmq.ZMQError as error:
             _unread.say("generator %s does not take its messages: %s", client.name, error)
             for one in client.trajectories.values():
-                if one.task is not None:
-                    one.task.cancel()
+                one.end()

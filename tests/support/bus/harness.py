@@ -38,8 +38,6 @@ class WeightBus:
     No deadline of the bus runs out unless a test gives it one that does.
     """
 
-    manners = "gloo"  # of its groups: "nccl" for those of nccl_manners.py
-
     def __init__(
         self,
         folder: Path,
@@ -52,6 +50,7 @@ class WeightBus:
         bucket_bytes: int = 2 * 4096 * 4,
         parts: int = 1,
         bulk: str = "encrypted",
+        manners: str = "gloo",
     ) -> None:
         """Start a learner, which starts its relay.
 
@@ -65,8 +64,10 @@ class WeightBus:
             bucket_bytes: weightbus.bucket_bytes.
             parts: hosts of the learner, each with a relay.
             bulk: weightbus.bulk.
+            manners: of its groups; "nccl" for those of nccl_manners.py.
         """
         self.folder = folder
+        self.manners = manners
         self.bulk = bulk
         self._parts = str(parts)
         self.agents: dict[str, subprocess.Popen[str]] = {}

@@ -1,7 +1,6 @@
 import math
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.testing import assert_close
 
 from docs.generate.evidence import DEFINITION, PROPERTY, proves
 from slipstream.algos.advantages import (
@@ -47,7 +45,6 @@ ALL: dict[str, tuple[Part[..., Any], Options]] = {
     "reinforce": (plain, NONE),
     "grpo, leave one out": (grpo, GrpoOptions(leave_one_out=True)),
 }
-EVERY_ADVANTAGE = [part for part, _ in ALL.values()]
 AMONG_SIBLINGS = sorted(set(ALL) - {"remax", "reinforce"})
 
 
@@ -83,28 +80,7 @@ def steps(draw: st.DrawFn, least_siblings: int = 2) -> Outcomes:
     )
 
 
-def selected(step: Outcomes, at: Tensor) -> Outcomes:
-    return Outcomes(
-        rewards=step.rewards[at],
-        groups=step.groups[at],
-        num_groups=step.num_groups,
-        lengths=step.lengths[at],
-        greedy_rewards=None if step.greedy_rewards is None else step.greedy_rewards[at],
-    )
-
-
-def changed(step: Outcomes, *, scale: float = 1.0, shift: float = 0.0) -> Outcomes:
-    greedy = step.greedy_rewards
-    return Outcomes(
-        rewards=step.rewards * scale + shift,
-        groups=step.groups,
-        num_groups=step.num_groups,
-        lengths=step.lengths,
-        greedy_rewards=None if greedy is None else greedy.double() * scale + shift,
-    )
-
-
-def of_papers(name: str, r: Array, lengths: Array, i: int) -> float:
+def of_papers(name: str, r: Array, lengths: Array, greedy: Array, i: int) -> float:
     """The advantage of sibling i of one group, from the formula of the paper."""
     others = np.delete(r, i)
     lead = max(r[i] - others.max(), 0.0)
@@ -117,6 +93,10 @@ def of_papers(name: str, r: Array, lengths: Array, i: int) -> float:
             return r[i] - r.mean()
         case "rloo":
             return r[i] - others.mean()
+        case "remax":
+            return r[i] - greedy[i]
+        case "reinforce":
+            return r[i]
         case "opo":
             return r[i] - (r * lengths).sum() / lengths.sum()
         case "pass-at-k":
@@ -125,81 +105,20 @@ def of_papers(name: str, r: Array, lengths: Array, i: int) -> float:
             return lead
 
 
-@proves(*(ALL[name][0] for name in AMONG_SIBLINGS), against=DEFINITION)
-@pytest.mark.parametrize("name", AMONG_SIBLINGS)
+@proves(*(part for part, _ in ALL.values()), against=DEFINITION)
+@pytest.mark.parametrize("name", ALL)
 @given(step=steps())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 def test_every_group_has_the_formula_of_the_paper(name: str, step: Outcomes):
     part, options = ALL[name]
     ours = part(step, options).numpy()
-    groups, rewards, lengths = (x.numpy() for x in (step.groups, step.rewards, step.lengths))
+    of_step = (step.groups, step.rewards, step.lengths, step.greedy_rewards)
+    groups, rewards, lengths, greedy = (x.numpy() for x in of_step)
     for group in range(step.num_groups):
         members = np.flatnonzero(groups == group)
         r, n = rewards[members], lengths[members].astype(float)
-        expected = [of_papers(name, r, n, i) for i in range(len(members))]
+        expected = [of_papers(name, r, n, greedy[members], i) for i in range(len(members))]
         np.testing.assert_allclose(ours[members], expected, rtol=1e-9, atol=1e-9)
-
-
-@proves(*EVERY_ADVANTAGE, against=PROPERTY, what="order")
-@pytest.mark.parametrize("name", ALL)
-@given(step=steps(), data=st.data())
-@settings(deadline=None, max_examples=30)
-def test_the_order_of_trajectories_does_not_matter(name: str, step: Outcomes, data: st.DataObject):
-    part, options = ALL[name]
-    order = torch.tensor(data.draw(st.permutations(range(len(step.rewards)))))
-    assert_close(part(selected(step, order), options), part(step, options)[order])
-
-
-@pytest.mark.parametrize("name", ALL)
-@given(step=steps())
-@settings(deadline=None, max_examples=20)
-def test_a_group_does_not_depend_on_its_neighbors(name: str, step: Outcomes):
-    part, options = ALL[name]
-    members = step.groups == 0
-    assert_close(part(selected(step, members), options), part(step, options)[members])
-
-
-@pytest.mark.parametrize("name", sorted(set(ALL) - {"reinforce"}))
-@given(step=steps(), shift=st.sampled_from([-2.0, 0.5, 16.0]))
-@settings(deadline=None, max_examples=20)
-def test_a_baseline_takes_out_what_all_have(name: str, step: Outcomes, shift: float):
-    part, options = ALL[name]
-    assert_close(
-        part(changed(step, shift=shift), options), part(step, options), rtol=1e-7, atol=1e-7
-    )
-
-
-@proves(*EVERY_ADVANTAGE, against=PROPERTY, what="scale")
-@pytest.mark.parametrize("name", ALL)
-@given(step=steps())
-@settings(deadline=None, max_examples=20)
-def test_the_scale_of_rewards_cancels_only_with_the_standard_deviation(name: str, step: Outcomes):
-    part, options = ALL[name]
-    factor = 8.0
-    if name in ("grpo", "grpo, leave one out", "pass-at-k"):
-        # epsilon scaled with the rewards, so that it cancels too
-        small, large = (msgspec.structs.replace(options, epsilon=e) for e in (1e-3, 8e-3))
-        assert_close(part(changed(step, scale=factor), large), part(step, small))
-    else:
-        assert_close(part(changed(step, scale=factor), options), factor * part(step, options))
-
-
-@proves(*EVERY_ADVANTAGE, against=DEFINITION)
-def test_values_by_hand():
-    step = outcomes([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4)
-    assert grpo(step, DR_GRPO).tolist() == [0.5, -0.5, -0.5, 0.5, 1.5, -0.5, -0.5, -0.5]
-    # unbiased standard deviations: sqrt(1/3) and 1
-    expected = [0.8660254, -0.8660254, -0.8660254, 0.8660254, 1.5, -0.5, -0.5, -0.5]
-    assert grpo(step, GrpoOptions()).tolist() == pytest.approx(expected, rel=1e-5)
-    assert rloo(step, SiblingOptions()).tolist() == pytest.approx(
-        [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2] + [-2 / 3] * 3
-    )
-    assert pass_at_k(step, PLAIN_PASS_AT_K).tolist() == [0, 0, 0, 0, 2, 0, 0, 0]
-    by_length = outcomes([1.0, 0.0], lengths=torch.tensor([30, 10]))
-    assert opo(by_length, NONE).tolist() == [0.25, -0.75]
-    with_greedy = outcomes([1.0, 0.0], greedy_rewards=torch.tensor([0.25, 0.5]))
-    assert remax(with_greedy, NONE).tolist() == [0.75, -0.5]
-    assert plain(step, NONE).tolist() == step.rewards.tolist()
 
 
 @pytest.mark.parametrize("name", AMONG_SIBLINGS)
@@ -229,7 +148,7 @@ def test_opo_weighs_a_group_without_tokens_as_nothing():
     assert opo(step, NONE).isfinite().all()
 
 
-@proves(*EVERY_ADVANTAGE, against=PROPERTY, what="half")
+@proves(*(part for part, _ in ALL.values()), against=PROPERTY, what="half")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ALL)
 def test_rewards_of_low_precision_are_computed_with_in_float64(name: str, dtype: torch.dtype):
@@ -384,17 +303,6 @@ def test_a_reward_that_is_no_number_makes_none_of_its_group(epsilon: float):
         grpo(step, GrpoOptions(epsilon=epsilon, std_over="batch")),
     ):
         assert all(math.isnan(value) for value in found.tolist()[:2])
-
-
-def test_gdpo_distinguishes_answers_of_equal_sums():
-    """Two answers of equal sums, one right and long, one wrong and short, differ."""
-    right, short = [[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 1.0]]
-    sums = [[1.0, 1.0, 0.0, 1.0]]
-    step = several(sums, right=right, short=short)
-    first, second = gdpo(step, GdpoOptions(weights={"right": 2.0, "short": 1.0})).tolist()[:2]
-    assert first > second + 0.1
-    of_sums = grpo(step, GrpoOptions()).tolist()
-    assert of_sums[0] == of_sums[1]
 
 
 @pytest.mark.parametrize(

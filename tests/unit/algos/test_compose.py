@@ -43,6 +43,7 @@ RULES = (
     "sequence-mean-token-sum-norm",
     "token-sum",
 )
+KL_KINDS = ("k1", "k2", "k3", "abs", "low-var", "k1+", "k3+", "full")
 LENGTHS = (5, 3, 8, 1, 6)
 
 
@@ -142,9 +143,9 @@ def test_presets_do_not_depend_on_packing(preset: str):
     assert_close(split[1], gradient)
 
 
-@proves("kl.name = full", "entropy_bonus", against=PROPERTY, what="mask")
+@proves(*(f"kl.name = {kind}" for kind in KL_KINDS), "entropy_bonus", against=PROPERTY, what="mask")
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs", "low-var", "k1+", "k3+", "full"])
+@pytest.mark.parametrize("kl", KL_KINDS)
 def test_what_is_masked_changes_neither_value_nor_gradient(kl: str, garbage: float):
     chosen = algorithm(**{**EVERYTHING, "kl": {"coefficient": 0.3, "name": kl}})
     denominators = chosen.denominators(10.0, 4.0)

@@ -92,34 +92,34 @@ def test_the_entropy_bonus_is_taken_from_the_loss_and_reduced_as_it_is(rule: str
     assert with_bonus - without == pytest.approx(-0.5 * mean)
 
 
+KL: dict[str, tuple[dict[str, object], list[float]]] = {
+    "from the reference": (
+        {"name": "k2"},
+        [(c - r) ** 2 / 2 for c, r in zip(CURRENT, REFERENCE, strict=True)],
+    ),
+    "from the policy that chose the token": (
+        {"name": "k2", "to": "behavior"},
+        [(c - b) ** 2 / 2 for c, b in zip(CURRENT, BEHAVIOR, strict=True)],
+    ),
+    "weighed by how likely the token is by now": (
+        {"name": "k3", "importance_weighted": True},
+        [
+            math.exp(c - b) * (math.exp(r - c) - 1 - (r - c))
+            for c, b, r in zip(CURRENT, BEHAVIOR, REFERENCE, strict=True)
+        ],
+    ),
+}
+
+
 @proves("kl.coefficient", "kl.place = loss", "kl.to = reference", against=DEFINITION)
-def test_the_divergence_is_added_to_the_loss_by_its_coefficient():
-    with_kl, _ = loss_of(kl={"coefficient": 0.2, "name": "k2"})
-    without, _ = loss_of()
-    squares = [(c - r) ** 2 / 2 for c, r in zip(CURRENT, REFERENCE, strict=True)]
-    assert with_kl - without == pytest.approx(0.2 * sum(squares) / 3)
-
-
-@proves("kl.to = behavior", against=DEFINITION)
-def test_the_divergence_may_be_from_the_policy_that_chose_the_token():
-    kl = {"coefficient": 0.2, "name": "k2", "to": "behavior"}
-    assert not algorithm(kl=kl).choice.needs_reference
-    with_kl, _ = loss_of(kl=kl)
-    without, _ = loss_of()
-    squares = [(c - b) ** 2 / 2 for c, b in zip(CURRENT, BEHAVIOR, strict=True)]
-    assert with_kl - without == pytest.approx(0.2 * sum(squares) / 3)
-
-
-@proves("kl.importance_weighted", against=DEFINITION)
-def test_the_divergence_of_a_token_may_be_weighed_by_how_likely_it_is_by_now():
-    kl = {"coefficient": 0.2, "name": "k3", "importance_weighted": True}
-    with_kl, _ = loss_of(kl=kl)
-    without, _ = loss_of()
-    expected = [
-        math.exp(c - b) * (math.exp(r - c) - 1 - (r - c))
-        for c, b, r in zip(CURRENT, BEHAVIOR, REFERENCE, strict=True)
-    ]
-    assert with_kl - without == pytest.approx(0.2 * sum(expected) / 3)
+@proves("kl.to = behavior", "kl.importance_weighted", against=DEFINITION)
+@pytest.mark.parametrize("name", KL)
+def test_a_divergence_is_added_to_the_loss_by_its_coefficient(name: str):
+    settings, of_tokens = KL[name]
+    kl = {"coefficient": 0.2, **settings}
+    assert algorithm(kl=kl).choice.needs_reference == (settings.get("to") != "behavior")
+    difference = loss_of(kl=kl)[0] - loss_of()[0]
+    assert difference == pytest.approx(0.2 * sum(of_tokens) / 3)
 
 
 @proves("kl.coefficient", "kl.place = reward", against=DEFINITION)

@@ -1,5 +1,6 @@
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -311,17 +312,26 @@ def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
     assert list(corrections(choice)) == ["importance-sampling"]
 
 
-def test_part_cannot_need_an_unknown_input():
-    with pytest.raises(
-        PartError, match=r"surrogate mine: needs \['luck'\]; known of this kind are"
-    ):
-        surrogate("mine", needs=("luck",))
-
-
-@pytest.mark.parametrize("of_tokens", ["values", "whole_step", "squares"])
-def test_what_is_of_tokens_is_needed_together_with_tokens(of_tokens: str):
-    with pytest.raises(PartError, match=f"{of_tokens} are of tokens, so it needs tokens, too"):
-        advantage("mine", needs=(of_tokens,))
+@pytest.mark.parametrize(
+    ("part", "needs", "message"),
+    [
+        (surrogate, ("luck",), r"surrogate mine: needs \['luck'\]; known of this kind are"),
+        *(
+            (advantage, (name,), f"{name} are of tokens, so it needs tokens, too")
+            for name in ("values", "whole_step", "squares")
+        ),
+        (
+            advantage,
+            ("tokens", "reward_parts"),
+            "reward_parts are of trajectories, and tokens have none",
+        ),
+    ],
+)
+def test_a_part_cannot_need_what_there_is_not(
+    part: Callable[..., object], needs: tuple[str, ...], message: str
+):
+    with pytest.raises(PartError, match=message):
+        part("mine", needs=needs)
 
 
 # ---- what a choice needs ----
@@ -404,11 +414,6 @@ def test_part_can_be_loaded_from_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(PartError, match=r"'ends.py:f' cannot be loaded: SystemExit: 3"):
         choice_of(AlgoSection(surrogate="ends.py:f"), module_named)
-
-
-def test_parts_of_rewards_are_of_trajectories():
-    with pytest.raises(PartError, match="reward_parts are of trajectories, and tokens have none"):
-        advantage("mine", needs=("tokens", "reward_parts"))
 
 
 def test_options_cannot_need_an_unknown_input():

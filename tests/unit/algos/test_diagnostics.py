@@ -93,30 +93,6 @@ def test_figures_by_hand():
     )
 
 
-def test_sums_by_hand():
-    correction = math.exp(-0.2)
-    assert floats(diagnostic_sums(seen())) == pytest.approx(
-        {
-            "policy/tokens": 2,
-            "policy/entropy": 0.75,
-            "policy/ratio": 2.6,
-            "policy/ratio_max": 1.6,
-            "policy/clip_fraction": 1.0,
-            "policy/clip_up": 1.0,
-            "policy/clip_down": 0.0,
-            "policy/clip_dual": 0.0,
-            "staleness/masked": 1.0,
-            "staleness/weight": 0.8,
-            "staleness/correction": correction + 1.0,
-            "staleness/correction_squared": correction**2 + 1.0,
-            "staleness/correction_max": 1.0,
-            "staleness/mismatch_kl": correction - 1.0 + 0.2,
-            "staleness/logprob_abs_diff": 0.2,
-        },
-        abs=1e-5,
-    )
-
-
 def random_tokens(count: int) -> Diagnosed:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(count, generator=generator) for _ in range(5)]

@@ -34,13 +34,9 @@ from slipstream.algos.surrogates import (
     gspo,
     ppo_clip,
 )
-from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
+from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, close, golden, layout
 
 UNCAPPED = 1e9  # above exp(20), the largest ratio there is
-
-
-def close(ours: Tensor, theirs: Tensor, *, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=atol)
 
 
 def correction_inputs(file: Golden, at: Layout) -> CorrectionInputs:

@@ -9,16 +9,8 @@ from torch.testing import assert_close
 
 from docs.generate.evidence import proves
 from slipstream.algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
-from slipstream.algos.reduce import Denominators, Rule, reduced
-from tests.support.golden import MASKS, SLIME, VERL, Layout, golden, layout
-
-RULES: dict[str, Rule] = {
-    "token-mean": "token-mean",
-    "token-sum": "token-sum",
-    "seq-mean-token-mean": "sequence-mean-token-mean",
-    "seq-mean-token-sum": "sequence-mean-token-sum",
-    "seq-mean-token-sum-norm": "sequence-mean-token-sum-norm",
-}
+from slipstream.algos.reduce import Rule, reduced
+from tests.support.golden import MASKS, RULES, SLIME, VERL, Layout, denominators_of, golden, layout
 
 
 def computed(logits: Tensor, tokens: Tensor) -> TokenLogprobs:
@@ -28,13 +20,8 @@ def computed(logits: Tensor, tokens: Tensor) -> TokenLogprobs:
 
 
 def reduced_entropy(logits: Tensor, tokens: Tensor, at: Layout, rule: Rule) -> Tensor:
-    counts = Denominators(
-        num_tokens=float(at.packing.counts.sum()),
-        num_sequences=float((at.packing.counts > 0).sum()),
-        length=17,
-    )
     entropy = computed(logits, tokens).entropy.view(tokens.shape)
-    return reduced(at.pack(entropy), at.packing, counts, rule)
+    return reduced(at.pack(entropy), at.packing, denominators_of(at.packing), rule)
 
 
 @proves("log-probabilities", "entropy", against=VERL)

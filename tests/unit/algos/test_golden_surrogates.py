@@ -35,28 +35,20 @@ from slipstream.algos.surrogates import (
     ppo_clip,
     sapo,
 )
-from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
-
-WIDTH = 17  # columns of the padded batch: verl's constant where none is given
-RULES: dict[str, Rule] = {
-    "token-mean": "token-mean",
-    "token-sum": "token-sum",
-    "seq-mean-token-mean": "sequence-mean-token-mean",
-    "seq-mean-token-sum": "sequence-mean-token-sum",
-    "seq-mean-token-sum-norm": "sequence-mean-token-sum-norm",
-}
-
-
-def close(ours: Tensor, theirs: Tensor, *, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=atol)
-
-
-def denominators_of(packing: Packing) -> Denominators:
-    return Denominators(
-        num_tokens=float(packing.counts.sum()),
-        num_sequences=float((packing.counts > 0).sum()),
-        length=WIDTH,
-    )
+from tests.support.golden import (
+    AREAL,
+    MASKS,
+    RULES,
+    SLIME,
+    VERL,
+    WIDTH,
+    Golden,
+    Layout,
+    close,
+    denominators_of,
+    golden,
+    layout,
+)
 
 
 def fraction(flags: Tensor, packing: Packing) -> Tensor:
@@ -194,10 +186,7 @@ def test_a_reduction_by_global_counts_is_verls_of_one_rank_without_its_factor(ma
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_constant_length_is_verls_scale_factor(mask: str):
     file, at = golden(VERL, "agg_loss"), layout(mask)
-    counts = denominators_of(at.packing)
-    counts = Denominators(
-        num_tokens=counts.num_tokens, num_sequences=counts.num_sequences, length=64
-    )
+    counts = denominators_of(at.packing, length=64)
     loss = reduced(
         at.pack(file.input("loss_mat")), at.packing, counts, "sequence-mean-token-sum-norm"
     )

@@ -137,36 +137,6 @@ def test_vapo_takes_lambda_from_the_length_for_the_policy_and_1_for_the_critic(
     assert_rows(case, ours.returns, targets)
 
 
-@proves(gae, "gae: length_adaptive", against=DEFINITION)
-def test_vapo_lambda_by_hand():
-    # 40 tokens, alpha 0.05: lambda = 1 - 1 / 2; with V = 0 the reward at the end decays by half
-    mask = torch.ones(40, dtype=torch.bool)
-    packing = Packing.of(mask, torch.tensor([0, 40]))
-    rewards = at_end(torch.ones(1), packing)
-    given_40 = TokenOutcomes(rewards=rewards, values=torch.zeros(40), packing=packing)
-    ours = gae(given_40, GaeOptions(length_adaptive=True))
-    assert ours.advantages[-4:].tolist() == [0.125, 0.25, 0.5, 1.0]
-
-
-@proves(gae, discounted_returns, against=DEFINITION)
-def test_values_by_hand_over_a_hole():
-    mask = torch.tensor([True, False, False, True, True])
-    packing = Packing.of(mask, torch.tensor([0, 4, 5]))
-    outcomes = TokenOutcomes(
-        rewards=torch.tensor([0.0, 100.0, 100.0, 1.0, 5.0]),
-        values=torch.tensor([0.5, 100.0, 100.0, 0.25, 2.0]),
-        packing=packing,
-    )
-    ours = gae(outcomes, GaeOptions(discount=0.5, decay=0.5))
-    # last: 1 - 0.25; first: 0 + 0.5 * 0.25 - 0.5 + 0.25 * 0.75; the neighbor: 5 - 2
-    assert ours.advantages.tolist() == [-0.1875, 0.0, 0.0, 0.75, 3.0]
-    assert ours.returns is not None
-    assert ours.returns.tolist() == [0.3125, 0.0, 0.0, 1.0, 5.0]
-    returns = discounted_returns(outcomes, DiscountOptions(discount=0.5)).returns
-    assert returns is not None
-    assert returns.tolist() == [0.5, 0.0, 0.0, 1.0, 5.0]
-
-
 @proves(gae, discounted_returns, against=PROPERTY, what="mask")
 @given(case=cases(), bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]))
 @settings(deadline=None, max_examples=40)
@@ -189,34 +159,6 @@ def test_nothing_under_the_mask_changes_a_value(case: Case, bad: float):
         assert ours.returns is not None
         assert theirs.returns is not None
         assert torch.equal(ours.returns, theirs.returns)
-
-
-@proves(gae, against=PROPERTY, what="order")
-@given(case=cases(), data=st.data())
-@settings(deadline=None, max_examples=40)
-def test_the_order_of_sequences_does_not_matter(case: Case, data: st.DataObject):
-    order = data.draw(st.permutations(range(len(case.lengths))))
-
-    def moved(per_token: Tensor) -> Tensor:
-        parts = per_token.split(case.lengths)
-        return torch.cat([parts[i] for i in order])
-
-    permuted = Case(
-        [case.lengths[i] for i in order], moved(case.mask), moved(case.rewards), moved(case.values)
-    )
-    options = GaeOptions(discount=0.9)
-    assert_close(
-        gae(permuted.given, options).advantages, moved(gae(case.given, options).advantages)
-    )
-
-
-@proves(gae, against=PROPERTY, what="scale")
-@given(case=cases())
-@settings(deadline=None, max_examples=30)
-def test_advantages_scale_with_rewards_and_values(case: Case):
-    larger = Case(case.lengths, case.mask, 4 * case.rewards, 4 * case.values)
-    options = GaeOptions(discount=0.9)
-    assert_close(gae(larger.given, options).advantages, 4 * gae(case.given, options).advantages)
 
 
 def test_a_long_sequence_in_float32_is_near_float64():

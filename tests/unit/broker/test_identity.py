@@ -1,7 +1,6 @@
 """A run has an identity: nothing of another run gets in, and nothing is given out twice."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.startup import start_run
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError, RefusedError
-from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
+from slipstream.wire.files.checkpoints import INFO_FILE, newest_checkpoint
 from slipstream.wire.files.run_folder import IDENTITY
 from slipstream.wire.messages.broker import TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
+from tests.support.checkpoint_infos import write_checkpoint
 from tests.support.ledger_driver import make_ledger, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
 from tests.support.running_broker import running
@@ -96,87 +96,75 @@ def test_an_epoch_that_the_store_forgot_is_not_granted_again(tmp_path: Path):
     assert begun(settings, behind).ledger.training.take_over(0) == PolicyVersion(6, 0)
 
 
-def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
-    async def body() -> None:
-        settings, shared = settings_in(tmp_path), SharedMemory()
-        store, prompts = MemoryStore(shared), load_prompts(settings)
-        first = (await start_run(settings, prompts, store)).ledger
-        first.training.take_over(0)
-        granted = first.lease("g", first.book.version, max_sequences=16, now_s=0.0)
-        events = [encode_event(event) for event in first.drain()[0]]
-        for kept in (len(events) - 2, 0):  # the last lease and its group were lost, and everything
-            shared.events = events[:kept]
-            again = await start_run(settings, prompts, store, first_event=len(events))
-            assert again.identity.life == 1
-            version = again.ledger.training.take_over(0)
-            new = again.ledger.lease("h", version, max_sequences=99, now_s=0.0)
-            assert {group.lease_id for group in new}.isdisjoint(g.lease_id for g in granted)
-            assert max(group.group_id for group in new) >= IDS_PER_LIFE
-            restarted = await start_run(settings, prompts, MemoryStore(shared), restarted=True)
-            assert restarted.identity == again.identity.granted(version.epoch - 1)
-            write_identity(settings.run.folder, RunIdentity(run_id=again.identity.run_id))
-            shared.snapshot = encode_state(new_ledger(settings).book.state)
-
-    asyncio.run(body())
+async def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
+    settings, shared = settings_in(tmp_path), SharedMemory()
+    store, prompts = MemoryStore(shared), load_prompts(settings)
+    first = (await start_run(settings, prompts, store)).ledger
+    first.training.take_over(0)
+    granted = first.lease("g", first.book.version, max_sequences=16, now_s=0.0)
+    events = [encode_event(event) for event in first.drain()[0]]
+    for kept in (len(events) - 2, 0):  # the last lease and its group were lost, and everything
+        shared.events = events[:kept]
+        again = await start_run(settings, prompts, store, first_event=len(events))
+        assert again.identity.life == 1
+        version = again.ledger.training.take_over(0)
+        new = again.ledger.lease("h", version, max_sequences=99, now_s=0.0)
+        assert {group.lease_id for group in new}.isdisjoint(g.lease_id for g in granted)
+        assert max(group.group_id for group in new) >= IDS_PER_LIFE
+        restarted = await start_run(settings, prompts, MemoryStore(shared), restarted=True)
+        assert restarted.identity == again.identity.granted(version.epoch - 1)
+        write_identity(settings.run.folder, RunIdentity(run_id=again.identity.run_id))
+        shared.snapshot = encode_state(new_ledger(settings).book.state)
 
 
-def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_path: Path):
-    async def body() -> None:
-        settings, shared = settings_in(tmp_path), SharedMemory()
-        store = MemoryStore(shared)
-        prompts = load_prompts(settings)
-        old = await start_run(settings, prompts, store)
-        old.ledger.training.take_over(0)
-        trained(old.ledger, 1)
-        await store.commit(Changes(snapshot=encode_state(old.ledger.book.state)))
-        (settings.run.folder / IDENTITY).unlink()
-        before = await kept(store)
-        with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
-            await start_run(settings, prompts, MemoryStore(shared))
-        write_identity(settings.run.folder, RUN)
-        with pytest.raises(
-            ConfigError, match=r"holds another run under this name.*nothing was changed"
-        ):
-            await start_run(settings, prompts, MemoryStore(shared))
-        assert await kept(store) == before
-        await store.commit(Changes(snapshot=before[0]))  # its owner keeps writing there
-
-    asyncio.run(body())
+async def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_path: Path):
+    settings, shared = settings_in(tmp_path), SharedMemory()
+    store = MemoryStore(shared)
+    prompts = load_prompts(settings)
+    old = await start_run(settings, prompts, store)
+    old.ledger.training.take_over(0)
+    trained(old.ledger, 1)
+    await store.commit(Changes(snapshot=encode_state(old.ledger.book.state)))
+    (settings.run.folder / IDENTITY).unlink()
+    before = await kept(store)
+    with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
+        await start_run(settings, prompts, MemoryStore(shared))
+    write_identity(settings.run.folder, RUN)
+    with pytest.raises(
+        ConfigError, match=r"holds another run under this name.*nothing was changed"
+    ):
+        await start_run(settings, prompts, MemoryStore(shared))
+    assert await kept(store) == before
+    await store.commit(Changes(snapshot=before[0]))  # its owner keeps writing there
 
 
-def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
-    async def body() -> None:
-        settings, shared = settings_in(tmp_path), SharedMemory()
-        store, prompts = MemoryStore(shared), load_prompts(settings)
-        old = await start_run(settings, prompts, store)  # with a snapshot of nothing
-        old.ledger.training.take_over(0)
-        events, _ = old.ledger.drain()
-        await store.commit(Changes(events=[encode_event(event) for event in events]))
-        other = settings_in(tmp_path, "run.seed=7")
-        with pytest.raises(ConfigError, match=r"run\.seed has changed"):
-            await start_run(other, load_prompts(other), MemoryStore(shared))
-        (settings.run.folder / IDENTITY).unlink()
-        with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
-            await start_run(settings, prompts, MemoryStore(shared))
-        await store.commit(Changes(events=[]))  # it was not claimed
-
-    asyncio.run(body())
+async def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
+    settings, shared = settings_in(tmp_path), SharedMemory()
+    store, prompts = MemoryStore(shared), load_prompts(settings)
+    old = await start_run(settings, prompts, store)  # with a snapshot of nothing
+    old.ledger.training.take_over(0)
+    events, _ = old.ledger.drain()
+    await store.commit(Changes(events=[encode_event(event) for event in events]))
+    other = settings_in(tmp_path, "run.seed=7")
+    with pytest.raises(ConfigError, match=r"run\.seed has changed"):
+        await start_run(other, load_prompts(other), MemoryStore(shared))
+    (settings.run.folder / IDENTITY).unlink()
+    with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
+        await start_run(settings, prompts, MemoryStore(shared))
+    await store.commit(Changes(events=[]))  # it was not claimed
 
 
-def test_start_with_other_data_does_not_end_the_running_broker(tmp_path: Path):
-    async def body() -> None:
-        settings, shared = settings_in(tmp_path), SharedMemory()
-        store = MemoryStore(shared)
-        running = await start_run(settings, load_prompts(settings), store)
-        running.ledger.training.take_over(0)
-        trained(running.ledger, 1)
-        await store.commit(Changes(snapshot=encode_state(running.ledger.book.state)))
-        other = settings_in(tmp_path, "run.seed=7")
-        with pytest.raises(ConfigError, match=r"run\.seed has changed"):
-            await start_run(other, load_prompts(other), MemoryStore(shared))
-        await store.commit(Changes(events=[]))
-
-    asyncio.run(body())
+async def test_start_with_other_data_does_not_end_the_running_broker(tmp_path: Path):
+    settings, shared = settings_in(tmp_path), SharedMemory()
+    store = MemoryStore(shared)
+    running = await start_run(settings, load_prompts(settings), store)
+    running.ledger.training.take_over(0)
+    trained(running.ledger, 1)
+    await store.commit(Changes(snapshot=encode_state(running.ledger.book.state)))
+    other = settings_in(tmp_path, "run.seed=7")
+    with pytest.raises(ConfigError, match=r"run\.seed has changed"):
+        await start_run(other, load_prompts(other), MemoryStore(shared))
+    await store.commit(Changes(events=[]))
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
@@ -224,40 +212,20 @@ def test_no_token_of_a_life_that_was_given_up_descends_from_anything():
     assert not ledger.book.is_ancestor(PolicyVersion(3, 0))
 
 
-def test_a_client_of_another_run_is_refused_and_changes_nothing(short_folder: Path):
-    async def body() -> None:
-        async with running(short_folder) as it:
-            it.ledger.book.state.run_id = "b" * 32
-            learner = await it.client("learner", "learner")
-            assert learner.run_id == "b" * 32
-            for held in (None, PolicyVersion(1, 0)):
-                with pytest.raises(RefusedError, match=r"with the id b+, not a+"):
-                    await learner.ask(TakeOver(step=0, held=held, run_id="a" * 32), TookOver)
-            assert it.ledger.book.version == PolicyVersion(0, 0)
-            await learner.ask(TakeOver(step=0, run_id="b" * 32), TookOver)
-
-    asyncio.run(body())
+async def test_a_client_of_another_run_is_refused_and_changes_nothing(short_folder: Path):
+    async with running(short_folder) as it:
+        it.ledger.book.state.run_id = "b" * 32
+        learner = await it.client("learner", "learner")
+        assert learner.run_id == "b" * 32
+        for held in (None, PolicyVersion(1, 0)):
+            with pytest.raises(RefusedError, match=r"with the id b+, not a+"):
+                await learner.ask(TakeOver(step=0, held=held, run_id="a" * 32), TookOver)
+        assert it.ledger.book.version == PolicyVersion(0, 0)
+        await learner.ask(TakeOver(step=0, run_id="b" * 32), TookOver)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_an_older_one(tmp_path: Path):
-    folder = tmp_path / "checkpoints"
-    for step in (2, 4, 6):
-        path = folder / f"step-{step:06d}"
-        path.mkdir(parents=True)
-        info = {
-            "format_revision": FORMAT_REVISION,
-            "run_name": "run",
-            "version": [1, step],
-            "saved_at": "",
-            "model": "",
-            "architecture": {},
-            "parameters": "",
-            "dtype": "float32",
-            "ranks": 1,
-            "tensor_parallel": 1,
-            "packages": {},
-        }
-        (path / INFO_FILE).write_text(json.dumps(info))
-    (folder / "step-000006" / INFO_FILE).write_text("{")
-    (folder / "step-000002" / INFO_FILE).unlink()
-    assert newest_checkpoint(tmp_path) == folder / "step-000004"
+    two, four, six = (write_checkpoint(tmp_path, 1, step) for step in (2, 4, 6))
+    (six / INFO_FILE).write_text("{")
+    (two / INFO_FILE).unlink()
+    assert newest_checkpoint(tmp_path) == four

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.broker.config import BrokerSettings
 from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.state import encode_state
@@ -21,19 +22,31 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import until_async
 
 
-async def store_with(ledger: Ledger) -> MemoryStore:
+def begun_run(tmp_path: Path, *overrides: str) -> tuple[BrokerSettings, Ledger]:
+    """Return settings and the ledger of a run whose learner has taken over."""
+    settings = settings_in(tmp_path, *overrides)
+    ledger = new_ledger(settings)
+    ledger.training.take_over(0)
+    return settings, ledger
+
+
+def saved_run(tmp_path: Path, *overrides: str) -> tuple[Ledger, Path]:
+    """Return a ledger as above, and a checkpoint of step 0."""
+    _, ledger = begun_run(tmp_path, *overrides)
+    return ledger, checkpoint(tmp_path, ledger)
+
+
+def store_with(ledger: Ledger) -> MemoryStore:
     store = MemoryStore()
-    await store.commit(Changes(snapshot=encode_state(ledger.book.state)))
+    asyncio.run(store.commit(Changes(snapshot=encode_state(ledger.book.state))))
     return store
 
 
 def test_restarted_broker_resumes_where_the_first_one_was(tmp_path: Path):
-    settings = settings_in(tmp_path)
-    first = new_ledger(settings)
-    first.training.take_over(0)
+    settings, first = begun_run(tmp_path)
     trained(first, 2)
     state = first.book.state
-    again = begun(settings, asyncio.run(store_with(first)))
+    again = begun(settings, store_with(first))
     state.run_id = again.identity.run_id
     assert again.ledger.book.state == state
     assert again.generation > 0
@@ -44,18 +57,15 @@ def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: P
     used = new_ledger(settings)
     used.training.take_over(0)
     trained(used, 1).training.leave()
-    store = asyncio.run(store_with(used))
+    store = store_with(used)
     with pytest.raises(ConfigError, match=r"has ended at step 1; resume with .*--resume auto"):
         begun(settings, store)
     assert begun(settings, store, restarted=True).ledger.book.finished
 
 
 def test_a_resume_goes_back_in_the_store_where_that_reaches_back(tmp_path: Path):
-    settings = settings_in(tmp_path)
-    first = new_ledger(settings)
-    first.training.take_over(0)
-    saved = checkpoint(tmp_path, first)
-    store = asyncio.run(store_with(trained(first, 3)))
+    first, saved = saved_run(tmp_path)
+    store = store_with(trained(first, 3))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, store).ledger
     assert ledger.book.step == 3
@@ -64,13 +74,10 @@ def test_a_resume_goes_back_in_the_store_where_that_reaches_back(tmp_path: Path)
 
 
 def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(tmp_path: Path):
-    settings = settings_in(tmp_path)
-    first = new_ledger(settings)
-    first.training.take_over(0)
-    saved = checkpoint(tmp_path, first)
+    first, saved = saved_run(tmp_path)
     trained(first, 3)
     first.training.seal(first.book.version, 3, oldest_kept=3)
-    store = asyncio.run(store_with(first))
+    store = store_with(first)
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     beginning = begun(resumed, store)
     assert (beginning.ledger.book.step, beginning.ledger.book.state.cursor) == (0, 0)
@@ -80,13 +87,10 @@ def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(t
 
 
 def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
-    settings = settings_in(tmp_path)
-    first = new_ledger(settings)
-    first.training.take_over(0)
-    saved = checkpoint(tmp_path, first)
+    first, saved = saved_run(tmp_path)
     granted = first.lease("g", first.book.version, max_sequences=24, now_s=0.0)
     submit(first, header(granted[0].group_id, 0, first.book.version))
-    store = asyncio.run(store_with(first))
+    store = store_with(first)
     with pytest.raises(ConfigError, match=r"other run\.max_staleness_steps.*--resume"):
         begun(settings_in(tmp_path, "run.max_staleness_steps=0"), store)
     changed = settings_in(tmp_path, f"run.resume_from={saved}", "run.max_staleness_steps=0")
@@ -99,28 +103,23 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
 
 
 def test_a_broker_that_died_before_it_had_resumed_is_replaced_by_one_that_does(tmp_path: Path):
-    settings = settings_in(tmp_path)
-    first = new_ledger(settings)
-    first.training.take_over(0)
-    saved = checkpoint(tmp_path, first)
+    first, saved = saved_run(tmp_path)
     trained(first, 3).plan_stop("enough")
-    store = asyncio.run(store_with(first))
+    store = store_with(first)
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, store, restarted=True).ledger
     assert (ledger.book.state.stop_reason, ledger.book.state.awaits_learner) == ("", True)
     ledger.training.take_over(0)
-    store = asyncio.run(store_with(ledger))
+    store = store_with(ledger)
     again = begun(resumed, store, restarted=True).ledger
     assert not again.book.state.awaits_learner, "resumed twice"
 
 
 def test_what_is_under_way_takes_the_group_size_of_now(tmp_path: Path):
-    settings = settings_in(tmp_path, "run.group_size=4")
-    first = new_ledger(settings)
-    first.training.take_over(0)
+    _, first = begun_run(tmp_path, "run.group_size=4")
     first.lease("g", first.book.version, max_sequences=4, now_s=0.0)
     saved = checkpoint(tmp_path, first)
-    store = asyncio.run(store_with(first))
+    store = store_with(first)
     resumed = settings_in(tmp_path, f"run.resume_from={saved}", "run.group_size=2")
     ledger = begun(resumed, store).ledger
     version = ledger.training.take_over(0)
@@ -133,13 +132,11 @@ def test_what_is_under_way_takes_the_group_size_of_now(tmp_path: Path):
 def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, samples: int):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
     held_out = f"eval.file={tmp_path / 'held_out.jsonl'}"
-    settings = settings_in(tmp_path, held_out, "eval.every_steps=1")
-    first = new_ledger(settings)
-    first.training.take_over(0)
+    _, first = begun_run(tmp_path, held_out, "eval.every_steps=1")
     (problem,) = first.lease("g", first.book.version, max_sequences=1, now_s=0.0)
     submit(first, header(problem.group_id, 0, first.book.version))
     saved = checkpoint(tmp_path, first)
-    store = asyncio.run(store_with(first))
+    store = store_with(first)
     now = [held_out, f"eval.samples={samples}", "eval.temperature=1.0"] if samples else []
     resumed = settings_in(tmp_path, f"run.resume_from={saved}", *now)
     ledger = begun(resumed, store).ledger
@@ -151,14 +148,11 @@ def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, sampl
 
 
 def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path):
-    settings = settings_in(tmp_path)
-    first = new_ledger(settings)
-    first.training.take_over(0)
-    saved = checkpoint(tmp_path, first)
+    first, saved = saved_run(tmp_path)
     for _ in range(3):
         first.training.take_over(0)  # learners that came after the checkpoint
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
-    ledger = begun(resumed, asyncio.run(store_with(first))).ledger
+    ledger = begun(resumed, store_with(first)).ledger
     assert ledger.training.take_over(0) == PolicyVersion(5, 0)
 
 
@@ -243,17 +237,13 @@ def test_sync_mode_has_a_bound_of_zero(tmp_path: Path):
     assert (rules.bound.max_staleness_steps, rules.max_in_flight) == (0, 1)
 
 
-def test_the_run_ends_when_its_time_is_up():
+async def test_the_run_ends_when_its_time_is_up():
     reasons: list[str] = []
-
-    async def body() -> None:
-        task = asyncio.create_task(end_after(0.05 / 3600, reasons.append, every_s=0.02))
-        await until_async(lambda: reasons)
-        assert not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(body())
+    task = asyncio.create_task(end_after(0.05 / 3600, reasons.append, every_s=0.02))
+    await until_async(lambda: reasons)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert reasons
     assert "run.max_hours" in reasons[0]
 

@@ -32,6 +32,34 @@ def test_a_run_without_further_settings_is_complete(table: Table):
     assert config.deploy.max_restarts == 3
 
 
+OF_ENGINES = [  # values of [generators.sglang], and what is said of them
+    ({"tp_size": 0}, r"tp_size must be an integer of at least 1, got 0"),
+    ({"tp_size": 3}, r"must be a multiple of generators\.sglang\.tp_"),
+    ({"nnodes": 2}, r"sglang\.nnodes follows from other settings"),
+    ({"pp_size": 2}, r"pp_size must be 1: .* counts ranks .* got 2"),
+    ({"ep_size": 2}, r"ep_size must be 1: .* such split .* got 2"),
+    (
+        {"tp_size": 2, "attn_dp_size": 2},
+        r"attn_dp_size must be 1 for llama: .* it does not for qwen3",
+    ),
+    (
+        {"tp_size": 2, "attn_dp_size": 4},
+        r"tp_size must be a multiple of generators\.sglang\.attn_dp_size, got 2 and 4",
+    ),
+    ({"attn_dp_size": "2"}, r"attn_dp_size must be an integer of at least 1, got '2'"),
+    ({"attn_cp_size": 2}, r"attn_cp_size must be 1: .* split"),
+    ({"quantization": "fp8"}, r"quantization must not be set: .* bit"),
+    ({"speculative_algorithm": "NGRAM"}, r"speculative_algorithm must not be set: which version"),
+    ({"dp_size": 2}, r"dp_size must be 1: .* generators\.count"),
+    (
+        {"disaggregation_mode": "prefill"},
+        r'disaggregation_mode must be "null", got "prefill": .* of the old weights',
+    ),
+    ({"api_key": "x"}, r"api_key follows from other settings"),
+    ({"log-level": "info"}, r"with underscores, log_level"),
+]
+
+
 @pytest.mark.parametrize(
     ("section", "values", "names"),
     [
@@ -58,66 +86,21 @@ def test_a_run_without_further_settings_is_complete(table: Table):
         ("learner", {"ranks": 3, "tensor_parallel": 2}, r"learner\.ranks = 3 is not a multiple"),
         ("learner", {"minibatches": 300}, r"256 trajectories cannot be split"),
         ("generators", {"max_cached_tokens": 100}, r"generators\.max_cached_tokens = 100"),
-        ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3"),
+        ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3, .*groups_per_step = 32"),
+        ("run", {"group_size": 1}, r"run\.group_size must be >= 2 .*got 1"),
         ("generators", {"max_sequences": 4}, r"does not hold one group of run\.group_size = 8"),
         (
             "eval",
             {"file": "held_out.jsonl", "samples": 100, "temperature": 1.0},
             r"does not hold the eval\.samples = 100 answers",
         ),
-        (
-            "generators",
-            {"sglang": {"tp_size": 0}},
-            r"tp_size must be an integer of at least 1, got 0",
-        ),
-        (
-            "generators",
-            {"sglang": {"tp_size": 3}},
-            r"must be a multiple of generators\.sglang\.tp_",
-        ),
         ("generators", {"count": 10**8}, r"generators\.count must be at most 10000, got 100000000"),
         ("run", {"name": "a\0b"}, r"run\.name must be a plain folder name"),
         ("run", {"name": "a" * 300}, r"run\.name must have at most 200 bytes"),
-        ("generators", {"sglang": {"nnodes": 2}}, r"sglang\.nnodes follows from other settings"),
-        ("generators", {"sglang": {"pp_size": 2}}, r"pp_size must be 1: .* counts ranks .* got 2"),
-        ("generators", {"sglang": {"ep_size": 2}}, r"ep_size must be 1: .* such split .* got 2"),
-        (
-            "generators",
-            {"sglang": {"tp_size": 2, "attn_dp_size": 2}},
-            r"attn_dp_size must be 1 for llama: .* it does not for qwen3",
-        ),
-        (
-            "generators",
-            {"sglang": {"tp_size": 2, "attn_dp_size": 4}},
-            r"tp_size must be a multiple of generators\.sglang\.attn_dp_size, got 2 and 4",
-        ),
-        (
-            "generators",
-            {"sglang": {"attn_dp_size": "2"}},
-            r"attn_dp_size must be an integer of at least 1, got '2'",
-        ),
-        ("generators", {"sglang": {"attn_cp_size": 2}}, r"attn_cp_size must be 1: .* split"),
-        (
-            "generators",
-            {"sglang": {"quantization": "fp8"}},
-            r"quantization must not be set: .* bit",
-        ),
-        (
-            "generators",
-            {"sglang": {"speculative_algorithm": "NGRAM"}},
-            r"speculative_algorithm must not be set: which version",
-        ),
-        ("generators", {"sglang": {"dp_size": 2}}, r"dp_size must be 1: .* generators\.count"),
-        (
-            "generators",
-            {"sglang": {"disaggregation_mode": "prefill"}},
-            r'disaggregation_mode must be "null", got "prefill": .* of the old weights',
-        ),
-        ("generators", {"sglang": {"api_key": "x"}}, r"api_key follows from other settings"),
-        ("generators", {"sglang": {"log-level": "info"}}, r"with underscores, log_level"),
         ("broker", {"redis": {"url": "redis://u:p@h"}}, r"broker\.redis\.password_file"),
         ("broker", {"redis": {"url": "unix://s?password=p"}}, r"broker\.redis\.password_file"),
         ("deploy", {"max_restart": 3}, r"deploy\.max_restart; did you mean max_restarts\?"),
+        *(("generators", {"sglang": values}, names) for values, names in OF_ENGINES),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(
@@ -147,12 +130,8 @@ def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
     path = tmp_path / "resolved.toml"
     write_resolved(config, path)
     again = run_config(load_table(path))
-    assert (again.broker, again.generators, again.learner, again.deploy) == (
-        config.broker,
-        config.generators,
-        config.learner,
-        config.deploy,
-    )
+    found = (again.broker, again.generators, again.learner, again.deploy)
+    assert found == (config.broker, config.generators, config.learner, config.deploy)
 
 
 def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.deploy.download_size import download_bytes
+
 ROOT = Path(__file__).parents[3]
 FILES = (
-    *("setup.sh", "uv_sources.py", "constraints-cpu.txt", "constraints-rehearsal.txt"),
-    "requirements-cpu.txt",
+    *("setup.sh", "uv_sources.py", "download_size.py", "torchvision_operators.py"),
+    *("constraints-cpu.txt", "constraints-rehearsal.txt", "requirements-cpu.txt"),
 )
 NODEPS = "requirements-cpu-nodeps.txt"
 
@@ -47,7 +49,12 @@ def run_setup(
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "HOME": os.fspath(checkout), **environment},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": os.fspath(checkout),
+            "TORCH_INDEX": "",
+            **environment,
+        },
     )
 
 
@@ -109,7 +116,7 @@ def test_uv_installs_all_parts_from_the_sources_of_pip(checkout: Path, programs:
         assert call.startswith("<pip><install><--python><.venv/bin/python>")
         assert "<--index-url><https://an.example/with space>" in call
     assert next(line for line in output.splitlines() if "(uv 9.9.9)" in line).startswith(
-        "setup: 1 of 4, torch: "
+        "setup: 1 of 5, torch: "
     )
     assert run_noted(checkout, programs) == ("", []), "a second call does nothing"
 
@@ -117,7 +124,7 @@ def test_uv_installs_all_parts_from_the_sources_of_pip(checkout: Path, programs:
 def test_pip_installs_the_part_that_uv_could_not(checkout: Path, programs: Path):
     output, calls = run_noted(checkout, programs, UV_FAILS_LIBRARIES="1")
     assert [call[:5] for call in calls] == ["<pip>", "<pip>", "pip -", "<pip>", "<pip>"]
-    assert "2 of 4, libraries: 0 s (pip, as uv could not)" in output.replace(": 1 s", ": 0 s")
+    assert "2 of 5, libraries: 0 s (pip, as uv could not)" in output.replace(": 1 s", ": 0 s")
 
 
 def test_the_rehearsal_has_an_environment_and_versions_of_its_own(checkout: Path, programs: Path):
@@ -128,12 +135,6 @@ def test_the_rehearsal_has_an_environment_and_versions_of_its_own(checkout: Path
     assert all("<deploy/constraints-rehearsal.txt>" in call for call in calls[:3])
     assert run_noted(checkout, programs, "rehearsal", **new) == ("", [])
     assert not (checkout / ".venv").exists()
-
-
-def test_an_environment_that_there_is_none_of_is_refused(checkout: Path):
-    done = run_setup(checkout, "tpu")
-    assert done.returncode == 2
-    assert done.stderr == "setup: unknown environment 'tpu': cpu, gpu or rehearsal\n"
 
 
 @pytest.mark.parametrize("flash_attn", ["", "no"])
@@ -150,13 +151,6 @@ def test_a_gpu_machine_compares_every_file_with_its_hash(
     assert "<--editable>" in own
     assert ("left out" in output) == (flash_attn == "no")
     assert run_noted(checkout, programs, "gpu", **chosen) == ("", [])
-
-
-def test_the_rehearsal_refuses_another_python(checkout: Path, programs: Path):
-    done = run_setup(checkout, "rehearsal", PYTHON=str(programs / "python3.11"), VERSION="3.11")
-    assert done.returncode == 2
-    assert "CPython 3.12 is needed" in done.stderr
-    assert "PYTHON=/path/to/python3.12 make rehearsal-setup" in done.stderr
 
 
 @pytest.mark.parametrize("trouble", ["UV_IS_BROKEN", "SOURCES_FAIL"])
@@ -178,8 +172,8 @@ def test_what_was_left_half_made_is_made_anew(checkout: Path, programs: Path):
         checkout, PATH=f"{programs}:/usr/bin:/bin", UV_FAILS_LIBRARIES="1", PIP_FAILS="1"
     )
     assert first.returncode == 1
-    assert "setup: 2 of 4, libraries: failed" in first.stdout
-    assert "setup: failed at 2 of 4, libraries; the end of" in first.stderr
+    assert "setup: 2 of 5, libraries: failed" in first.stdout
+    assert "setup: failed at 2 of 5, libraries; the end of" in first.stderr
     assert len(run_noted(checkout, programs)[1]) == 4
 
 
@@ -202,7 +196,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Path, progra
 
 def test_a_second_call_at_once_waits_and_finds_nothing_left_to_do(checkout: Path, programs: Path):
     (checkout / "calls").write_text("")
-    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(checkout)}
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(checkout), "TORCH_INDEX": ""}
     with held(checkout / "deploy"):
         second = subprocess.Popen(
             [checkout / "deploy" / "setup.sh"], stdout=subprocess.PIPE, text=True, env=environment
@@ -214,16 +208,47 @@ def test_a_second_call_at_once_waits_and_finds_nothing_left_to_do(checkout: Path
     assert "setup: done" in output
 
 
-def test_a_python_that_is_too_new_is_named(checkout: Path, programs: Path):
-    done = run_setup(checkout, PYTHON=str(programs / "python3.11"), VERSION="3.13")
+@pytest.mark.parametrize(
+    ("wheel", "size"),
+    [
+        ('{ url = "https://an.example/a.whl", size = 2_700_000_000 }', 2_700_000_123),
+        ('{ url = "FOLDER/a%2Bcpu.whl" }', 127),
+        ('{ url = "https://an.example/a.whl" }', None),
+    ],
+)
+def test_the_size_of_a_download_is_that_of_its_wheels(tmp_path: Path, wheel: str, size: int | None):
+    (tmp_path / "a+cpu.whl").write_bytes(b"four")
+    small = (
+        '[[packages]]\nname = "b"\nwheels = [{ url = "https://an.example/b.whl", size = 123 }]\n'
+    )
+    wheel = wheel.replace("FOLDER", tmp_path.as_uri())
+    assert download_bytes(f'{small}[[packages]]\nname = "a"\nwheels = [{wheel}]\n') == size
+
+
+@pytest.mark.parametrize(
+    ("environment", "version", "told"),
+    [
+        ("tpu", "3.11", ["setup: unknown environment 'tpu': cpu, gpu or rehearsal\n"]),
+        ("cpu", "3.14", ["is CPython 3.14"]),
+        (
+            "rehearsal",
+            "3.11",
+            ["CPython 3.12 is needed", "PYTHON=/path/to/python3.12 make rehearsal-setup"],
+        ),
+    ],
+)
+def test_an_unknown_environment_and_a_python_that_is_none_for_it_are_refused(
+    checkout: Path, programs: Path, environment: str, version: str, told: list[str]
+):
+    done = run_setup(checkout, environment, PYTHON=str(programs / "python3.11"), VERSION=version)
     assert done.returncode == 2
-    assert "is CPython 3.13" in done.stderr
+    assert all(text in done.stderr for text in told)
 
 
 def test_a_python_that_cannot_be_run_is_named(checkout: Path):
     done = run_setup(checkout, PYTHON="/nope")
     assert done.returncode == 2
-    assert "CPython 3.11 or 3.12 is needed; PYTHON=/nope cannot be run" in done.stderr
+    assert "CPython 3.11, 3.12 or 3.13 is needed; PYTHON=/nope cannot be run" in done.stderr
     assert "No such file" not in done.stderr
     assert not (checkout / ".venv").exists()
 
@@ -233,7 +258,7 @@ def test_other_versions_are_named_by_what_was_found(checkout: Path, tmp_path: Pa
     bin_folder.mkdir()
     for name, words in {
         "python3.11": "PyPy 3.11",
-        "python3.12": "CPython 3.13",
+        "python3.12": "CPython 3.14",
         "python3": "CPython 3.9",
         "python": "CPython 2.7",
     }.items():
@@ -242,7 +267,7 @@ def test_other_versions_are_named_by_what_was_found(checkout: Path, tmp_path: Pa
     assert done.returncode == 2
     for found in (
         "python3.11 is PyPy 3.11",
-        "python3.12 is CPython 3.13",
+        "python3.12 is CPython 3.14",
         "python3 is CPython 3.9",
     ):
         assert found in done.stderr

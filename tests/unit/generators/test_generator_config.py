@@ -4,30 +4,17 @@ from typing import Any
 
 import pytest
 
-from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import ExpertLayers
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.generators.sglang.start_order import random_api_key, server_flags
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
+from tests.support.generator_settings import generator_settings_of
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_blank_model(folder, hidden=16, layers=1)
-    return folder
-
-
-def table(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    base: dict[str, dict[str, Any]] = {
-        "run": {"model": str(model)},
-        "generators": {"device": "cpu"},
-        "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
-    }
-    for name, values in sections.items():
-        base[name] = base.get(name, {}) | values
-    return base
+    return tmp_path_factory.mktemp("model")
 
 
 @pytest.mark.parametrize(
@@ -76,16 +63,14 @@ def test_settings_that_cannot_work_are_named(
     model: Path, section: str, values: dict[str, Any], why: str
 ):
     with pytest.raises(ConfigError, match=why):
-        generator_settings(table(model, **{section: values}))
+        generator_settings_of(model, **{section: values})
 
 
 def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Path):
-    settings = generator_settings(
-        table(
-            model,
-            sampling={"temperature": 0.8, "stop": ["</answer>"], "stop_token_ids": [5]},
-            eval={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "samples": 4},
-        )
+    settings = generator_settings_of(
+        model,
+        sampling={"temperature": 0.8, "stop": ["</answer>"], "stop_token_ids": [5]},
+        eval={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "samples": 4},
     )
     params = sampling_by_item(settings)
     train, evaluation = params["train"], params["eval"]
@@ -94,7 +79,7 @@ def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Pat
     assert train.max_new_tokens == evaluation.max_new_tokens == 100
     for one in (train, evaluation):
         assert (one.stop, one.stop_token_ids) == (("</answer>",), (5,))
-    longer = generator_settings(table(model, eval={"max_response_tokens": 300}))
+    longer = generator_settings_of(model, eval={"max_response_tokens": 300})
     assert sampling_by_item(longer)["eval"].max_new_tokens == 300
 
 
@@ -112,7 +97,7 @@ def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Pat
 def test_kept_tokens_are_recorded_where_some_are_left_out(
     model: Path, sampling: dict[str, Any], recorded: int
 ):
-    settings = generator_settings(table(model, sampling={"max_kept_tokens": 100, **sampling}))
+    settings = generator_settings_of(model, sampling={"max_kept_tokens": 100, **sampling})
     params = sampling_by_item(settings)
     assert params["train"].max_kept == recorded
     assert params["eval"].max_kept == 0
@@ -134,7 +119,7 @@ def test_experts_are_recorded_where_they_are_replayed(
     config = json.loads((tmp_path / "config.json").read_text())
     moved = {"model_type": "deepseek_v3", "first_k_dense_replace": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | moved))
-    settings = generator_settings(table(tmp_path, run={"routing_replay": replay}))
+    settings = generator_settings_of(tmp_path, run={"routing_replay": replay})
     assert sampling_by_item(settings)["train"].experts_of == layers
     assert sampling_by_item(settings)["eval"].experts_of is None
     flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
@@ -146,14 +131,14 @@ def test_layers_without_experts_are_the_familys_where_config_json_says_nothing(t
     config = json.loads((tmp_path / "config.json").read_text())
     moved = {"model_type": "glm4_moe", "first_k_dense_replace": None}
     (tmp_path / "config.json").write_text(json.dumps(config | moved))
-    settings = generator_settings(table(tmp_path, run={"routing_replay": "R3"}))
+    settings = generator_settings_of(tmp_path, run={"routing_replay": "R3"})
     assert settings.expert_layers == ExpertLayers(total=5, dense=1)
 
 
 @pytest.mark.parametrize(("seeded", "backend"), [(True, "pytorch"), (False, None)])
 def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, backend: str | None):
-    settings = generator_settings(
-        table(model, sampling={"seed_per_sibling": seeded}, generators={"device": "cuda"})
+    settings = generator_settings_of(
+        model, sampling={"seed_per_sibling": seeded}, generators={"device": "cuda"}
     )
     flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
     assert flags.get("sampling_backend") == backend
@@ -179,7 +164,7 @@ def test_deltas_are_for_generators_on_other_hosts_unless_set(
 ):
     (tmp_path / "key").write_text("")
     run = {"broker": broker, "key_file": str(tmp_path / "key")} if broker else {}
-    found = generator_settings(table(model, run=run, weightbus={"encoding": encoding}))
+    found = generator_settings_of(model, run=run, weightbus={"encoding": encoding})
     assert found.uses_deltas == uses_deltas
 
 
@@ -195,5 +180,5 @@ def test_deltas_are_for_generators_on_other_hosts_unless_set(
 def test_without_workers_an_environment_gives_all_rewards(
     model: Path, function: str, reward: dict[str, Any], expected: bool
 ):
-    found = generator_settings(table(model, environment={"function": function}, reward=reward))
+    found = generator_settings_of(model, environment={"function": function}, reward=reward)
     assert found.nobody_scores is expected

@@ -46,73 +46,64 @@ def test_lanes_that_follow_the_load_begin_with_what_fits_however_long_it_becomes
     assert lanes.limit == 20, "what was retracted before is nothing that they did"
 
 
-def test_a_retraction_cuts_what_may_be_under_way_and_lanes_open_again_when_some_have_ended():
-    async def scenario() -> None:
-        lanes = Lanes(WITHIN, longest_tokens=50)
-        lanes.observe(load(0))
-        bookings = [lanes.book(4) for _ in range(5)]
-        for booking in bookings:
+async def test_a_retraction_cuts_what_may_be_under_way_and_lanes_open_again_when_some_have_ended():
+    lanes = Lanes(WITHIN, longest_tokens=50)
+    lanes.observe(load(0))
+    bookings = [lanes.book(4) for _ in range(5)]
+    for booking in bookings:
+        await booking.enter()
+    lanes.observe(load(990, retractions=1))
+    assert (lanes.limit, lanes.free) == (15, -5)
+    waiting = asyncio.create_task(lanes.until_free())
+    bookings[0].leave(4)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    lanes.observe(load(990, retractions=2))
+    assert lanes.limit == 15, "it is one burst"
+    bookings[1].leave(2)
+    async with asyncio.timeout(HANG_S):
+        await waiting
+    assert (lanes.free, lanes.in_flight) == (1, 14)
+
+
+async def test_lanes_that_were_cut_open_again_by_a_group_when_all_of_them_have_turned_over():
+    lanes = Lanes(WITHIN, longest_tokens=50)
+    lanes.observe(load(0))
+    first = lanes.book(20)
+    await first.enter()
+    lanes.observe(load(990, retractions=1))
+    assert lanes.limit == 15
+
+    async def turn_over(count: int) -> None:
+        for _ in range(count):
+            booking = lanes.book(1)
             await booking.enter()
-        lanes.observe(load(990, retractions=1))
-        assert (lanes.limit, lanes.free) == (15, -5)
-        waiting = asyncio.create_task(lanes.until_free())
-        bookings[0].leave(4)
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        lanes.observe(load(990, retractions=2))
-        assert lanes.limit == 15, "it is one burst"
-        bookings[1].leave(2)
-        async with asyncio.timeout(HANG_S):
-            await waiting
-        assert (lanes.free, lanes.in_flight) == (1, 14)
+            booking.leave(1)
+        lanes.observe(load(100, retractions=1))
 
-    asyncio.run(scenario())
+    first.leave(6)
+    await turn_over(8)
+    assert lanes.limit == 15, "14 have ended since"
+    await turn_over(1)
+    assert lanes.limit == 19
 
 
-def test_lanes_that_were_cut_open_again_by_a_group_when_all_of_them_have_turned_over():
-    async def scenario() -> None:
-        lanes = Lanes(WITHIN, longest_tokens=50)
-        lanes.observe(load(0))
-        first = lanes.book(20)
-        await first.enter()
-        lanes.observe(load(990, retractions=1))
-        assert lanes.limit == 15
-
-        async def turn_over(count: int) -> None:
-            for _ in range(count):
-                booking = lanes.book(1)
-                await booking.enter()
-                booking.leave(1)
-            lanes.observe(load(100, retractions=1))
-
-        first.leave(6)
-        await turn_over(8)
-        assert lanes.limit == 15, "14 have ended since"
-        await turn_over(1)
-        assert lanes.limit == 19
-
-    asyncio.run(scenario())
-
-
-def test_work_that_was_granted_before_a_cut_enters_when_its_lanes_are_free():
-    async def scenario() -> None:
-        lanes = Lanes(WITHIN, longest_tokens=125)
-        lanes.observe(load(0))
-        first = lanes.book(4)
-        await first.enter()
-        granted = lanes.book(4)
-        lanes.observe(load(990, retractions=1))
-        assert lanes.limit == 4
-        entering = asyncio.create_task(granted.enter())
-        await asyncio.sleep(0)
-        assert (entering.done(), lanes.in_flight, lanes.free) == (False, 4, -4)
-        first.leave(3)
-        first.close()
-        async with asyncio.timeout(HANG_S):
-            await entering
-        assert (lanes.in_flight, lanes.free) == (4, 0)
-
-    asyncio.run(scenario())
+async def test_work_that_was_granted_before_a_cut_enters_when_its_lanes_are_free():
+    lanes = Lanes(WITHIN, longest_tokens=125)
+    lanes.observe(load(0))
+    first = lanes.book(4)
+    await first.enter()
+    granted = lanes.book(4)
+    lanes.observe(load(990, retractions=1))
+    assert lanes.limit == 4
+    entering = asyncio.create_task(granted.enter())
+    await asyncio.sleep(0)
+    assert (entering.done(), lanes.in_flight, lanes.free) == (False, 4, -4)
+    first.leave(3)
+    first.close()
+    async with asyncio.timeout(HANG_S):
+        await entering
+    assert (lanes.in_flight, lanes.free) == (4, 0)
 
 
 def test_work_that_ends_before_it_entered_gives_back_what_it_had_booked():
@@ -176,62 +167,56 @@ def test_a_mean_follows_a_number_over_seconds():
     assert it.mean == pytest.approx(3.0, abs=0.001)
 
 
-def test_while_an_environment_answers_others_have_the_lane_and_more_trajectories_are_taken():
-    async def scenario() -> None:
-        now = [0.0]
-        within = Range(lowest=2, highest=4, step=2)
-        lanes = Lanes(within, most_outside=3, now=lambda: now[0])
-        booking = lanes.book(4)
-        await booking.enter()
-        assert (lanes.in_flight, lanes.free) == (4, 0)
-        async with AsyncExitStack() as stack:
-            four = [await stack.enter_async_context(booking.by_call()) for _ in range(4)]
-            for one in four:
-                async with one.call():
-                    assert lanes.in_flight == 1
-            assert (lanes.in_flight, lanes.free) == (0, 0), "it may have been a moment"
-            now[0] = 0.3
-            assert lanes.free == 0
-            now[0] = 100.0
-            assert lanes.free == 3, "as many as may be beyond the lanes"
-            other = lanes.book(2)
-            await other.enter()
-            assert (lanes.in_flight, lanes.free) == (2, 1)
-            async with four[0].call(), four[0].call():  # side by side
-                assert lanes.in_flight == 4
-                waiting = asyncio.create_task(one_call(four[1]))
-                await asyncio.sleep(0)
-                assert not waiting.done(), "the engine is full"
-                other.leave(2)
-                async with asyncio.timeout(HANG_S):
-                    await waiting
-            assert lanes.in_flight == 0
-        assert lanes.in_flight == 4
-        booking.leave(4)
-        assert lanes.in_flight == 0
-        now[0] = 300.0
-        assert lanes.free == 4
-
-    asyncio.run(scenario())
-
-
-def test_a_call_that_is_cancelled_while_it_waits_for_a_lane_leaves_nothing():
-    async def scenario() -> None:
-        lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9)
-        booking = lanes.book(1)
-        await booking.enter()
-        async with booking.by_call() as first:
-            async with first.call():
-                waiting = asyncio.create_task(one_call(first))
-                await asyncio.sleep(0)
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
+async def test_while_an_environment_answers_others_have_the_lane_and_more_trajectories_are_taken():
+    now = [0.0]
+    within = Range(lowest=2, highest=4, step=2)
+    lanes = Lanes(within, most_outside=3, now=lambda: now[0])
+    booking = lanes.book(4)
+    await booking.enter()
+    assert (lanes.in_flight, lanes.free) == (4, 0)
+    async with AsyncExitStack() as stack:
+        four = [await stack.enter_async_context(booking.by_call()) for _ in range(4)]
+        for one in four:
+            async with one.call():
                 assert lanes.in_flight == 1
-            assert lanes.in_flight == 0
-        booking.close()
-        assert (lanes.in_flight, lanes.free) == (0, 1)
+        assert (lanes.in_flight, lanes.free) == (0, 0), "it may have been a moment"
+        now[0] = 0.3
+        assert lanes.free == 0
+        now[0] = 100.0
+        assert lanes.free == 3, "as many as may be beyond the lanes"
+        other = lanes.book(2)
+        await other.enter()
+        assert (lanes.in_flight, lanes.free) == (2, 1)
+        async with four[0].call(), four[0].call():  # side by side
+            assert lanes.in_flight == 4
+            waiting = asyncio.create_task(one_call(four[1]))
+            await asyncio.sleep(0)
+            assert not waiting.done(), "the engine is full"
+            other.leave(2)
+            async with asyncio.timeout(HANG_S):
+                await waiting
+        assert lanes.in_flight == 0
+    assert lanes.in_flight == 4
+    booking.leave(4)
+    assert lanes.in_flight == 0
+    now[0] = 300.0
+    assert lanes.free == 4
 
-    asyncio.run(scenario())
+
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_lane_leaves_nothing():
+    lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9)
+    booking = lanes.book(1)
+    await booking.enter()
+    async with booking.by_call() as first:
+        async with first.call():
+            waiting = asyncio.create_task(one_call(first))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert lanes.in_flight == 1
+        assert lanes.in_flight == 0
+    booking.close()
+    assert (lanes.in_flight, lanes.free) == (0, 1)
 
 
 async def one_call(lanes: CallLanes) -> None:
@@ -239,25 +224,22 @@ async def one_call(lanes: CallLanes) -> None:
         pass
 
 
-def test_seconds_of_a_trajectory_are_in_the_engine_or_out_of_it_and_changes_are_told():
-    async def scenario() -> None:
-        now, told = [0.0], []
-        lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9, now=lambda: now[0])
-        lanes.on_change = lambda: told.append((lanes.calling, lanes.acting))
-        booking = lanes.book(1)
-        await booking.enter()
-        async with booking.by_call() as one:
-            now[0] = 1.0  # its environment begins
-            assert told == [(0, 1)]
-            async with one.call():
-                now[0] = 3.0
-            now[0] = 7.0
-            assert one.seconds() == (2.0, 5.0)
-            async with one.call():
-                now[0] = 8.0
-                assert one.seconds() == (3.0, 5.0)
+async def test_seconds_of_a_trajectory_are_in_the_engine_or_out_of_it_and_changes_are_told():
+    now, told = [0.0], []
+    lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9, now=lambda: now[0])
+    lanes.on_change = lambda: told.append((lanes.calling, lanes.acting))
+    booking = lanes.book(1)
+    await booking.enter()
+    async with booking.by_call() as one:
+        now[0] = 1.0  # its environment begins
+        assert told == [(0, 1)]
+        async with one.call():
+            now[0] = 3.0
+        now[0] = 7.0
+        assert one.seconds() == (2.0, 5.0)
+        async with one.call():
+            now[0] = 8.0
             assert one.seconds() == (3.0, 5.0)
-        booking.close()
-        assert told == [*[(0, 1), (0, 0), (1, 0), (0, 0)] * 2, (0, 1), (0, 0)]
-
-    asyncio.run(scenario())
+        assert one.seconds() == (3.0, 5.0)
+    booking.close()
+    assert told == [*[(0, 1), (0, 0), (1, 0), (0, 0)] * 2, (0, 1), (0, 0)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.broker.data.sources import load_training_prompts
+from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.rewards.loading import load_function
 from slipstream.broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
 from slipstream.generators import offline
@@ -38,15 +39,7 @@ class Failing(CannedEngine):
         super().__init__()
         self.failures = failures
 
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        count: int,
-        seeds: Sequence[int] = (),
-    ) -> list[Completion]:
-        self.asked.append((prompt_ids, params, count, list(seeds)))
+    def answers(self, count: int) -> list[Completion]:
         if len(self.asked) <= self.failures:
             raise EngineError("out of memory")
         return [completion(5, 2)] * count
@@ -137,18 +130,17 @@ def test_an_engine_that_fails_twice_costs_its_prompt_and_another_start_fills_the
     assert len(again.asked) == 1, "a prompt was answered twice"
 
 
-def test_keys_are_hidden_from_the_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_keys_are_hidden_from_the_reward_function(tmp_path: Path):
     hidden: list[Path] = []
 
-    async def start(_: object, *, hide: Sequence[Path] = ()) -> None:
+    async def start(_: object, *, hide: Sequence[Path] = ()) -> RewardPool:
         hidden.extend(hide)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(offline.RewardPool, "start", start)
     for broker in ({}, {"broker__keys": "/elsewhere/keys"}):
         settings = settings_of(tmp_path, run__key_file="/etc/generator.key", **broker)
         with pytest.raises(ConfigError, match="far enough"):
-            asyncio.run(offline.generate(settings, "generator-1"))
+            asyncio.run(offline.generate(settings, "generator-1", start))
     key = Path("/etc/generator.key")
     assert hidden == [tmp_path / "keys", key, Path("/elsewhere/keys"), key]
 

@@ -86,126 +86,102 @@ async def audited() -> AsyncIterator[Audited]:
                 await it.job
 
 
-def test_answers_wait_for_the_verdict_on_their_version():
-    async def scenario() -> None:
-        async with audited() as it:
-            assert await it.waits(0)
-            it.audit.adopted(version(0), probe(-1.0))
-            assert await it.waits(0)
-            it.engine.computes(-1.0, 0)
-            await it.proven(0)
-            it.audit.adopted(version(1), probe(-2.0))
-            assert not await it.waits(0)
-            assert await it.waits(1)
-            it.engine.computes(-2.000001, 1)
-            await it.proven(1)
-            assert it.audit.counters == {"probes": 2, "unproven": 0}
-            assert it.audit.gauges["probe_difference"] == pytest.approx(1e-6, rel=0.01)
-            assert it.audit.gauges["probe_bound"] < 1e-4
-
-    asyncio.run(scenario())
+async def test_answers_wait_for_the_verdict_on_their_version():
+    async with audited() as it:
+        assert await it.waits(0)
+        it.audit.adopted(version(0), probe(-1.0))
+        assert await it.waits(0)
+        it.engine.computes(-1.0, 0)
+        await it.proven(0)
+        it.audit.adopted(version(1), probe(-2.0))
+        assert not await it.waits(0)
+        assert await it.waits(1)
+        it.engine.computes(-2.000001, 1)
+        await it.proven(1)
+        assert it.audit.counters == {"probes": 2, "unproven": 0}
+        assert it.audit.gauges["probe_difference"] == pytest.approx(1e-6, rel=0.01)
+        assert it.audit.gauges["probe_bound"] < 1e-4
 
 
-def test_an_engine_that_computes_something_else_is_quarantined_and_its_answers_never_sent():
-    async def scenario() -> None:
-        async with audited() as it:
-            it.audit.adopted(version(0), probe(-1.0))
-            it.engine.computes(-1.25, 0)
-            why = await it.verdict()
-            assert why == (
-                "the engine does not compute v1.0: its logprobs of the probe differ by 0.25 nats "
-                "on average, 0.25 at worst, of noise 0.02 nats on average, 0.32 at worst"
-            )
-            assert await it.waits(0)
-
-    asyncio.run(scenario())
+async def test_an_engine_that_computes_something_else_is_quarantined_and_its_answers_never_sent():
+    async with audited() as it:
+        it.audit.adopted(version(0), probe(-1.0))
+        it.engine.computes(-1.25, 0)
+        why = await it.verdict()
+        assert why == (
+            "the engine does not compute v1.0: its logprobs of the probe differ by 0.25 nats "
+            "on average, 0.25 at worst, of noise 0.02 nats on average, 0.32 at worst"
+        )
+        assert await it.waits(0)
 
 
-def test_a_prefix_from_before_is_a_fault_and_one_of_the_same_version_is_none():
-    async def scenario() -> None:
-        async with audited() as it:
-            it.audit.adopted(version(0), probe(-1.0))
-            it.engine.fails()  # what was computed meanwhile is not known
-            it.engine.computes(-1.0, 0, cached=2)
-            await it.proven(0)
-            it.audit.pausing()
-            it.audit.adopted(version(1), probe(-1.0))
-            it.audit.resumed()
-            it.engine.computes(-1.0, 1, cached=2)
-            assert "its prefix cache held 2 tokens of the probe from before" in await it.verdict()
-
-    asyncio.run(scenario())
+async def test_a_prefix_from_before_is_a_fault_and_one_of_the_same_version_is_none():
+    async with audited() as it:
+        it.audit.adopted(version(0), probe(-1.0))
+        it.engine.fails()  # what was computed meanwhile is not known
+        it.engine.computes(-1.0, 0, cached=2)
+        await it.proven(0)
+        it.audit.pausing()
+        it.audit.adopted(version(1), probe(-1.0))
+        it.audit.resumed()
+        it.engine.computes(-1.0, 1, cached=2)
+        assert "its prefix cache held 2 tokens of the probe from before" in await it.verdict()
 
 
-def test_a_verdict_is_on_the_version_that_computed():
+async def test_a_verdict_is_on_the_version_that_computed():
     """A pause has requests computed again, under the version that follows."""
 
-    async def scenario() -> None:
-        async with audited() as it:
-            it.audit.adopted(version(0), probe(-1.0))
-            await until_async(lambda: it.engine.num_asked == 1, "it was not asked")
-            it.audit.pausing()
-            it.audit.adopted(version(1), probe(-2.0))
-            it.audit.resumed()
-            it.engine.computes(-2.0, 1, cached=2)  # its own, of the first try
-            await it.proven(1)
-            assert it.audit.counters == {"probes": 1, "unproven": 1}
-            assert it.engine.num_asked == 1
-
-    asyncio.run(scenario())
+    async with audited() as it:
+        it.audit.adopted(version(0), probe(-1.0))
+        await until_async(lambda: it.engine.num_asked == 1, "it was not asked")
+        it.audit.pausing()
+        it.audit.adopted(version(1), probe(-2.0))
+        it.audit.resumed()
+        it.engine.computes(-2.0, 1, cached=2)  # its own, of the first try
+        await it.proven(1)
+        assert it.audit.counters == {"probes": 1, "unproven": 1}
+        assert it.engine.num_asked == 1
 
 
-def test_a_probe_that_meets_a_change_of_versions_is_asked_again():
-    async def scenario() -> None:
-        async with audited() as it:
-            it.audit.adopted(version(3), probe(-1.0))
-            it.engine.computes(-1.0, None)
+async def test_a_probe_that_meets_a_change_of_versions_is_asked_again():
+    async with audited() as it:
+        it.audit.adopted(version(3), probe(-1.0))
+        it.engine.computes(-1.0, None)
+        it.engine.computes(-1.0, 2)
+        it.engine.computes(-1.0, 3)
+        await it.proven(3)
+        assert it.engine.num_asked == 3
+
+
+async def test_an_engine_that_never_answers_for_its_version_is_quarantined():
+    async with audited() as it:
+        it.audit.adopted(version(3), probe(-1.0))
+        for _ in range(3):
             it.engine.computes(-1.0, 2)
-            it.engine.computes(-1.0, 3)
-            await it.proven(3)
-            assert it.engine.num_asked == 3
-
-    asyncio.run(scenario())
+        why = "it was asked 3 times for a probe: the engine computed it under v1.2"
+        assert why in await it.verdict()
 
 
-def test_an_engine_that_never_answers_for_its_version_is_quarantined():
-    async def scenario() -> None:
-        async with audited() as it:
-            it.audit.adopted(version(3), probe(-1.0))
-            for _ in range(3):
-                it.engine.computes(-1.0, 2)
-            why = "it was asked 3 times for a probe: the engine computed it under v1.2"
-            assert why in await it.verdict()
-
-    asyncio.run(scenario())
-
-
-def test_a_proven_version_that_is_adopted_again_is_proven_again():
+async def test_a_proven_version_that_is_adopted_again_is_proven_again():
     """As after an Adopt whose outcome came too late: the relay repairs the engine."""
 
-    async def scenario() -> None:
-        async with audited() as it:
-            for num_probes in (1, 2):
-                it.audit.adopted(version(0), probe(-1.0))
-                it.engine.computes(-1.0, 0)
-                await until_async(lambda: it.audit.counters["probes"] == num_probes)  # noqa: B023
-            assert not await it.waits(0)
+    async with audited() as it:
+        for num_probes in (1, 2):
             it.audit.adopted(version(0), probe(-1.0))
-            it.engine.computes(-1.25, 0)
-            assert "differ by 0.25 nats" in await it.verdict()
+            it.engine.computes(-1.0, 0)
+            await until_async(lambda: it.audit.counters["probes"] == num_probes)  # noqa: B023
+        assert not await it.waits(0)
+        it.audit.adopted(version(0), probe(-1.0))
+        it.engine.computes(-1.25, 0)
+        assert "differ by 0.25 nats" in await it.verdict()
 
-    asyncio.run(scenario())
 
-
-def test_versions_without_a_probe_are_passed():
-    async def scenario() -> None:
-        async with audited() as it:
-            it.audit.adopted(version(0), None)
-            assert not await it.waits(0)
-            it.audit.adopted(version(1), probe(-1.0))
-            assert await it.waits(1)
-            it.audit.adopted(version(2), None)
-            assert not await it.waits(1)
-            assert it.audit.counters == {"probes": 0, "unproven": 1}
-
-    asyncio.run(scenario())
+async def test_versions_without_a_probe_are_passed():
+    async with audited() as it:
+        it.audit.adopted(version(0), None)
+        assert not await it.waits(0)
+        it.audit.adopted(version(1), probe(-1.0))
+        assert await it.waits(1)
+        it.audit.adopted(version(2), None)
+        assert not await it.waits(1)
+        assert it.audit.counters == {"probes": 0, "unproven": 1}

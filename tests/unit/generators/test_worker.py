@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,15 +17,15 @@ from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.wire.errors import ConfigError, EngineError
-from slipstream.wire.messages.broker import ScoringItem
-from slipstream.wire.messages.trajectory import ChatMessage, Prompt, Score, Transcript
+from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
-from tests.support.canned_engine import CannedEngine
+from tests.support.canned_engine import CannedEngine, completion
 from tests.support.ledger_driver import make_rules
 from tests.support.running_broker import Running, running
 from tests.support.waiting import HANG_S, until_async
+from tests.unit.generators.working import HeldRewards
 
 VERSION = PolicyVersion(1, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2)
@@ -37,23 +38,9 @@ class Counting(CannedEngine):
         super().__init__()
         self.called = asyncio.Event()
 
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        count: int,
-        seeds: Sequence[int] = (),
-    ) -> list[Completion]:
-        self.asked.append((prompt_ids, params, count, list(seeds)))
+    def answers(self, count: int) -> list[Completion]:
         self.called.set()
-        answer = Completion(
-            token_ids=[5, 2],
-            logprobs=[-0.5, -0.5],
-            version_starts=[(0, VERSION)],
-            finish_reason="stop",
-        )
-        return [answer] * count
+        return [completion(5, 2, starts=[(0, VERSION)])] * count
 
 
 def prompt_at(cursor: int) -> Prompt:
@@ -99,43 +86,62 @@ def ledger(prompt_at: Callable[[int], Prompt] = prompt_at) -> Ledger:
     return Ledger(rules, prompt_at=prompt_at, eval_prompt_at=prompt_at)
 
 
-def test_a_prompt_that_is_too_long_is_dropped_and_another_answered(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(tmp_path, ledger()) as it:
-            client = await it.client("generator", "generator-0")
-            worker, engine = worker_of(it, client, tmp_path, "drop")
-            job = asyncio.create_task(worker.run(heartbeat_s=5.0))
+# The first prompt cannot be answered, the second can.
+@pytest.mark.parametrize(
+    ("prompts", "settings", "reason"),
+    [
+        (prompt_at, {"overlong": "drop"}, "overlong_prompt"),
+        (conversation_at, {"skips_bad_prompts": True}, "bad_prompt"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_answered_is_dropped_and_another_answered(
+    tmp_path: Path, prompts: Callable[[int], Prompt], settings: dict[str, Any], reason: str
+):
+    async with running(tmp_path, ledger(prompts)) as it:
+        client = await it.client("generator", "generator-0")
+        worker, engine = worker_of(it, client, tmp_path, **settings)
+        job = asyncio.create_task(worker.run(heartbeat_s=5.0))
+        async with asyncio.timeout(HANG_S):
+            await engine.called.wait()
+        assert it.status.dropped == {reason: 1}
+        ((prompt_ids, _, count, seeds),) = engine.asked
+        assert (len(prompt_ids), count) == (4, 2)
+        assert seeds == [sibling_seed(9, "train", 1, sibling) for sibling in (0, 1)]
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "why"),
+    [
+        (prompt_at, r"row 0 .* sampling\.max_prompt_tokens is 6"),
+        (conversation_at, r"row 0 .* refuses it: no tools"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_answered_ends_the_generator_by_default(
+    tmp_path: Path, prompts: Callable[[int], Prompt], why: str
+):
+    async with running(tmp_path, ledger(prompts)) as it:
+        client = await it.client("generator", "generator-0")
+        worker, engine = worker_of(it, client, tmp_path)
+        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=why), flatten_subgroups=True):
             async with asyncio.timeout(HANG_S):
-                await engine.called.wait()
-            assert it.status.dropped == {"overlong_prompt": 1}
-            ((prompt_ids, _, count, seeds),) = engine.asked
-            assert (len(prompt_ids), count) == (4, 2)
-            assert seeds == [sibling_seed(9, "train", 1, sibling) for sibling in (0, 1)]
-            job.cancel()
-            await asyncio.gather(job, return_exceptions=True)
-
-    asyncio.run(scenario())
+                await worker.run(heartbeat_s=5.0)
+        assert engine.asked == []
+        assert it.status.dropped == {}
 
 
-def test_a_dead_engine_costs_no_further_attempts(tmp_path: Path):
+async def test_a_dead_engine_costs_no_further_attempts(tmp_path: Path):
     """Handed back at once, a group would be leased again at once, until no attempt is left."""
 
     class Dead(Counting):
         is_dead = True
         num_loads = 0
 
-        async def sample(
-            self,
-            prompt_ids: list[int],
-            params: SamplingParams,
-            *,
-            count: int,
-            seeds: Sequence[int] = (),
-        ) -> list[Completion]:
-            answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
+        def answers(self, count: int) -> list[Completion]:
             if self.is_dead:
                 raise EngineError("connection refused")
-            return answers
+            return super().answers(count)
 
         async def load(self) -> EngineLoad:
             self.num_loads += 1
@@ -143,119 +149,39 @@ def test_a_dead_engine_costs_no_further_attempts(tmp_path: Path):
                 raise EngineError("connection refused")
             return await super().load()
 
-    async def scenario() -> None:
-        async with running(tmp_path, ledger()) as it:
-            client = await it.client("generator", "generator-0")
-            worker, _ = worker_of(it, client, tmp_path, "drop")
-            engine = Dead()
-            worker._sampler = dataclasses.replace(worker._sampler, engine=engine)
-            job = asyncio.create_task(worker.run(heartbeat_s=5.0))
-            await until_async(lambda: engine.num_loads >= 4)
-            assert len(engine.asked) == 1
-            assert it.status.dropped == {"overlong_prompt": 1}
-            engine.is_dead = False
-            await until_async(lambda: len(engine.asked) == 2)
-            assert it.status.dropped == {"overlong_prompt": 1}
-            job.cancel()
-            await asyncio.gather(job, return_exceptions=True)
-
-    asyncio.run(scenario())
+    async with running(tmp_path, ledger()) as it:
+        client = await it.client("generator", "generator-0")
+        worker, _ = worker_of(it, client, tmp_path, "drop")
+        engine = Dead()
+        worker._sampler = dataclasses.replace(worker._sampler, engine=engine)
+        job = asyncio.create_task(worker.run(heartbeat_s=5.0))
+        await until_async(lambda: engine.num_loads >= 4)
+        assert len(engine.asked) == 1
+        assert it.status.dropped == {"overlong_prompt": 1}
+        engine.is_dead = False
+        await until_async(lambda: len(engine.asked) == 2)
+        assert it.status.dropped == {"overlong_prompt": 1}
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
 
 
-def test_a_prompt_that_is_too_long_ends_the_generator_by_default(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(tmp_path, ledger()) as it:
-            client = await it.client("generator", "generator-0")
-            worker, engine = worker_of(it, client, tmp_path, "error")
-            with pytest.RaisesGroup(
-                pytest.RaisesExc(ConfigError, match=r"row 0 .* sampling\.max_prompt_tokens is 6"),
-                flatten_subgroups=True,
-            ):
-                async with asyncio.timeout(HANG_S):
-                    await worker.run(heartbeat_s=5.0)
-            assert engine.asked == []
-
-    asyncio.run(scenario())
-
-
-def test_a_prompt_that_the_chat_template_refuses_is_dropped_where_bad_rows_are_skipped(
-    tmp_path: Path,
-):
-    async def scenario() -> None:
-        async with running(tmp_path, ledger(conversation_at)) as it:
-            client = await it.client("generator", "generator-0")
-            worker, engine = worker_of(it, client, tmp_path, skips_bad_prompts=True)
-            job = asyncio.create_task(worker.run(heartbeat_s=5.0))
-            async with asyncio.timeout(HANG_S):
-                await engine.called.wait()
-            assert it.status.dropped == {"bad_prompt": 1}
-            ((prompt_ids, _, _, seeds),) = engine.asked
-            assert len(prompt_ids) == 4
-            assert seeds[0] == sibling_seed(9, "train", 1, 0), "not the second prompt"
-            job.cancel()
-            await asyncio.gather(job, return_exceptions=True)
-
-    asyncio.run(scenario())
-
-
-def test_a_prompt_that_the_chat_template_refuses_ends_the_generator_by_default(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(tmp_path, ledger(conversation_at)) as it:
-            client = await it.client("generator", "generator-0")
-            worker, engine = worker_of(it, client, tmp_path)
-            with pytest.RaisesGroup(
-                pytest.RaisesExc(ConfigError, match=r"row 0 .* refuses it: no tools"),
-                flatten_subgroups=True,
-            ):
-                async with asyncio.timeout(HANG_S):
-                    await worker.run(heartbeat_s=5.0)
-            assert engine.asked == []
-            assert it.status.dropped == {}
-
-    asyncio.run(scenario())
-
-
-class Slow:
-    """A reward that takes its time."""
-
-    needs_groups = False
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.may_end = asyncio.Event()
-
-    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
-        for item, _ in work:
-            self.begun.set()
-            await self.may_end.wait()
-            yield Score(
-                group_id=item.group_id,
-                sibling=item.sibling,
-                lease_id=item.lease_id,
-                reward=float(item.sibling),
-            )
-
-
-def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
-    async def scenario() -> None:
-        own = ledger(lambda _cursor: Prompt(prompt="1+1="))
-        own.training.take_over(0)
-        async with running(tmp_path, own) as it:
-            client = await it.client("generator", "generator-0")
-            rewards = Slow()
-            worker, _ = worker_of(it, client, tmp_path, rewards=rewards)
-            job = asyncio.create_task(worker.run(heartbeat_s=0.02))
-            async with asyncio.timeout(HANG_S):
-                await rewards.begun.wait()
-                (lease,) = it.ledger.book.leases.values()
-                ends_s = it.ledger._terms._ends
-                first_s = ends_s[lease.lease_id]
-                await until_async(lambda: ends_s[lease.lease_id] > first_s, "no heartbeat came")
-                rewards.may_end.set()
-                await until_async(lambda: it.status.in_flight.get("ready") == 1)
-            (group,) = it.ledger.book.groups.values()
-            assert group.rewards == [0.0, 1.0]
-            job.cancel()
-            await asyncio.gather(job, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
+    own = ledger(lambda _cursor: Prompt(prompt="1+1="))
+    own.training.take_over(0)
+    async with running(tmp_path, own) as it:
+        client = await it.client("generator", "generator-0")
+        rewards = HeldRewards()
+        worker, _ = worker_of(it, client, tmp_path, rewards=rewards)
+        job = asyncio.create_task(worker.run(heartbeat_s=0.02))
+        async with asyncio.timeout(HANG_S):
+            await rewards.begun.wait()
+            (lease,) = it.ledger.book.leases.values()
+            ends_s = it.ledger._terms._ends
+            first_s = ends_s[lease.lease_id]
+            await until_async(lambda: ends_s[lease.lease_id] > first_s, "no heartbeat came")
+            rewards.may_end.set()
+            await until_async(lambda: it.status.in_flight.get("ready") == 1)
+        (group,) = it.ledger.book.groups.values()
+        assert group.rewards == [0.0, 1.0]
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)

@@ -28,10 +28,11 @@ from slipstream.wire.messages.broker import (
     LeaseGroups,
     Request,
     RoleReport,
+    ScoringItem,
     SubmitTrajectory,
 )
 from slipstream.wire.messages.codec import Frame
-from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import make_rules
@@ -69,6 +70,29 @@ class NotingClient(BrokerClient):
     def asked(self, kind: type[R]) -> list[R]:
         """Return all requests of one kind so far."""
         return [request for request in self.requests if isinstance(request, kind)]
+
+
+class HeldRewards:
+    """Rewards that come when the test lets them: the number of the sibling, or none for some."""
+
+    needs_groups = False
+
+    def __init__(self, *, unavailable: Sequence[int] = ()) -> None:
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self._unavailable = unavailable
+
+    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
+        self.begun.set()
+        await self.may_end.wait()
+        for item, _ in work:
+            none = item.sibling in self._unavailable
+            yield Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=None if none else float(item.sibling),
+                unavailable="the judge is down" if none else "",
+            )
 
 
 class HeldEngine(ScriptedEngine):

@@ -102,8 +102,6 @@ def test_traces_are_of_steps_in_order_and_of_ranks_there_are(run: Table):
 
 
 def test_nodes_have_the_same_number_of_whole_replicas(run: Table):
-    whole = r"learner\.ranks = 4 is not a multiple of learner\.ranks_per_node = 3"
-    refused(run, whole, learner={"ranks": 4, "ranks_per_node": 3})
     shared = r"ranks_per_node = 1 is not a multiple of learner\.tensor_parallel = 2"
     refused(run, shared, learner={"ranks": 4, "ranks_per_node": 1, "tensor_parallel": 2})
     placed = {"ranks": 4, "ranks_per_node": 2, "tensor_parallel": 2}

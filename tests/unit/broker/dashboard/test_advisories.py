@@ -161,6 +161,31 @@ def still(in_flight: float, unscored: Column, *, num_steps: int = 0) -> Trends:
 
 Case = tuple[str, RunStatus, Trends, RunStatus, Trends]
 HERE = status()
+Columns = Mapping[str, Column]
+
+
+def of_series(
+    rule: str,
+    made: Callable[[float], Columns],
+    past: float,
+    below: float,
+    **limits: Any,  # noqa: ANN401
+) -> Case:
+    """A rule of figures over time, with a number past its limit and one just below."""
+    return rule, HERE, history(made(past), **limits), HERE, history(made(below), **limits)
+
+
+def of_steps(rule: str, made: Callable[[float], Columns], past: float, below: float) -> Case:
+    return rule, HERE, history(steps=made(past)), HERE, history(steps=made(below))
+
+
+def of_publishes(
+    rule: str, made: Callable[[Any], list[PublishRecord]], past: float, below: float
+) -> Case:
+    states = (status(publish_history=made(number)) for number in (past, below))
+    return rule, next(states), history(), next(states), history()
+
+
 CASES: list[Case] = [
     (
         "engine-ahead-of-the-learner",
@@ -177,70 +202,38 @@ CASES: list[Case] = [
         *(idle(3, 3, leases=1), still(0, flat(7))),
         *(idle(3, 3, leases=1), still(0, [*flat(7, ROWS - 1), 6])),
     ),
-    ("learner-starved", HERE, history(busy(0.74)), HERE, history(busy(0.76))),
-    ("generators-starved", HERE, history(busy(1.0, 0.74)), HERE, history(busy(1.0, 0.76))),
-    (
-        "memory-near-the-high-water",
-        *(HERE, history({"store_bytes": flat(81)}, high_water_bytes=100)),
-        *(HERE, history({"store_bytes": flat(79)}, high_water_bytes=100)),
-    ),
-    (
-        "publishes-dominating",
-        *(status(publish_history=publishes(0.41)), history()),
-        *(status(publish_history=publishes(0.39)), history()),
-    ),
-    (
-        "engine-left-out",
-        *(status(publish_history=left_out(0, 1, 0, 1)), history()),
-        *(status(publish_history=left_out(0, 0, 0, 1)), history()),
-    ),
-    (
-        "engine-quarantined",
-        *(status(publish_history=quarantined(5, 2)), history()),
-        *(status(publish_history=quarantined(5, 0)), history()),
-    ),
-    (
-        "kv-thrashing",
-        *(HERE, history({"answers": rising(10.0), "retracted": rising(0.51)})),
-        *(HERE, history({"answers": rising(10.0), "retracted": rising(0.49)})),
-    ),
-    (
-        "uploads-failing",
-        *(HERE, history(steps=uploads(0.0, 3.0))),
-        *(HERE, history(steps=uploads(3.0, 3.0))),
-    ),
-    (
-        "dead-letters-growing",
-        *(HERE, history({"queue:dead_letters": rising(3.1 / 60), "issued": rising(10.0)})),
-        *(HERE, history({"queue:dead_letters": rising(2.8 / 60), "issued": rising(10.0)})),
-    ),
     ("fsync-too-weak", HERE, history(fsync="everysec"), HERE, history(fsync="always")),
-    (
-        "staleness-at-the-bound",
-        *(HERE, history(steps={"staleness/mean": flat(1.71, STEPS)})),
-        *(HERE, history(steps={"staleness/mean": flat(1.69, STEPS)})),
-    ),
     (
         "survivorship-bias",
         *(with_alarm('40% are dropped; set run.staleness_mode = "wait"'), history()),
         *(HERE, history()),
     ),
-    (
-        "reward-collapse",
-        *(HERE, history(steps={"reward/sampled": falling(0.6, 0.38)})),
-        *(HERE, history(steps={"reward/sampled": falling(0.6, 0.42)})),
+    of_series("learner-starved", busy, 0.74, 0.76),
+    of_series("generators-starved", lambda x: busy(1.0, x), 0.74, 0.76),
+    of_series(
+        "memory-near-the-high-water",
+        lambda x: {"store_bytes": flat(x)},
+        81,
+        79,
+        high_water_bytes=100,
     ),
-    ("zero-variance-flood", HERE, history(drops(1.01, 1.0)), HERE, history(drops(0.99, 1.0))),
-    (
-        "entropy-collapse",
-        *(HERE, history(steps={"policy/entropy": falling(0.5, 0.049)})),
-        *(HERE, history(steps={"policy/entropy": falling(0.5, 0.051)})),
+    of_series(
+        "kv-thrashing", lambda x: {"answers": rising(10.0), "retracted": rising(x)}, 0.51, 0.49
     ),
-    (
-        "mismatch-kl-rising-with-lag",
-        *(HERE, history(steps=by_lag(0.0149, 0.03))),
-        *(HERE, history(steps=by_lag(0.0151, 0.03))),
+    of_series(
+        "dead-letters-growing",
+        lambda x: {"queue:dead_letters": rising(x / 60), "issued": rising(10.0)},
+        *(3.1, 2.8),
     ),
+    of_series("zero-variance-flood", lambda x: drops(x, 1.0), 1.01, 0.99),
+    of_publishes("publishes-dominating", publishes, 0.41, 0.39),
+    of_publishes("engine-left-out", lambda x: left_out(0, x, 0, 1), 1, 0),
+    of_publishes("engine-quarantined", lambda x: quarantined(5, x), 2, 0),
+    of_steps("uploads-failing", lambda x: uploads(x, 3.0), 0.0, 3.0),
+    of_steps("staleness-at-the-bound", lambda x: {"staleness/mean": flat(x, STEPS)}, 1.71, 1.69),
+    of_steps("reward-collapse", lambda x: {"reward/sampled": falling(0.6, x)}, 0.38, 0.42),
+    of_steps("entropy-collapse", lambda x: {"policy/entropy": falling(0.5, x)}, 0.049, 0.051),
+    of_steps("mismatch-kl-rising-with-lag", lambda x: by_lag(x, 0.03), 0.0149, 0.0151),
 ]
 NAMES = [case[0] for case in CASES]
 WITHOUT_WINDOW = {"survivorship-bias", "engine-left-out", "engine-quarantined"}  # events

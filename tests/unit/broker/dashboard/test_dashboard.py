@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
@@ -72,6 +72,20 @@ def make_status() -> RunStatus:
     return telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
 
 
+def recorder_in(
+    folder: Path,
+    status: Callable[[], RunStatus] = make_status,
+    **options: Any,  # noqa: ANN401
+) -> Recorder:
+    return Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always", **options)
+
+
+async def cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
 def write_rows(folder: Path) -> None:
     """Write two recorded trajectories of group 7; the second has tokens of two versions."""
     row = {
@@ -112,7 +126,7 @@ async def dashboard(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder)
-        recorder = Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always")
+        recorder = recorder_in(folder, status)
         page = Dashboard(recorder, items(folder), host=host, port=0, read_s=read_s)
         address = URL(await page.start())
         jar = aiohttp.DummyCookieJar()
@@ -122,48 +136,36 @@ async def dashboard(
                 yield session, address
         finally:
             await page.stop()
-            recording.cancel()
-            with suppress(asyncio.CancelledError):
-                await recording
+            await cancelled(recording)
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/events", "/state.json", "/items", "/trajectory", "/metrics", "/static/page.js"]
 )
-def test_requests_without_the_right_token_are_refused(path: str):
-    async def body() -> list[int]:
-        async with dashboard() as (session, address):
-            url = address.origin() / path.lstrip("/")
-            wrong = url.with_query(token="wrong")  # noqa: S106 no secret
-            return [(await session.get(u)).status for u in (url, wrong)]
-
-    assert asyncio.run(body()) == [401, 401]
+async def test_requests_without_the_right_token_are_refused(path: str):
+    async with dashboard() as (session, address):
+        url = address.origin() / path.lstrip("/")
+        wrong = url.with_query(token="wrong")  # noqa: S106 no secret
+        assert [(await session.get(u)).status for u in (url, wrong)] == [401, 401]
 
 
-def test_another_host_name_is_refused_even_with_the_token():
-    async def body() -> int:
-        async with dashboard() as (session, address):
-            reply = await session.get(address, headers={"Host": "evil.example:80"})
-            return reply.status
-
-    assert asyncio.run(body()) == 403
+async def test_another_host_name_is_refused_even_with_the_token():
+    async with dashboard() as (session, address):
+        reply = await session.get(address, headers={"Host": "evil.example:80"})
+        assert reply.status == 403
 
 
-def test_the_page_allows_its_own_files_only_and_leaves_a_private_cookie():
-    async def body() -> tuple[int, str, str, list[int]]:
-        async with dashboard() as (session, address):
-            reply = await session.get(address)
-            policy = reply.headers["Content-Security-Policy"]
-            cookie = reply.headers["Set-Cookie"]
-            headers = {"Cookie": cookie.partition(";")[0]}
-            files = [
-                (await session.get(address.origin() / "static" / name, headers=headers)).status
-                for name in ("page.js", "uplot.js", "page.html", "..%2fweb.py")
-            ]
-            return reply.status, policy, cookie, files
-
-    status, policy, cookie, files = asyncio.run(body())
-    assert status == 200
+async def test_the_page_allows_its_own_files_only_and_leaves_a_private_cookie():
+    async with dashboard() as (session, address):
+        reply = await session.get(address)
+        policy = reply.headers["Content-Security-Policy"]
+        cookie = reply.headers["Set-Cookie"]
+        headers = {"Cookie": cookie.partition(";")[0]}
+        files = [
+            (await session.get(address.origin() / "static" / name, headers=headers)).status
+            for name in ("page.js", "uplot.js", "page.html", "..%2fweb.py")
+        ]
+    assert reply.status == 200
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert "HttpOnly" in cookie
@@ -171,15 +173,12 @@ def test_the_page_allows_its_own_files_only_and_leaves_a_private_cookie():
     assert files == [200, 200, 404, 404]
 
 
-def test_metrics_are_what_prometheus_reads():
-    async def body() -> str:
-        async with dashboard() as (session, address):
-            token = {"Authorization": f"Bearer {address.query['token']}"}
-            reply = await session.get(address.origin() / "metrics", headers=token)
-            assert reply.status == 200
-            return await reply.text()
-
-    text = asyncio.run(body())
+async def test_metrics_are_what_prometheus_reads():
+    async with dashboard() as (session, address):
+        token = {"Authorization": f"Bearer {address.query['token']}"}
+        reply = await session.get(address.origin() / "metrics", headers=token)
+        assert reply.status == 200
+        text = await reply.text()
     families = {family.name: family for family in text_string_to_metric_families(text)}
 
     def values(name: str) -> dict[tuple[str, ...], float]:
@@ -219,15 +218,12 @@ def test_metrics_of_a_run_that_has_not_begun_hold_no_evaluation():
     assert "slipstream_evaluation" not in names
 
 
-def test_the_first_event_is_the_state_of_the_run():
-    async def body() -> tuple[str, bytes]:
-        async with (
-            dashboard() as (session, address),
-            session.get(address.with_path("/events", keep_query=True)) as reply,
-        ):
-            return reply.headers["Content-Type"], await reply.content.readuntil(b"\n\n")
-
-    content_type, event = asyncio.run(body())
+async def test_the_first_event_is_the_state_of_the_run():
+    async with (
+        dashboard() as (session, address),
+        session.get(address.with_path("/events", keep_query=True)) as reply,
+    ):
+        content_type, event = reply.headers["Content-Type"], await reply.content.readuntil(b"\n\n")
     assert content_type == "text/event-stream"
     kind, _, data = event.partition(b": ")
     assert kind == b"data"
@@ -244,12 +240,9 @@ async def answer(
     return msgspec.json.decode(await (await session.get(url)).read())
 
 
-def test_the_state_holds_how_the_run_came_to_it():
-    async def body() -> dict[str, Any]:
-        async with dashboard() as (session, address):
-            return await answer(session, address, "/state.json")
-
-    state = asyncio.run(body())
+async def test_the_state_holds_how_the_run_came_to_it():
+    async with dashboard() as (session, address):
+        state = await answer(session, address, "/state.json")
     expected = make_status()
     equation = ("issued", "trained", "dropped", "in_flight", "unaccounted")
     assert {name: state["status"][name] for name in equation} == {
@@ -274,22 +267,16 @@ def test_the_state_holds_how_the_run_came_to_it():
         ({"lag": "5"}, []),
     ],
 )
-def test_recorded_trajectories_are_found(query: dict[str, str], siblings: list[int]):
-    async def body() -> dict[str, Any]:
-        async with dashboard() as (session, address):
-            return await answer(session, address, "/items", **query)
-
-    found = asyncio.run(body())
+async def test_recorded_trajectories_are_found(query: dict[str, str], siblings: list[int]):
+    async with dashboard() as (session, address):
+        found = await answer(session, address, "/items", **query)
     assert [one["sibling"] for one in found["items"]] == siblings
     assert found["more"] is False
 
 
-def test_every_token_of_a_trajectory_has_its_version_and_the_difference():
-    async def body() -> dict[str, Any]:
-        async with dashboard() as (session, address):
-            return await answer(session, address, "/trajectory", group="7", sibling="1")
-
-    found = asyncio.run(body())
+async def test_every_token_of_a_trajectory_has_its_version_and_the_difference():
+    async with dashboard() as (session, address):
+        found = await answer(session, address, "/trajectory", group="7", sibling="1")
     assert found["prompt"] == SCRIPT
     assert found["tokens"] == [
         {"text": "4", "version": "v1.1", "lag": 2, "diff": 0.0},
@@ -299,14 +286,11 @@ def test_every_token_of_a_trajectory_has_its_version_and_the_difference():
     assert found["siblings"] == [{"sibling": 0, "reward": 1.0}, {"sibling": 1, "reward": 0.0}]
 
 
-def test_unrecorded_trajectory_is_reported_as_not_found():
-    async def body() -> tuple[dict[str, Any], int]:
-        async with dashboard() as (session, address):
-            found = await answer(session, address, "/trajectory", group="9", sibling="0")
-            url = address.with_path("/trajectory").with_query({**address.query, "group": "x"})
-            return found, (await session.get(url)).status
-
-    found, refused = asyncio.run(body())
+async def test_unrecorded_trajectory_is_reported_as_not_found():
+    async with dashboard() as (session, address):
+        found = await answer(session, address, "/trajectory", group="9", sibling="0")
+        url = address.with_path("/trajectory").with_query({**address.query, "group": "x"})
+        refused = (await session.get(url)).status
     assert (found["found"], found["tokens"], refused) == (False, [], 400)
 
 
@@ -339,13 +323,7 @@ def test_restarted_broker_continues_the_history(tmp_path: Path):
     now = itertools.count(1_763_786_000)
 
     def recorder() -> Recorder:
-        return Recorder(
-            make_status,
-            tmp_path / PAGE_STATE,
-            high_water_bytes=0,
-            fsync="always",
-            now=lambda: float(next(now)),
-        )
+        return recorder_in(tmp_path, now=lambda: float(next(now)))
 
     first = recorder()
     asyncio.run(run_until(first, (tmp_path / PAGE_STATE).exists))
@@ -361,38 +339,32 @@ def test_restarted_broker_continues_the_history(tmp_path: Path):
     assert page.columns() == before
 
 
-def test_the_state_is_there_for_programs_too():
-    async def body() -> bytes:
-        async with dashboard() as (session, address):
-            reply = await session.get(address.with_path("/status.json", keep_query=True))
-            return await reply.read()
-
-    assert msgspec.json.decode(asyncio.run(body()), type=RunStatus).run_name == "run"
+async def test_the_state_is_there_for_programs_too():
+    async with dashboard() as (session, address):
+        reply = await session.get(address.with_path("/status.json", keep_query=True))
+        assert msgspec.json.decode((await reply.read()), type=RunStatus).run_name == "run"
 
 
 # ---- access ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])  # noqa: S104 it is what is tested
-def test_a_page_of_another_address_is_reached_by_the_machine_s_names_and_no_other(host: str):
-    async def body() -> list[int]:
-        async with dashboard(host=host) as (session, address):
-            near = address.with_host("::1" if host == "::1" else "127.0.0.1")
-            names = [
-                str(near.host_port_subcomponent),
-                f"{socket.gethostname()}:{near.port}",
-                "evil.example",
-                "",
-            ]
-            if host == "::1":
-                names[1] = str(near.host_port_subcomponent)
-            replies = [await session.get(near, headers={"Host": name}) for name in names]
-            expected_host = host if host == "::1" else socket.gethostname()
-            assert address.host == expected_host.lower()
-            assert ("[" in str(address)) == (":" in expected_host)
-            return [reply.status for reply in replies]
-
-    assert asyncio.run(body()) == [200, 200, 403, 403]
+async def test_a_page_of_another_address_is_reached_by_the_machine_s_names_and_no_other(host: str):
+    async with dashboard(host=host) as (session, address):
+        near = address.with_host("::1" if host == "::1" else "127.0.0.1")
+        names = [
+            str(near.host_port_subcomponent),
+            f"{socket.gethostname()}:{near.port}",
+            "evil.example",
+            "",
+        ]
+        if host == "::1":
+            names[1] = str(near.host_port_subcomponent)
+        replies = [await session.get(near, headers={"Host": name}) for name in names]
+        expected_host = host if host == "::1" else socket.gethostname()
+        assert address.host == expected_host.lower()
+        assert ("[" in str(address)) == (":" in expected_host)
+        assert [reply.status for reply in replies] == [200, 200, 403, 403]
 
 
 @pytest.mark.parametrize(
@@ -411,21 +383,13 @@ def test_the_name_in_a_host_header_is_read(authority: str, name: str):
     assert name_of(authority) == name
 
 
-def test_refusals_carry_the_headers_of_the_page():
-    async def body() -> dict[int, Mapping[str, str]]:
-        async with dashboard() as (session, address):
-            bare = address.origin()
-            asked = [
-                session.get(address, headers={"Host": "evil.example"}),
-                session.get(bare),
-                session.get(address.with_path("/trajectory", keep_query=True)),
-                session.get(address.with_path("/nowhere", keep_query=True)),
-                session.get(address.with_path("/why.json", keep_query=True)),
-            ]
-            replies = [await one for one in asked]
-            return {reply.status: reply.headers for reply in replies}
-
-    replies = asyncio.run(body())
+async def test_refusals_carry_the_headers_of_the_page():
+    async with dashboard() as (session, address):
+        replies = [await session.get(address, headers={"Host": "evil.example"})]
+        replies += [await session.get(address.origin())]
+        for path in ("/trajectory", "/nowhere", "/why.json"):
+            replies.append(await session.get(address.with_path(path, keep_query=True)))
+    replies = {reply.status: reply.headers for reply in replies}
     assert set(replies) == {403, 401, 400, 404, 200}
     for headers in replies.values():
         assert "default-src 'none'" in headers["Content-Security-Policy"]
@@ -446,20 +410,17 @@ def small_history() -> HistoryColumns:
     return History(began_s=0.0).columns()
 
 
-def test_an_open_page_comes_back_after_a_restart(tmp_path: Path):
-    async def body() -> tuple[str, str, str]:
-        before = one_page(tmp_path)
-        first = await before.start()
-        await before.stop()
-        after = one_page(tmp_path)
-        second = await after.start()
-        beside = one_page(tmp_path)
-        third = await beside.start()  # while that port is taken
-        await after.stop()
-        await beside.stop()
-        return first, second, third
-
-    first, second, third = map(URL, asyncio.run(body()))
+async def test_an_open_page_comes_back_after_a_restart(tmp_path: Path):
+    before = one_page(tmp_path)
+    first = await before.start()
+    await before.stop()
+    after = one_page(tmp_path)
+    second = await after.start()
+    beside = one_page(tmp_path)
+    third = await beside.start()  # while that port is taken
+    await after.stop()
+    await beside.stop()
+    first, second, third = map(URL, (first, second, third))
     assert first == second
     assert third.query == first.query
     assert third.port != first.port
@@ -468,34 +429,27 @@ def test_an_open_page_comes_back_after_a_restart(tmp_path: Path):
 
 
 @pytest.mark.parametrize("harm", ["readable", "short"])
-def test_a_token_that_others_could_read_or_guess_is_replaced(tmp_path: Path, harm: str):
+async def test_a_token_that_others_could_read_or_guess_is_replaced(tmp_path: Path, harm: str):
     path = tmp_path / PAGE_TOKEN
     path.parent.mkdir()
     path.write_text("abc" if harm == "short" else "a" * 22)
     path.chmod(0o600 if harm == "short" else 0o644)
-
-    async def body() -> str:
-        page = one_page(tmp_path)
-        address = await page.start()
-        await page.stop()
-        return address
-
-    token = URL(asyncio.run(body())).query["token"]
+    page = one_page(tmp_path)
+    address = await page.start()
+    await page.stop()
+    token = URL(address).query["token"]
     assert token not in {"abc", "a" * 22}
     assert path.read_text() == token
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_pages_of_other_ports_leave_the_cookie_alone():
-    async def body() -> tuple[str, int]:
-        async with dashboard() as (session, address):
-            cookie = (await session.get(address)).headers["Set-Cookie"]
-            name, _, rest = cookie.partition("=")
-            other = {"Cookie": f"slipstream_token_1={rest.partition(';')[0]}"}
-            assert name == f"slipstream_token_{address.port}"
-            return name, (await session.get(address.origin(), headers=other)).status
-
-    assert asyncio.run(body())[1] == 401
+async def test_pages_of_other_ports_leave_the_cookie_alone():
+    async with dashboard() as (session, address):
+        cookie = (await session.get(address)).headers["Set-Cookie"]
+        name, _, rest = cookie.partition("=")
+        other = {"Cookie": f"slipstream_token_1={rest.partition(';')[0]}"}
+        assert name == f"slipstream_token_{address.port}"
+        assert (await session.get(address.origin(), headers=other)).status == 401
 
 
 # ---- viewers -----------------------------------------------------------------
@@ -541,44 +495,37 @@ def connections(port: int | None) -> int:
 
 
 @pytest.mark.parametrize("path", ["/events", "/state.json"])
-def test_a_browser_that_does_not_read_is_let_go(path: str, tmp_path: Path):
-    async def body() -> int:
-        page = Dashboard(Wide(), RecordedItems(tmp_path), host="127.0.0.1", port=0, patience_s=0.2)
-        address = URL(await page.start())
-        url = address.with_path(path, keep_query=True)
-        clients = []
-        for _ in range(3):
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            await asyncio.to_thread(client.connect, ("127.0.0.1", url.port))
-            client.sendall(f"GET {url.path_qs} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            assert await asyncio.to_thread(client.recv, 15) == b"HTTP/1.1 200 OK"
-            clients.append(client)
+async def test_a_browser_that_does_not_read_is_let_go(path: str, tmp_path: Path):
+    page = Dashboard(Wide(), RecordedItems(tmp_path), host="127.0.0.1", port=0, patience_s=0.2)
+    address = URL(await page.start())
+    url = address.with_path(path, keep_query=True)
+    clients = []
+    for _ in range(3):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(client.connect, ("127.0.0.1", url.port))
+        client.sendall(f"GET {url.path_qs} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert await asyncio.to_thread(client.recv, 15) == b"HTTP/1.1 200 OK"
+        clients.append(client)
 
-        async def all_are_let_go() -> bool:
-            return not await asyncio.to_thread(connections, url.port)
+    async def all_are_let_go() -> bool:
+        return not await asyncio.to_thread(connections, url.port)
 
-        await until_async(all_are_let_go, "a client that does not read is kept")
-        for client in clients:
-            client.close()
-        viewers = page.num_viewers
-        await page.stop()
-        return viewers
-
-    assert asyncio.run(body()) == 0
+    await until_async(all_are_let_go, "a client that does not read is kept")
+    for client in clients:
+        client.close()
+    assert page.num_viewers == 0
+    await page.stop()
 
 
-def test_more_viewers_than_there_is_room_for_are_refused():
-    async def body() -> tuple[set[int], int]:
-        async with dashboard() as (session, address):
-            url = address.with_path("/events", keep_query=True)
-            streams = [await session.get(url) for _ in range(MAX_VIEWERS)]
-            refused = (await session.get(url)).status
-            for one in streams:
-                one.close()
-            return {one.status for one in streams}, refused
-
-    assert asyncio.run(body()) == ({200}, 503)
+async def test_more_viewers_than_there_is_room_for_are_refused():
+    async with dashboard() as (session, address):
+        url = address.with_path("/events", keep_query=True)
+        streams = [await session.get(url) for _ in range(MAX_VIEWERS)]
+        refused = (await session.get(url)).status
+        for one in streams:
+            one.close()
+        assert ({one.status for one in streams}, refused) == ({200}, 503)
 
 
 def status_of(steps: int) -> RunStatus:
@@ -594,20 +541,17 @@ def status_of(steps: int) -> RunStatus:
     )
 
 
-def test_reconnecting_page_gets_every_step_it_missed():
-    async def body() -> tuple[list[Any], dict[str, Any], int]:
-        async with dashboard(status=lambda: status_of(40)) as (session, address):
-            events = []
-            for query in ({"after": "3"}, {"after": "39"}, {"after": "99"}, {}):
-                url = address.with_path("/events").with_query({**address.query, **query})
-                async with session.get(url) as reply:
-                    event = await reply.content.readuntil(b"\n\n")
-                events.append(msgspec.json.decode(event.partition(b": ")[2]))
-            url = address.with_path("/events").with_query({**address.query, "after": "x"})
-            state = await answer(session, address, "/state.json")
-            return events, state, (await session.get(url)).status
-
-    events, state, refused = asyncio.run(body())
+async def test_reconnecting_page_gets_every_step_it_missed():
+    async with dashboard(status=lambda: status_of(40)) as (session, address):
+        events = []
+        for query in ({"after": "3"}, {"after": "39"}, {"after": "99"}, {}):
+            url = address.with_path("/events").with_query({**address.query, **query})
+            async with session.get(url) as reply:
+                event = await reply.content.readuntil(b"\n\n")
+            events.append(msgspec.json.decode(event.partition(b": ")[2]))
+        url = address.with_path("/events").with_query({**address.query, "after": "x"})
+        state = await answer(session, address, "/state.json")
+        refused = (await session.get(url)).status
     steps_sent = [[row["step"] for row in event["steps"]] for event in events]
     assert steps_sent == [[float(n) for n in range(4, 41)], [40.0], [], []]
     assert events[0]["steps"][0] == {
@@ -618,11 +562,8 @@ def test_reconnecting_page_gets_every_step_it_missed():
     cut = events[0]["status"]
     assert (len(cut["eval"]), len(cut["publish_history"]), cut["steps_history"]) == (2, 3, [])
     whole = state["status"]
-    assert (len(whole["eval"]), len(whole["publish_history"]), whole["steps_history"]) == (
-        500,
-        60,
-        [],
-    )
+    found = (len(whole["eval"]), len(whole["publish_history"]), whole["steps_history"])
+    assert found == (500, 60, [])
     assert state["advice_ready"] is False
     assert len(state["history"]["steps"]["step"]) == 40
     assert refused == 400
@@ -645,34 +586,28 @@ class Counted(FinishedRun):
         return super().steps_after(step)
 
 
-def test_one_snapshot_is_encoded_once_for_all_clients(tmp_path: Path):
-    async def body() -> tuple[int, int, int, set[bytes]]:
-        source = Counted()
-        page = Dashboard(source, RecordedItems(tmp_path), host="127.0.0.1", port=0)
-        address = URL(await page.start())
-        async with aiohttp.ClientSession() as session:
-            url = address.with_path("/state.json", keep_query=True)
-            replies = await asyncio.gather(*(session.get(url) for _ in range(5)))
-            bodies = {await reply.read() for reply in replies}
-            url = address.with_path("/events", keep_query=True)
-            streams = [await session.get(url) for _ in range(3)]
-            events = {await stream.content.readuntil(b"\n\n") for stream in streams}
-            for stream in streams:
-                stream.close()
-            head = await session.head(address.with_path("/state.json", keep_query=True))
-        await page.stop()
-        return source.num_read, source.num_steps_read, head.status, bodies | events
-
-    read, steps_read, head, sent = asyncio.run(body())
-    assert (read, steps_read, head, len(sent)) == (1, 1, 405, 2)
+async def test_one_snapshot_is_encoded_once_for_all_clients(tmp_path: Path):
+    source = Counted()
+    page = Dashboard(source, RecordedItems(tmp_path), host="127.0.0.1", port=0)
+    address = URL(await page.start())
+    async with aiohttp.ClientSession() as session:
+        url = address.with_path("/state.json", keep_query=True)
+        replies = await asyncio.gather(*(session.get(url) for _ in range(5)))
+        bodies = {await reply.read() for reply in replies}
+        url = address.with_path("/events", keep_query=True)
+        streams = [await session.get(url) for _ in range(3)]
+        events = {await stream.content.readuntil(b"\n\n") for stream in streams}
+        for stream in streams:
+            stream.close()
+        head = await session.head(address.with_path("/state.json", keep_query=True))
+    await page.stop()
+    assert (source.num_read, source.num_steps_read, len(bodies | events)) == (1, 1, 2)
+    assert head.status == 405
 
 
-def test_the_guide_of_the_rules_is_served():
-    async def body() -> dict[str, Any]:
-        async with dashboard() as (session, address):
-            return await answer(session, address, "/why.json")
-
-    sections = asyncio.run(body())
+async def test_the_guide_of_the_rules_is_served():
+    async with dashboard() as (session, address):
+        sections = await answer(session, address, "/why.json")
     assert all({"title", "text"} <= section.keys() for section in sections.values())
 
 
@@ -694,26 +629,23 @@ class SlowItems(RecordedItems):
         return super().find(text, lag=lag)
 
 
-def test_hung_disk_is_reported_and_read_by_one_request_at_a_time():
+async def test_hung_disk_is_reported_and_read_by_one_request_at_a_time():
     made: list[SlowItems] = []
 
     def slow(folder: Path) -> SlowItems:
         made.append(SlowItems(folder))
         return made[0]
 
-    async def body() -> list[tuple[int, str]]:
-        async with dashboard(items=slow, read_s=0.2) as (session, address):
-            url = address.with_path("/items", keep_query=True)
-            replies = await asyncio.gather(*(session.get(url) for _ in range(3)))
-            return [(reply.status, await reply.text()) for reply in replies]
-
-    replies = asyncio.run(body())
+    async with dashboard(items=slow, read_s=0.2) as (session, address):
+        url = address.with_path("/items", keep_query=True)
+        replies = await asyncio.gather(*(session.get(url) for _ in range(3)))
+        replies = [(reply.status, await reply.text()) for reply in replies]
     assert {status for status, _ in replies} == {503}
     assert "not read within 0.2 s" in replies[0][1]
     assert made[0].most == 1
 
 
-def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
+async def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
     steps = itertools.count(1)
     began, ends = threading.Event(), threading.Event()
     written: list[int] = []
@@ -725,17 +657,10 @@ def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
         written.append(state.status.steps)
         write_state(path, state)
 
-    async def body() -> None:
-        recorder = Recorder(
-            lambda: msgspec.structs.replace(STATUS, steps=next(steps)),
-            tmp_path / PAGE_STATE,
-            high_water_bytes=0,
-            fsync="",
-            write=write,
-        )
-        await run_until(recorder, began.is_set, then=ends.set)
-
-    asyncio.run(body())
+    recorder = recorder_in(
+        tmp_path, lambda: msgspec.structs.replace(STATUS, steps=next(steps)), write=write
+    )
+    await run_until(recorder, began.is_set, then=ends.set)
     stored = read_state(tmp_path / PAGE_STATE)
     assert stored is not None
     assert len(written) == 2
@@ -743,7 +668,7 @@ def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
     assert [path.name for path in (tmp_path / PAGE_STATE).parent.iterdir()] == [PAGE_STATE.name]
 
 
-def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
+async def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     broken = True
@@ -753,35 +678,28 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
             raise ZeroDivisionError("a bug")
         return STATUS
 
-    async def body() -> tuple[list[int], bool]:
-        nonlocal broken
-        recorder = Recorder(status, tmp_path / PAGE_STATE, high_water_bytes=0, fsync="")
+    with caplog.at_level(logging.ERROR):
+        recorder = recorder_in(tmp_path, status)
         page = Dashboard(recorder, RecordedItems(tmp_path), host="127.0.0.1", port=0)
         address = URL(await page.start())
         recording = asyncio.create_task(recorder.run())
         async with aiohttp.ClientSession() as session:
             paths = ("/state.json", "/events", "/metrics", "/")
             urls = [address.with_path(path, keep_query=True) for path in paths]
-            refused = [(await session.get(url)).status for url in urls]
+            assert [(await session.get(url)).status for url in urls] == [503, 503, 503, 200]
             broken = False
             await recorder.next_change()
-            refused.append((await session.get(urls[0])).status)
-        ends = recording.done()
-        recording.cancel()
-        with suppress(asyncio.CancelledError):
-            await recording
+            assert (await session.get(urls[0])).status == 200
+        assert not recording.done()
+        await cancelled(recording)
         await page.stop()
-        return refused, ends
-
-    with caplog.at_level(logging.ERROR):
-        assert asyncio.run(body()) == ([503, 503, 503, 200, 200], False)
     assert len(caplog.records) == 1
 
 
-def test_failing_rules_add_no_advice_and_are_logged_once(
+async def test_failing_rules_add_no_advice_and_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    now = itertools.count(0, 10)
+    now = itertools.count(0.0, 10.0).__next__
     asked = 0
 
     def advise(_status: RunStatus, _trends: object) -> list[Advisory]:
@@ -789,20 +707,10 @@ def test_failing_rules_add_no_advice_and_are_logged_once(
         asked += 1
         raise KeyError("busy")
 
-    async def body() -> Snapshot | None:
-        recorder = Recorder(
-            lambda: STATUS,
-            tmp_path / PAGE_STATE,
-            high_water_bytes=0,
-            fsync="",
-            now=lambda: float(next(now)),
-            advise=advise,
-        )
-        await run_until(recorder, lambda: asked > 1)
-        return recorder.snapshot
-
+    recorder = recorder_in(tmp_path, lambda: STATUS, now=now, advise=advise)
     with caplog.at_level(logging.ERROR):
-        snapshot = asyncio.run(body())
+        await run_until(recorder, lambda: asked > 1)
+    snapshot = recorder.snapshot
     assert snapshot is not None
     assert (snapshot.advisories, snapshot.status.issued) == ([], STATUS.issued)
     assert asked > 1
@@ -811,11 +719,9 @@ def test_failing_rules_add_no_advice_and_are_logged_once(
 
 def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path):
     memory: dict[str, Any] = {"rss_bytes": "much"}
-    recorder = Recorder(
+    recorder = recorder_in(
+        tmp_path,
         lambda: msgspec.structs.replace(STATUS, memory=memory),
-        tmp_path / PAGE_STATE,
-        high_water_bytes=0,
-        fsync="",
         now=itertools.count(0.0, 10.0).__next__,
     )
     assert recorder.snapshot is not None
@@ -855,7 +761,7 @@ def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
     }
 
 
-def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
+async def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
     """The clock decides, not how often the state is read."""
     clock, num_reads, advised, written = [1e9], 0, [], []
 
@@ -872,24 +778,17 @@ def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
         end = num_reads + 1
         await until_async(lambda: num_reads > end)
 
-    async def body() -> None:
-        recorder = Recorder(
-            status,
-            tmp_path / PAGE_STATE,
-            high_water_bytes=0,
-            fsync="",
-            now=lambda: clock[0],
-            advise=advise,
-            write=lambda _path, _state: written.append(clock[0]),
-        )
-        recording = asyncio.create_task(recorder.run())
-        for now_s in (1e9, 1e9 + 4.9, 1e9 + 10.0):
-            clock[0] = now_s
-            await next_read()
-        recording.cancel()
-        with suppress(asyncio.CancelledError):
-            await recording
-
-    asyncio.run(body())
+    recorder = recorder_in(
+        tmp_path,
+        status,
+        now=lambda: clock[0],
+        advise=advise,
+        write=lambda _path, _state: written.append(clock[0]),
+    )
+    recording = asyncio.create_task(recorder.run())
+    for now_s in (1e9, 1e9 + 4.9, 1e9 + 10.0):
+        clock[0] = now_s
+        await next_read()
+    await cancelled(recording)
     assert advised == [1e9, 1e9 + 10.0]
     assert written == [1e9, 1e9 + 10.0, 1e9 + 10.0]  # the last one as it ends

@@ -23,30 +23,24 @@ async def _known(one: Expected) -> Expectation:
     return found
 
 
-def test_it_is_computed_once_it_is_asked_for_and_kept():
-    async def body() -> None:
-        one = expected(PRINTS)
-        assert one.ask().state == "computing"
-        found = await _known(one)
-        assert found.state == "known"
-        assert bytes(found.advice) == b'["runs/a b", "--json"]\n'.strip()
-        assert one.ask().state == "known"
-
-    asyncio.run(body())
+async def test_it_is_computed_once_it_is_asked_for_and_kept():
+    one = expected(PRINTS)
+    assert one.ask().state == "computing"
+    found = await _known(one)
+    assert found.state == "known"
+    assert bytes(found.advice) == b'["runs/a b", "--json"]\n'.strip()
+    assert one.ask().state == "known"
 
 
-def test_an_old_one_is_computed_again():
-    async def body() -> None:
-        now_s = 0.0
-        one = Expected(Path("r"), command=(sys.executable, "-c", PRINTS), now=lambda: now_s)
-        await _known(one)
-        now_s = 59.0
-        assert (one.ask().state, one.ask().age_s) == ("known", 59.0)
-        now_s = 61.0
-        assert one.ask().state == "computing"
-        await one.stop()
-
-    asyncio.run(body())
+async def test_an_old_one_is_computed_again():
+    now_s = 0.0
+    one = Expected(Path("r"), command=(sys.executable, "-c", PRINTS), now=lambda: now_s)
+    await _known(one)
+    now_s = 59.0
+    assert (one.ask().state, one.ask().age_s) == ("known", 59.0)
+    now_s = 61.0
+    assert one.ask().state == "computing"
+    await one.stop()
 
 
 def test_why_there_is_none_is_said_in_the_command_s_last_line():
@@ -65,14 +59,11 @@ def test_one_that_never_ends_is_ended():
     assert found.reason == "it took more than 0.5 s"
 
 
-def test_nothing_is_left_of_one_under_way():
-    async def body() -> None:
-        one = expected(HANGS)
-        one.ask()
-        async with asyncio.timeout(HANG_S):
-            while not (children := psutil.Process().children()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        await one.stop()
-        assert not any(child.is_running() for child in children)
-
-    asyncio.run(body())
+async def test_nothing_is_left_of_one_under_way():
+    one = expected(HANGS)
+    one.ask()
+    async with asyncio.timeout(HANG_S):
+        while not (children := psutil.Process().children()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await one.stop()
+    assert not any(child.is_running() for child in children)

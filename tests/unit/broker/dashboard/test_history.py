@@ -200,10 +200,15 @@ def step_of(number: int) -> StepPoint:
     return StepPoint(step=number, at_s=0.0, metrics={"policy/loss": float(number)})
 
 
-def test_rows_cover_equally_many_steps_before_and_after_a_merge():
+def with_steps(count: int, every_s: float = 1.0) -> History:
     history = History(began_s=0.0)
-    for number in range(1, 2 * MAX_ROWS + 4):
-        history.step(step_of(number), 10.0 * number)
+    for number in range(1, count + 1):
+        history.step(step_of(number), every_s * number)
+    return history
+
+
+def test_rows_cover_equally_many_steps_before_and_after_a_merge():
+    history = with_steps(2 * MAX_ROWS + 3, every_s=10.0)
     steps = history.columns().steps
     assert steps.every_steps == 4
     assert steps.step == [*(4.0 * n for n in range(1, MAX_ROWS // 2 + 1)), 2.0 * MAX_ROWS + 3]
@@ -215,9 +220,7 @@ def test_rows_cover_equally_many_steps_before_and_after_a_merge():
 
 
 def test_newest_step_is_sent_before_its_row_is_complete():
-    history = History(began_s=0.0)
-    for number in range(1, MAX_ROWS + 2):
-        history.step(step_of(number), float(number))
+    history = with_steps(MAX_ROWS + 1)
     newest = float(MAX_ROWS + 1)
     assert history.columns().steps.every_steps == 2
     assert [row["step"] for row in history.steps_after(newest - 1)] == [newest]
@@ -231,9 +234,7 @@ def test_newest_step_is_sent_before_its_row_is_complete():
 
 
 def test_the_resolution_of_steps_is_kept_over_a_restart():
-    history = History(began_s=0.0)
-    for number in range(1, MAX_ROWS + 2):
-        history.step(step_of(number), float(number))
+    history = with_steps(MAX_ROWS + 1)
     again = History.of(history.columns())
     for one in (history, again):
         one.step(step_of(MAX_ROWS + 2), MAX_ROWS + 2.0)
@@ -270,13 +271,8 @@ def test_a_snapshot_stays_as_it_is_and_reads_like_the_columns():
     assert msgspec.json.decode(encode_json(snapshot)) == msgspec.to_builtins(expected)
     trends = trends_of(snapshot, high_water_bytes=0, fsync="")
     age = trends.series["queue_age_s"]
-    assert (list(age), age[0], age[-1], age[0:], len(age)) == (
-        [None, 1.5],
-        None,
-        1.5,
-        [None, 1.5],
-        2,
-    )
+    found = (list(age), age[0], age[-1], age[0:], len(age))
+    assert found == ([None, 1.5], None, 1.5, [None, 1.5], 2)
 
 
 def test_a_state_with_gaps_is_read_as_it_was_written(tmp_path: Path):
@@ -304,9 +300,7 @@ def test_what_is_no_number_is_shown_as_a_gap():
 
 
 def test_filled_steps_are_spread_between_the_newest_row_and_now():
-    history = History(began_s=0.0)
-    for number in (1, 2):
-        history.step(step_of(number), 10.0 * number)
+    history = with_steps(2, every_s=10.0)
     history.fill({n: {"policy/loss": n / 2} for n in (2, 3, 4, 5)}, 60.0)
     steps = history.columns().steps
     assert steps.step == [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -20,8 +20,8 @@ from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.training.step_data import batch_figures
 from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
 from slipstream.wire.messages.status import StepPoint
-from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.ledger_driver import header
 from tests.support.wire_samples import STATUS
 
 BOUND = 8
@@ -29,22 +29,13 @@ STEP = 20
 
 
 def group(lag: int) -> DeliveredGroup:
-    """Return two answers of 6 tokens of one version."""
-
-    def answer(sibling: int) -> DeliveredTrajectory:
-        header = TrajectoryHeader(
-            group_id=lag,
-            sibling=sibling,
-            lease_id=0,
-            num_prompt_tokens=4,
-            num_tokens=10,
-            version_runs=(VersionRun(4, PolicyVersion(1, STEP - lag)),),
-            temperature=1.0,
-            finish_reason="stop",
-        )
-        return DeliveredTrajectory(header=header, reward=float(sibling * lag))
-
-    return DeliveredGroup(group_id=lag, trajectories=(answer(0), answer(1)))
+    """Return two answers of one version."""
+    version = PolicyVersion(1, STEP - lag)
+    answers = (
+        DeliveredTrajectory(header=header(lag, sibling, version), reward=float(sibling * lag))
+        for sibling in (0, 1)
+    )
+    return DeliveredGroup(group_id=lag, trajectories=tuple(answers))
 
 
 def figures_at(bound: int) -> dict[str, float]:

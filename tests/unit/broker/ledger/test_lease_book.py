@@ -58,11 +58,6 @@ def parts() -> Parts:
     return Parts()
 
 
-def test_what_is_submitted_waits_for_a_reward(parts: Parts):
-    parts.submit(0)
-    assert set(parts.lease_scoring()) == {0}
-
-
 def test_after_a_restart_everything_without_a_reward_is_queued(parts: Parts):
     parts.submit(0)
     queue = ScoringQueue(lease_s=LEASE_S)

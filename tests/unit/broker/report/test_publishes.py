@@ -6,7 +6,6 @@ import math
 import msgspec
 import pytest
 
-from slipstream.broker.report import publishes
 from slipstream.broker.report.bounds import figures, moment, texts
 from slipstream.broker.report.publishes import (
     MAX_KEPT_MEMBERS,
@@ -29,8 +28,8 @@ def record(step: int, *names: str, **fields: object) -> PublishRecord:
     )
 
 
-def history(*records: PublishRecord) -> PublishHistory:
-    kept = PublishHistory()
+def history(*records: PublishRecord, max_members: int = MAX_MEMBERS) -> PublishHistory:
+    kept = PublishHistory(max_members)
     for one in records:
         kept.add(one)
     return kept
@@ -129,9 +128,8 @@ def test_publish_record_of_a_relay_is_bounded_and_serializable():
     json.dumps(msgspec.to_builtins(kept), allow_nan=False)
 
 
-def test_many_records_of_one_version_take_no_more_room_than_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(publishes, "MAX_MEMBERS", 4)
-    kept = history(*(record(1, f"generator-{i}") for i in range(9)))
+def test_many_records_of_one_version_take_no_more_room_than_one():
+    kept = history(*(record(1, f"generator-{i}") for i in range(9)), max_members=4)
     assert len(kept.records[0].adopted_by) == 4
 
 

@@ -1,6 +1,5 @@
 """What a run leaves in its folder, written by the broker during the run."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,24 +140,20 @@ def test_steps_and_rounds_go_into_metrics_jsonl(run: RunSection):
     assert "staleness/mean_per_token" in step_row
 
 
-def record_three_steps(records: FolderRecords) -> Ledger:
+async def record_three_steps(records: FolderRecords) -> Ledger:
     ledger = make_ledger()
     ledger.training.take_over(0)
-
-    async def train_and_record() -> None:
-        for step in range(3):
-            make_ready(ledger, lease(ledger))
-            batch = train_step(ledger)
-            await records.batch(step, [(group, frames(group)) for group in batch])
-
-    asyncio.run(train_and_record())
+    for step in range(3):
+        make_ready(ledger, lease(ledger))
+        batch = train_step(ledger)
+        await records.batch(step, [(group, frames(group)) for group in batch])
     return ledger
 
 
-def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
+async def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
     path = run.folder / "rollouts" / "batches.trajectories"
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path, max_batch_bytes=2500)
-    record_three_steps(records)
+    await record_three_steps(records)
     recorded = list(read_groups(path))
     assert [group.step for group in recorded] in ([0, 0], [0, 0, 1, 1]), "half a step"
     assert path.stat().st_size <= 2500
@@ -167,29 +162,25 @@ def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
     assert [t.reward for t in first.group.trajectories] == [0.0, 1.0]
 
 
-def test_a_resumed_run_records_its_steps_anew(run: RunSection):
+async def test_a_resumed_run_records_its_steps_anew(run: RunSection):
     path = run.folder / "batches.trajectories"
     cut_from_step(path, 1)
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
-    ledger = record_three_steps(records)
+    ledger = await record_three_steps(records)
     records.close(status_of(ledger, run), account(ledger))
     cut_from_step(path, 1)
     assert [group.step for group in read_groups(path)] == [0, 0]
 
 
-def test_steps_that_a_learner_went_back_behind_are_recorded_anew(run: RunSection):
+async def test_steps_that_a_learner_went_back_behind_are_recorded_anew(run: RunSection):
     path = run.folder / "rollouts" / "batches.trajectories"
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
-    ledger = record_three_steps(records)
+    ledger = await record_three_steps(records)
     records.went_back(1)
     assert [group.step for group in read_groups(path)] == [0, 0]
     ledger.training.take_over(1)
-
-    async def train_and_record() -> None:
-        batch = train_step(ledger)
-        await records.batch(1, [(group, frames(group)) for group in batch])
-
-    asyncio.run(train_and_record())
+    batch = train_step(ledger)
+    await records.batch(1, [(group, frames(group)) for group in batch])
     records.close(status_of(ledger, run), account(ledger))
     assert [group.step for group in read_groups(path)] == [0, 0, 1, 1]
 
@@ -222,19 +213,15 @@ def test_packages_go_into_versions_json(run: RunSection):
     assert set(content) >= {"slipstream", "git_commit", "python", "seed"}
 
 
-def test_repeated_batch_is_recorded_once(run: RunSection):
+async def test_repeated_batch_is_recorded_once(run: RunSection):
     path = run.folder / "rollouts" / "batches.trajectories"
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
     ledger = make_ledger()
     ledger.training.take_over(0)
     make_ready(ledger, lease(ledger))
-
-    async def train_and_record() -> None:
-        batch = [(group, frames(group)) for group in train_step(ledger)]
-        for _ in range(2):
-            await records.batch(0, batch)
-
-    asyncio.run(train_and_record())
+    batch = [(group, frames(group)) for group in train_step(ledger)]
+    for _ in range(2):
+        await records.batch(0, batch)
     records.close(status_of(ledger, run), account(ledger))
     assert [group.step for group in read_groups(path)] == [0, 0]
 

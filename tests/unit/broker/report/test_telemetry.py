@@ -11,30 +11,21 @@ from slipstream.broker.report import publishes
 from slipstream.broker.report.summary import summary_of, write_summary
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.wire.messages.broker import Hello, RoleReport
+from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.settings.sections import RunSection
+from tests.support.clock import Clock
 from tests.support.ledger_driver import generate, lease, make_ledger, make_ready, reward, train_step
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def passes(self, seconds: float) -> None:
-        self.now_s += seconds
+@pytest.fixture
+def time() -> Clock:
+    return Clock(50.0)
 
 
 @pytest.fixture
-def time() -> Time:
-    return Time()
-
-
-@pytest.fixture
-def telemetry(time: Time) -> Telemetry:
+def telemetry(time: Clock) -> Telemetry:
     return Telemetry(RunSection(name="run"), now=time)
 
 
@@ -52,6 +43,10 @@ def ledger() -> Ledger:
     return ledger
 
 
+def status_of(telemetry: Telemetry, ledger: Ledger) -> RunStatus:
+    return telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+
+
 def report(telemetry: Telemetry, name: str, tokens: float, **phases: float) -> None:
     telemetry.report(name, RoleReport(phase_seconds=phases, counters={"tokens": tokens}))
 
@@ -66,7 +61,7 @@ def record(version: PolicyVersion, in_flight: int = 0, *, adopted: bool = True) 
 
 
 def test_the_equation_of_groups_and_trajectories_adds_up(telemetry: Telemetry, ledger: Ledger):
-    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+    status = status_of(telemetry, ledger)
     assert (status.steps, status.issued, status.trained) == (1, 6, 2)
     assert status.dropped == {"zero_variance": 1}
     assert {state: n for state, n in status.in_flight.items() if n} == {"leased": 2, "generated": 1}
@@ -87,7 +82,7 @@ def test_queues_count_what_waits_for_a_reward(telemetry: Telemetry, ledger: Ledg
 
 
 def test_throughput_counts_from_the_first_take_over_and_over_all_incarnations(
-    telemetry: Telemetry, time: Time, ledger: Ledger
+    telemetry: Telemetry, time: Clock, ledger: Ledger
 ):
     hello = Hello(role="generator", name="generator-0")
     telemetry.hello(hello)
@@ -99,18 +94,18 @@ def test_throughput_counts_from_the_first_take_over_and_over_all_incarnations(
     telemetry.training_began()
     report(telemetry, "generator-0", 200.0)
     time.passes(5.0)
-    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+    status = status_of(telemetry, ledger)
     assert status.tokens_per_second == {"generator": 50.0}
     assert status.elapsed_s == 110.0
 
 
-def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: Ledger):
+def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Clock, ledger: Ledger):
     telemetry.hello(Hello(role="generator", name="generator-0", packages={"sglang": "0.5"}))
     time.passes(10.0)
     report(telemetry, "generator-0", 40.0, wait=2.0, generate=6.0)
     telemetry.received_from("generator-0")
     time.passes(10.0)
-    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+    status = status_of(telemetry, ledger)
     _, role = status.roles
     assert (role.age_s, role.silent_s, role.busy) == (20.0, 10.0, 0.75)
     assert (role.tokens_per_second, role.leases) == (2.0, 2)
@@ -122,7 +117,7 @@ def test_an_observer_is_no_role(telemetry: Telemetry, ledger: Ledger):
     telemetry.hello(Hello(role="observer", name="observer"))
     telemetry.received_from("observer")
     report(telemetry, "observer", 1.0)
-    roles = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).roles
+    roles = status_of(telemetry, ledger).roles
     assert [role.name for role in roles] == ["broker"]
 
 
@@ -133,27 +128,22 @@ def test_a_version_counts_as_published_once_somebody_adopted_it(
     telemetry.published(record(PolicyVersion(1, 1), in_flight=3))
     telemetry.published(record(PolicyVersion(1, 1), in_flight=3))
     telemetry.published(record(PolicyVersion(1, 2), in_flight=3, adopted=False))
-    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+    status = status_of(telemetry, ledger)
     assert (status.publishes, status.publishes_while_generating) == (2, 1)
     assert [r.version.step for r in status.publish_history] == [0, 1, 2]
 
 
 def test_the_summary_holds_the_equation_and_the_means_of_the_steps(
-    telemetry: Telemetry, time: Time, ledger: Ledger, tmp_path: Path
+    telemetry: Telemetry, time: Clock, ledger: Ledger, tmp_path: Path
 ):
     time.passes(3.0)
     point = telemetry.step(1, {"policy/loss": 1.0, "reward/mean": 0.5})
     assert (point.step, point.at_s) == (1, 3.0)
     telemetry.step(2, {"policy/loss": 2.0})
-    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+    status = status_of(telemetry, ledger)
     summary = summary_of(status)
-    assert summary["equation"] == {
-        "issued": 6,
-        "trained": 2,
-        "dropped": 1,
-        "in_flight": 3,
-        "unaccounted": 0,
-    }
+    equation = ("issued", "trained", "dropped", "in_flight", "unaccounted")
+    assert summary["equation"] == dict(zip(equation, (6, 2, 1, 3, 0), strict=True))
     assert summary["mean_metrics"] == {"policy/loss": 1.5, "reward/mean": 0.5}
     assert summary["last_step_metrics"] == {"policy/loss": 2.0}
     path = tmp_path / "summary.json"
@@ -178,32 +168,25 @@ def test_the_broker_is_busy_for_the_time_it_is_on_a_core(ledger: Ledger):
     assert broker.busy == pytest.approx(0.25)
 
 
-def test_members_are_those_of_the_newest_relay_report(telemetry: Telemetry, ledger: Ledger):
+def test_members_are_those_of_the_newest_relay_report_and_bounded(
+    telemetry: Telemetry, ledger: Ledger
+):
     one = MemberState(
-        name="generator-0", state="behind", version=None, since_s=5.0, transport="tcp"
+        name="n" * 999, state="torn", version=None, since_s=5.0, transport="tcp", reason="r" * 999
     )
     telemetry.members([one, msgspec.structs.replace(one, name="generator-1")])
     telemetry.members([one])
-    assert telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).members == [one]
-
-
-def test_members_in_a_relay_report_are_bounded(telemetry: Telemetry, ledger: Ledger):
+    (member,) = status_of(telemetry, ledger).members
+    assert (member.state, member.since_s, member.transport) == ("torn", 5.0, "tcp")
     hostile = [
-        MemberState(
-            name="n" * 999,
-            state="torn",
-            version=None,
-            since_s=since_s,
-            transport="tcp",
-            reason="r" * 999,
-        )
+        msgspec.structs.replace(one, since_s=since_s)
         for since_s in (math.nan, -math.inf, 1e300, -1.0) * 2_000
     ]
     telemetry.members(hostile)
-    members = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).members
+    members = status_of(telemetry, ledger).members
     assert len(members) == publishes.MAX_MEMBERS
-    assert {one.since_s for one in members} == {0.0}
-    assert {(len(one.name), len(one.reason)) for one in members} == {(100, 500)}
+    assert {member.since_s for member in members} == {0.0}
+    assert {(len(member.name), len(member.reason)) for member in members} == {(100, 500)}
 
 
 def test_the_summary_keeps_the_newest_publishes_and_no_digests_of_old_ones(
@@ -212,7 +195,7 @@ def test_the_summary_keeps_the_newest_publishes_and_no_digests_of_old_ones(
     for step in range(60):
         published = record(PolicyVersion(1, step))
         telemetry.published(msgspec.structs.replace(published, engine_digests={"g": "00ff"}))
-    summary = summary_of(telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)))
+    summary = summary_of(status_of(telemetry, ledger))
     kept = msgspec.convert(summary["newest_publishes"], list[PublishRecord])
     assert [one.version.step for one in kept] == list(range(10, 60))
     assert not any(one.engine_digests for one in kept)
@@ -224,12 +207,12 @@ def test_the_summary_of_a_large_fleet_stays_small(telemetry: Telemetry, ledger: 
         published = record(PolicyVersion(1, step))
         fleet = dict.fromkeys((f"generator-{i}" for i in range(300)), 0.5)
         telemetry.published(msgspec.structs.replace(published, adopted_by=fleet))
-    summary = summary_of(telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)))
+    summary = summary_of(status_of(telemetry, ledger))
     assert [one["version"] for one in summary["newest_publishes"]] == [[1, 57], [1, 58], [1, 59]]
 
 
 def test_waiting_groups_are_counted_by_lag_with_the_age_of_the_oldest(
-    telemetry: Telemetry, time: Time, ledger: Ledger
+    telemetry: Telemetry, time: Clock, ledger: Ledger
 ):
     scoring = ScoringQueue(lease_s=1.0)
     before = telemetry.status(ledger.book, scoring)
@@ -246,7 +229,7 @@ def test_waiting_groups_are_counted_by_lag_with_the_age_of_the_oldest(
 
 
 def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_stay(
-    telemetry: Telemetry, time: Time, ledger: Ledger
+    telemetry: Telemetry, time: Clock, ledger: Ledger
 ):
     telemetry.training_began()
     telemetry.hello(Hello(role="learner", name="learner"))
@@ -254,9 +237,9 @@ def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_st
     telemetry.report("host-17", RoleReport(phase_seconds={}, counters={"tokens": 7_201.0}))
     time.passes(3_601.0)
     telemetry.hello(Hello(role="generator", name="host-18", incarnation="b"))
-    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
+    status = status_of(telemetry, ledger)
     assert [role.name for role in status.roles] == ["broker", "host-18", "learner"]
     telemetry.report("host-18", RoleReport(phase_seconds={}, counters={"tokens": 3_601.0}))
     time.passes(3_600.0)
-    tokens = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).tokens_per_second
+    tokens = status_of(telemetry, ledger).tokens_per_second
     assert tokens == {"generator": (7_201 + 3_601) / 7_201}

@@ -246,15 +246,14 @@ def test_the_table_knows_this_process():
     ids=["jailed", "its init has ended", "it is gone", "kept", "its keeper is gone"],
 )
 def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
-    jailed: bool, rows: list[ProcessRow], doomed: list[int], monkeypatch: pytest.MonkeyPatch
+    jailed: bool, rows: list[ProcessRow], doomed: list[int]
 ):
     killed: list[int] = []
-    monkeypatch.setattr(child_process, "kill", killed.append)
     child = child_process.ChildProcess("child", "none", lambda _: None, lambda _: None)
     child._process, child._jailed = SimpleNamespace(pid=50), jailed  # type: ignore[assignment]
     child._at_load = {52}
     table = {one.pid: one for one in [row(1, 0), row(2, 0), row(7, 1), *rows]}
-    assert child.kill_left_behind(table, before_s=1e9) == len(doomed)
+    assert child.kill_left_behind(table, before_s=1e9, kill=killed.append) == len(doomed)
     assert killed == doomed
     child.measure(table)
 

@@ -127,60 +127,53 @@ def test_a_reward_of_whole_groups_asks_for_whole_groups():
     assert all(request.whole_groups for request in broker.asked)
 
 
-def test_stopping_scorer_takes_no_more_work_and_sends_its_scores():
-    async def body() -> Work:
-        broker = Work(*(transcript("x") for _ in range(100)))
-        worker = scorer(broker, Lengths(takes_s=0.002))
-        job = asyncio.create_task(worker.run())
-        while len(broker.scores) < 3:  # noqa: ASYNC110 there is nothing to wait on
-            await asyncio.sleep(0)
-        worker.stop()
-        async with asyncio.timeout(HANG_S):
-            await job
-        return broker
-
-    broker = asyncio.run(body())
+async def test_stopping_scorer_takes_no_more_work_and_sends_its_scores():
+    broker = Work(*(transcript("x") for _ in range(100)))
+    worker = scorer(broker, Lengths(takes_s=0.002))
+    job = asyncio.create_task(worker.run())
+    while len(broker.scores) < 3:  # noqa: ASYNC110 there is nothing to wait on
+        await asyncio.sleep(0)
+    worker.stop()
+    async with asyncio.timeout(HANG_S):
+        await job
     assert broker.held == set()
     assert len(broker.scores) + len(broker.waiting) == 100
     assert broker.waiting
 
 
-def test_an_answer_without_work_is_progress_and_beside_a_function_that_hangs_it_is_not():
-    async def body() -> None:
-        class Endless(Work):
-            """It may get more work at any time."""
+async def test_an_answer_without_work_is_progress_and_beside_a_function_that_hangs_it_is_not():
+    class Endless(Work):
+        """It may get more work at any time."""
 
-            async def ask(
-                self, request: object, kind: type, **options: object
-            ) -> tuple[Any, list[Any]]:
-                answer, frames = await super().ask(request, kind, **options)
-                if isinstance(answer, ScoringLeased):
-                    answer = ScoringLeased(items=answer.items, finished=False)
-                return answer, frames
+        async def ask(
+            self, request: object, kind: type, **options: object
+        ) -> tuple[Any, list[Any]]:
+            answer, frames = await super().ask(request, kind, **options)
+            if isinstance(answer, ScoringLeased):
+                answer = ScoringLeased(items=answer.items, finished=False)
+            return answer, frames
 
-        class Hanging(Lengths):
-            may_go = asyncio.Event()
+    class Hanging(Lengths):
+        may_go = asyncio.Event()
 
-            async def score(
-                self, work: Sequence[tuple[ScoringItem, Transcript]]
-            ) -> AsyncIterator[Score]:
-                await self.may_go.wait()
-                async for score in super().score(work):
-                    yield score
+        async def score(
+            self, work: Sequence[tuple[ScoringItem, Transcript]]
+        ) -> AsyncIterator[Score]:
+            await self.may_go.wait()
+            async for score in super().score(work):
+                yield score
 
-        broker, rewards = Endless(), Hanging()
-        worker = scorer(broker, rewards)
-        job = asyncio.create_task(worker.run())
-        seen = worker.signs()
-        await until_async(lambda: worker.signs() != seen, "no progress without work")
-        broker.waiting.append((0, transcript("abc")))
-        await until_async(lambda: broker.held)
-        seen, asked = worker.signs(), len(broker.asked)
-        await until_async(lambda: len(broker.asked) > asked + 3, "it does not ask for more")
-        assert worker.signs() == seen
-        rewards.may_go.set()
-        await until_async(lambda: worker.signs() != seen, "no progress with the score")
-        worker.stop()
-        await job
-
-    asyncio.run(body())
+    broker, rewards = Endless(), Hanging()
+    worker = scorer(broker, rewards)
+    job = asyncio.create_task(worker.run())
+    seen = worker.signs()
+    await until_async(lambda: worker.signs() != seen, "no progress without work")
+    broker.waiting.append((0, transcript("abc")))
+    await until_async(lambda: broker.held)
+    seen, asked = worker.signs(), len(broker.asked)
+    await until_async(lambda: len(broker.asked) > asked + 3, "it does not ask for more")
+    assert worker.signs() == seen
+    rewards.may_go.set()
+    await until_async(lambda: worker.signs() != seen, "no progress with the score")
+    worker.stop()
+    await job

@@ -4,21 +4,31 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.broker.rewards import code, code_tester
-from slipstream.broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
+from slipstream.broker.rewards.code import (
+    Budget,
+    find_program,
+    graded,
+    parse_tests,
+    same_lines,
+    same_value,
+    score,
+)
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
+from slipstream.broker.sandbox.sandbox import Limits
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, state_of, until, until_stopped
 
-needs_namespaces = pytest.mark.usefixtures("_namespaces")
 SUMS: dict[str, Json] = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALLS: dict[str, Json] = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
 ASSERTS: dict[str, Json] = {"asserts": "assert add(1, 2) == 3\nassert add(3, 4) == 7"}
@@ -34,6 +44,18 @@ def _namespaces() -> None:
 def scored(program: str, truth: Json, **options: Any) -> dict[str, float]:  # noqa: ANN401
     patient = {"test_s": HANG_S, "total_s": HANG_S} | options
     return score(transcript(f"Here:\n```python\n{program}\n```\n", truth), **patient)
+
+
+def started_by(
+    start: Callable[..., sandbox.Outcome],
+    program: str,
+    truth: Json,
+    *,
+    test_s: float = HANG_S,
+    total_s: float = HANG_S,
+) -> dict[str, float]:
+    budget = Budget(test_s, total_s, 512 << 20, "namespaces", start)
+    return graded(transcript(f"Here:\n```python\n{program}\n```\n", truth), budget)
 
 
 def transcript(answer: str, truth: Json) -> Transcript:
@@ -149,26 +171,27 @@ def test_an_answer_without_a_program_scores_nothing_without_a_sandbox():
     assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
 
 
+def in_the_sandbox(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.integration(pytest.mark.usefixtures("_namespaces")(test))
+
+
 # ---- with the sandbox ----------------------------------------------------------
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 @pytest.mark.parametrize("truth", [CALLS, ASSERTS, json.dumps(CALLS)])
 def test_a_right_function_passes(truth: Json):
     assert scored(RIGHT, truth) == {"score": 1.0, "passed": 2, "ran": 1, "formatted": 1}
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 def test_a_right_program_passes_and_a_half_right_one_gets_half():
     assert scored("print(sum(map(int, input().split())))", SUMS)["score"] == 1.0
     assert scored("print(3)", SUMS)["score"] == 0.5
     assert scored("print(3)", SUMS, all_or_nothing=True)["score"] == 0.0
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 def test_a_method_of_solution_a_generator_and_a_changed_argument_are_understood():
     solution = "class Solution:\n    def add(self, a, b):\n        return a + b"
     assert scored(solution, CALLS)["score"] == 1.0
@@ -177,16 +200,14 @@ def test_a_method_of_solution_a_generator_and_a_changed_argument_are_understood(
     assert scored(program, asserts)["passed"] == 2
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 @pytest.mark.parametrize("printed", ["[1, 2]", "3", "None", "'x'"])
 def test_what_a_test_prints_is_no_verdict(printed: str):
     asserts = f"print({printed})\nassert add(1, 2) == 3\nassert add(3, 4) == 7"
     assert scored(RIGHT, {"asserts": asserts})["passed"] == 2
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 def test_one_call_that_ends_hangs_or_crashes_costs_only_its_own_test():
     for fault in ("import os; os._exit(0)", "while True: pass", "import os; os.abort()"):
         program = f"def add(a, b):\n    if a == 3:\n        {fault}\n    return a + b"
@@ -247,8 +268,7 @@ FORGERIES = {
 }
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 @pytest.mark.parametrize("truth", [CALLS, ASSERTS], ids=["calls", "asserts"])
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_verdict_cannot_be_forged(forgery: str, truth: Json):
@@ -256,8 +276,7 @@ def test_a_verdict_cannot_be_forged(forgery: str, truth: Json):
     assert (result["score"], result["passed"]) == (0.0, 0)
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 @pytest.mark.parametrize(
     "asserted",
     [
@@ -272,8 +291,7 @@ def test_tests_use_our_built_ins_instead_of_those_of_the_answer(asserted: str):
     assert scored(RIGHT, asserted, test_s=60.0)["score"] == 1.0
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 @pytest.mark.parametrize(
     ("program", "asserted"),
     [
@@ -293,8 +311,7 @@ def test_what_an_answer_raises_or_returns_cannot_empty_a_test(program: str, asse
     assert scored(program, asserted, test_s=60.0)["passed"] == 0
 
 
-@pytest.mark.integration
-@pytest.mark.usefixtures("_namespaces")
+@in_the_sandbox
 def test_where_the_function_is_named_no_other_name_is_the_answer_s():
     wrong = "import math\ndef same(a, b): return True\ndef add(a, b): return -1"
     right = "import math\ndef add(a, b): return a + b"
@@ -306,8 +323,7 @@ def test_where_the_function_is_named_no_other_name_is_the_answer_s():
     assert scored(right, {"asserts": plain, "fn_name": "add"})["score"] == 1.0
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 def test_a_program_that_takes_too_much_scores_nothing_in_time():
     result = scored("import time; time.sleep(1000)", SUMS, test_s=0.5, total_s=0.8)
     assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 1}
@@ -325,8 +341,7 @@ def add(a, b):
 """
 
 
-@pytest.mark.integration
-@needs_namespaces
+@in_the_sandbox
 def test_a_call_that_hangs_as_if_it_waited_for_a_disk_costs_only_its_own_test():
     assert scored(HIDES, CALLS, test_s=2.0)["score"] == 0.5
 
@@ -363,30 +378,27 @@ def is_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("truth", [SUMS, CALLS], ids=["program", "calls"])
-def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
-    truth: Json, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    (tmp_path / "init.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr("slipstream.broker.sandbox.bubblewrap._INIT", tmp_path / "init.py")
-    monkeypatch.setattr(sandbox, "_START_S", 0.1)
+def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(truth: Json, tmp_path: Path):
+    init = tmp_path / "init.py"
+    init.write_text("import time; time.sleep(1000)")
+
+    def hangs(source: str, *, limits: Limits, **given: Any) -> sandbox.Outcome:  # noqa: ANN401
+        return sandbox.run(source, limits=replace(limits, start_s=0.1), init=init, **given)
+
     with pytest.raises(Unavailable, match="did not start within"):
-        scored(RIGHT, truth, test_s=0.1)
+        started_by(hangs, RIGHT, truth, test_s=0.1)
 
 
-@pytest.mark.integration
-def test_without_a_sandbox_there_is_no_score(monkeypatch: pytest.MonkeyPatch):
-    def refused(*_: object, **__: object) -> None:
+def test_without_a_sandbox_there_is_no_score():
+    def refused(*_: object, **__: object) -> sandbox.Outcome:
         raise SandboxUnavailableError("reward.sandbox: refused")
 
-    monkeypatch.setattr(sandbox, "run", refused)
     with pytest.raises(Unavailable, match=r"reward\.sandbox"):
-        scored(RIGHT, CALLS)
+        started_by(refused, RIGHT, CALLS)
 
 
 @pytest.mark.parametrize(("code_s", "expected"), [(0.001, 1.0), (0.03, 0.5)])
-def test_only_the_time_of_the_program_is_taken_from_its_budget(
-    monkeypatch: pytest.MonkeyPatch, code_s: float, expected: float
-):
+def test_only_the_time_of_the_program_is_taken_from_its_budget(code_s: float, expected: float):
     def slow_to_start(*_: object, stdin: bytes, **__: object) -> sandbox.Outcome:
         time.sleep(0.05)  # more than total_s: the sandbox, not the program
         total = sum(map(int, stdin.split()))
@@ -400,5 +412,4 @@ def test_only_the_time_of_the_program_is_taken_from_its_budget(
             peak_bytes=0,
         )
 
-    monkeypatch.setattr(sandbox, "run", slow_to_start)
-    assert scored("sums", SUMS, total_s=0.03)["score"] == expected
+    assert started_by(slow_to_start, "sums", SUMS, total_s=0.03)["score"] == expected

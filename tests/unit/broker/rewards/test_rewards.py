@@ -38,6 +38,7 @@ from slipstream.wire.messages.trajectory import (
     Transcript,
 )
 
+Load = Callable[..., RewardFunction]
 ITEM = ScoringItem(group_id=3, sibling=1, lease_id=9)
 FUNCTION = FunctionInfo(name="test:function", version="7")
 
@@ -361,7 +362,7 @@ number = 3
 
 
 @pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardFunction]:
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "friend.py").write_text("VALUE = 1\n")
@@ -374,9 +375,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rewar
     return load_it
 
 
-def test_verls_arguments_of_a_batch_are_lists_and_so_is_what_it_returns(
-    load: Callable[..., RewardFunction],
-):
+def test_verls_arguments_of_a_batch_are_lists_and_so_is_what_it_returns(load: Load):
     function = load("verl_batch", bonus=1)
     assert function.info.takes == "batch"
     assert function.call([transcript("12"), transcript("1")]) == [3, 2]
@@ -399,9 +398,7 @@ def test_an_exception_says_where_in_a_file_of_ones_own_it_was_raised(tmp_path: P
     assert outcome.unavailable.startswith("raised JSONDecodeError: Expecting value")
 
 
-def test_verls_four_arguments_are_passed_by_keyword_or_where_names_differ_by_position(
-    load: Callable[..., RewardFunction],
-):
+def test_verls_four_arguments_are_passed_by_keyword_or_where_names_differ_by_position(load: Load):
     asked = ["add", "122!", "122", {}]
     assert load("verl").call([transcript("122!")]) == asked
     assert load("positions").call([transcript("122!")]) == asked
@@ -411,9 +408,7 @@ def test_verls_four_arguments_are_passed_by_keyword_or_where_names_differ_by_pos
     assert load("verl_options", bonus=3, scale=2).call([transcript("")]) == 6
 
 
-def test_decorator_sets_what_a_function_takes_and_its_version(
-    load: Callable[..., RewardFunction], tmp_path: Path
-):
+def test_decorator_sets_what_a_function_takes_and_its_version(load: Load, tmp_path: Path):
     one, many = load("one", bonus=5), load("many", anything=1)
     assert one.call([transcript("a")]) == ("a", 5)
     assert (one.info.takes, one.info.version, one.is_async) == ("answer", "2", False)
@@ -421,15 +416,13 @@ def test_decorator_sets_what_a_function_takes_and_its_version(
     assert (many.info.takes, many.info.version, many.is_async) == ("batch", digest, True)
 
 
-def test_a_class_is_made_with_its_options_and_closed(load: Callable[..., RewardFunction]):
+def test_a_class_is_made_with_its_options_and_closed(load: Load):
     made = load("Made", bonus=4)
     assert (made.info.takes, made.is_async) == ("answer", True)
     made.close()
 
 
-def test_instance_may_declare_a_version_where_its_class_does_not(
-    load: Callable[..., RewardFunction],
-):
+def test_instance_may_declare_a_version_where_its_class_does_not(load: Load):
     assert load("Versioned").info.version == "judge a"
     assert load("Versioned", model="b").info.version == "judge b"
     assert load("Declared").info.version == "9"
@@ -437,7 +430,7 @@ def test_instance_may_declare_a_version_where_its_class_does_not(
 
 
 def test_an_offered_argument_goes_to_functions_that_name_it_and_options_win(
-    load: Callable[..., RewardFunction], tmp_path: Path
+    load: Load, tmp_path: Path
 ):
     load("one")
     name = f"{tmp_path / 'source.py'}:one"
@@ -464,9 +457,7 @@ def test_an_offered_argument_goes_to_functions_that_name_it_and_options_win(
         ("grade", {}, "has no attribute 'grade'"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    load: Callable[..., RewardFunction], name: str, options: dict[str, object], why: str
-):
+def test_what_does_not_fit_is_named(load: Load, name: str, options: dict[str, object], why: str):
     with pytest.raises(ConfigError, match=why):
         load(name, **options)
 

@@ -77,6 +77,15 @@ def test_calls_of_another_architecture_end_the_process():
 
 UNIX, NETLINK, VSOCK = 1, 16, 40
 PRIVATE, SHARED, SHARED_VALIDATE, ANONYMOUS = 2, 1, 3, 0x20
+CALLS = {  # numbers on x86_64 and aarch64
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "mmap": (9, 222),
+    "rt_sigaction": (13, 134),
+    "prlimit64": (302, 261),
+    "setsockopt": (54, 208),
+    "fcntl": (72, 25),
+}
 
 
 @pytest.mark.parametrize(
@@ -113,28 +122,7 @@ PRIVATE, SHARED, SHARED_VALIDATE, ANONYMOUS = 2, 1, 3, 0x20
 def test_some_calls_are_refused_by_what_they_ask_for(
     call: str, arguments: list[int], expected: int
 ):
-    numbers = {
-        "x86_64": {
-            "socket": 41,
-            "socketpair": 53,
-            "mmap": 9,
-            "rt_sigaction": 13,
-            "prlimit64": 302,
-            "setsockopt": 54,
-            "fcntl": 72,
-        },
-        "aarch64": {
-            "socket": 198,
-            "socketpair": 199,
-            "mmap": 222,
-            "rt_sigaction": 134,
-            "prlimit64": 261,
-            "setsockopt": 208,
-            "fcntl": 25,
-        },
-    }
-    for machine, audit in (("x86_64", X86), ("aarch64", ARM)):
-        number = numbers[machine][call]
+    for machine, audit, number in zip(("x86_64", "aarch64"), (X86, ARM), CALLS[call], strict=True):
         got = answer_of_filter(machine, audit=audit, number=number, arguments=arguments)
         assert got == expected, machine
 

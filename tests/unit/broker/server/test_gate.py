@@ -59,34 +59,31 @@ def echo(peer: Peer, frames: Sequence[zmq.Frame]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
-def test_further_connections_wait_until_others_have_gone(
+async def test_further_connections_wait_until_others_have_gone(
     kind: str, short_folder: Path, caplog: pytest.LogCaptureFixture
 ):
-    async def body() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = "tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{short_folder}/r.sock"
-        router = Router(
-            context, endpoint, on_message=echo, max_connections=LIMIT, setting="broker.some"
-        )
-        count = router.connections
-        assert count is not None
-        early = asyncio.create_task(asked(router.endpoint))
-        assert await early == [b"1", b"hello"]
-        with ExitStack() as leave:
-            before = strangers(router.endpoint, LIMIT, leave)
-            assert before == LIMIT
-            await until_async(lambda: count.is_shut, "the gate stays open")
-            strangers(router.endpoint, 300, leave)
-            late = asyncio.create_task(asked(router.endpoint))
-            assert count.is_shut
-            assert not late.done()
-        assert await late == [b"1", b"hello"]
-        assert not count.is_shut
-        router.close()
-        context.term()
-
-    asyncio.run(body())
-    assert list(short_folder.glob("*.full")) == []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = "tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{short_folder}/r.sock"
+    router = Router(
+        context, endpoint, on_message=echo, max_connections=LIMIT, setting="broker.some"
+    )
+    count = router.connections
+    assert count is not None
+    early = asyncio.create_task(asked(router.endpoint))
+    assert await early == [b"1", b"hello"]
+    with ExitStack() as leave:
+        before = strangers(router.endpoint, LIMIT, leave)
+        assert before == LIMIT
+        await until_async(lambda: count.is_shut, "the gate stays open")
+        strangers(router.endpoint, 300, leave)
+        late = asyncio.create_task(asked(router.endpoint))
+        assert count.is_shut
+        assert not late.done()
+    assert await late == [b"1", b"hello"]
+    assert not count.is_shut
+    router.close()
+    context.term()
+    assert list(short_folder.glob("*.full")) == []  # noqa: ASYNC240 nothing else runs
     assert f"there are {LIMIT} connections to" in caplog.text
     assert "(broker.some)" in caplog.text
 

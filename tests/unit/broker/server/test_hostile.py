@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -19,28 +19,7 @@ from slipstream.broker.server.router import Peer, Router
 from slipstream.broker.server.sessions import Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.wire.errors import RefusedError, SupersededError
-from slipstream.wire.messages.broker import (
-    Answer,
-    BatchDelivered,
-    FetchPayloads,
-    GetLedger,
-    GetStatus,
-    GroupsLeased,
-    Hello,
-    LeaseGroups,
-    LeaseScoring,
-    LedgerAnswer,
-    Refusal,
-    ReleaseLease,
-    Request,
-    RequestBatch,
-    Role,
-    RoleReport,
-    ScoringLeased,
-    StatusAnswer,
-    SubmitScores,
-    TakeOver,
-)
+from slipstream.wire.messages import broker
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.trajectory import Score
@@ -55,7 +34,7 @@ from tests.support.ledger_driver import (
     make_rules,
     reward,
 )
-from tests.support.running_broker import V0, bare_socket, one_group, running, submit
+from tests.support.running_broker import BATCH, V0, Running, bare_socket, running
 from tests.support.waiting import HANG_S
 
 NAN, INF = float("nan"), float("inf")
@@ -67,12 +46,12 @@ class Silent:
     def close(self) -> None: ...
 
 
-def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
+def answers_to(folder: Path, role: broker.Role, *requests: broker.Request) -> list[broker.Answer]:
     """The answers to a few requests of one client after its hello."""
 
-    async def body() -> list[Answer]:
+    async def body() -> list[broker.Answer]:
         async with running(folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"0", encode(Hello(role=role, name="x", incarnation="a")))
+            await ask(b"0", encode(broker.Hello(role=role, name="x", incarnation="a")))
             found = [await ask(b"%d" % i, encode(one)) for i, one in enumerate(requests)]
             assert it.server.telemetry.rejected["internal"] == 0
             return found
@@ -80,36 +59,36 @@ def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
     return asyncio.run(body())
 
 
-def test_request_before_hello_is_counted(short_folder: Path):
-    async def body() -> int:
-        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"1", encode(GetStatus()))
-            return it.server.telemetry.rejected["hello_first"]
+@pytest.fixture
+def it(short_folder: Path) -> AbstractAsyncContextManager[Running]:
+    return running(short_folder)
 
-    assert asyncio.run(body()) == 1
+
+async def test_request_before_hello_is_counted(it: Running):
+    async with bare_socket(it.endpoint) as ask:
+        await ask(b"1", encode(broker.GetStatus()))
+        assert it.server.telemetry.rejected["hello_first"] == 1
 
 
 @pytest.mark.parametrize("num_items", [-1, -(2**63), 2**63])
 def test_any_number_of_items_may_be_asked_for(short_folder: Path, num_items: int):
-    (answer,) = answers_to(short_folder, "observer", GetLedger(num_items=num_items))
-    assert isinstance(answer, LedgerAnswer)
+    (answer,) = answers_to(short_folder, "observer", broker.GetLedger(num_items=num_items))
+    assert isinstance(answer, broker.LedgerAnswer)
 
 
-def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
+async def test_a_wait_that_is_no_number_is_the_longest_one(it: Running):
     """The event loop keeps its timers in order; NaN has none."""
-
-    async def body() -> tuple[Answer, float]:
-        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"0", encode(Hello(role="generator", name="g")))
-            strange = LeaseScoring(credits=1, wait_s=NAN)
-            await ask(b"1", encode(strange), answered=False)
-            answer = await ask(b"2", encode(LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF)))
-            (parked,) = it.server.pending_scoring._by_key.values()
-            assert parked.timer is not None
-            return answer, parked.timer.when() - asyncio.get_running_loop().time()
-
-    answer, left_s = asyncio.run(body())
-    assert isinstance(answer, GroupsLeased)
+    async with bare_socket(it.endpoint) as ask:
+        await ask(b"0", encode(broker.Hello(role="generator", name="g")))
+        strange = broker.LeaseScoring(credits=1, wait_s=NAN)
+        await ask(b"1", encode(strange), answered=False)
+        answer = await ask(
+            b"2", encode(broker.LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF))
+        )
+        (parked,) = it.server.pending_scoring._by_key.values()
+        assert parked.timer is not None
+        left_s = parked.timer.when() - asyncio.get_running_loop().time()
+    assert isinstance(answer, broker.GroupsLeased)
     assert 25.0 < left_s <= 30.0
 
 
@@ -117,10 +96,14 @@ def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
 def test_a_report_of_no_number_leaves_the_state_of_the_run_readable(
     short_folder: Path, tokens: float
 ):
-    report = RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
-    sent_before = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
-    *_, answer = answers_to(short_folder, "learner", *sent_before, report, GetStatus())
-    assert isinstance(answer, StatusAnswer)
+    report = broker.RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
+    sent_before = [
+        broker.TakeOver(step=0),
+        report,
+        broker.Hello(role="learner", name="x", incarnation="b"),
+    ]
+    *_, answer = answers_to(short_folder, "learner", *sent_before, report, broker.GetStatus())
+    assert isinstance(answer, broker.StatusAnswer)
     assert answer.status.tokens_per_second.get("learner", 0.0) == 0.0
 
 
@@ -128,10 +111,12 @@ def test_what_is_remembered_of_a_hello_is_bounded():
     telemetry = Telemetry(RunSection(name="run"))
     for i in range(300):
         packages = {f"package-{i}": "1" * 1_000, "torch": str(i)}
-        telemetry.hello(Hello(role="operator", name=f"operator-{i}", packages=packages))
-        telemetry.hello(Hello(role="generator", name="g", packages=packages, held=(1,) * 1_000))
+        telemetry.hello(broker.Hello(role="operator", name=f"operator-{i}", packages=packages))
+        telemetry.hello(
+            broker.Hello(role="generator", name="g", packages=packages, held=(1,) * 1_000)
+        )
     assert list(telemetry._roles) == ["g"]
-    assert telemetry._roles["g"].hello == Hello(role="generator", name="g")
+    assert telemetry._roles["g"].hello == broker.Hello(role="generator", name="g")
     assert len(telemetry.versions) == 256
     assert telemetry.versions["torch"] == "299"
     assert max(map(len, telemetry.versions.values())) == 100
@@ -176,31 +161,18 @@ def test_a_text_of_a_client_is_one_short_line_of_the_log(
 ):
     reason = "no\n2026-01-01 ERROR forged \x1b[2J" + "x" * 100_000
     with caplog.at_level(logging.WARNING):
-        answers_to(short_folder, "generator", ReleaseLease(lease_id=1, reason=reason))
+        answers_to(short_folder, "generator", broker.ReleaseLease(lease_id=1, reason=reason))
     (line,) = (one.getMessage() for one in caplog.records if "handed back" in one.getMessage())
     assert len(line) < 600
     assert line.isprintable()
 
 
-def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
-    async def body() -> None:
-        async with running(short_folder) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            group_id = (await one_group(learner, generator)).group_id
-            for sibling in (0, 1):
-                await submit(generator, group_id, sibling)
-            scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=30.0), ScoringLeased)
-            scores = tuple(
-                Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
-                for i, one in enumerate(scoring.items)
-            )
-            await generator.ask_any(SubmitScores(scores=scores))
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
-            with pytest.raises(RefusedError, match="names a trajectory twice"):
-                await learner.ask_any(FetchPayloads(keys=((group_id, 0),) * 2))
-
-    asyncio.run(body())
+async def test_a_payload_is_not_sent_twice_in_one_answer(it: Running):
+    learner, _, group = await it.opened(0, 1)
+    await it.scored()
+    await learner.ask(BATCH, broker.BatchDelivered)
+    with pytest.raises(RefusedError, match="names a trajectory twice"):
+        await learner.ask_any(broker.FetchPayloads(keys=((group.group_id, 0),) * 2))
 
 
 def test_a_generators_body_is_small_though_its_payload_may_be_large():
@@ -212,72 +184,63 @@ def test_a_generators_body_is_small_though_its_payload_may_be_large():
 def test_a_hello_that_is_refused_decides_nothing():
     sessions = Sessions()
     first, second = (Peer(None, one) for one in (b"1", b"2"))  # type: ignore[arg-type]  # not used
-    known = sessions.hello(first, Hello(role="generator", name="g", incarnation="b"))
-    late = Hello(role="generator", name="g", incarnation="a", reconnects=True, tokenizer="wrong")
-    own = sessions.hello(second, Hello(role="observer", name="o"))
+    known = sessions.hello(first, broker.Hello(role="generator", name="g", incarnation="b"))
+    late = broker.Hello(
+        role="generator", name="g", incarnation="a", reconnects=True, tokenizer="wrong"
+    )
+    own = sessions.hello(second, broker.Hello(role="observer", name="o"))
     with pytest.raises(SupersededError):
         sessions.hello(second, late)
     assert sessions.find(own.token, second) is own
     assert sessions.find(known.token, first) is known
-    sessions.hello(first, Hello(role="generator", name="g", incarnation="b", tokenizer="right"))
+    sessions.hello(
+        first, broker.Hello(role="generator", name="g", incarnation="b", tokenizer="right")
+    )
 
 
-def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
+async def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
     short_folder: Path,
 ):
     """The socket reports changes only, so the router has to check again by itself."""
+    received: list[bytes] = []
+    is_good = asyncio.Event()
 
-    async def body() -> list[bytes]:
-        received: list[bytes] = []
-        is_good = asyncio.Event()
+    def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
+        received.append(frames[0].bytes)
+        if frames[0].bytes == b"bad":
+            raise RuntimeError
+        is_good.set()
 
-        def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
-            received.append(frames[0].bytes)
-            if frames[0].bytes == b"bad":
-                raise RuntimeError
-            is_good.set()
-
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = f"ipc://{short_folder}/r.sock"
-        router = Router(context, endpoint, on_message=on_message)
-        client = context.socket(zmq.DEALER)
-        client.connect(endpoint)
-        for text in (b"bad", b"bad", b"good"):
-            client.send(text)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HANG_S):
-                await is_good.wait()
-        router.close()
-        client.close(0)
-        context.term()
-        return received
-
-    assert asyncio.run(body()) == [b"bad", b"bad", b"good"]
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = f"ipc://{short_folder}/r.sock"
+    router = Router(context, endpoint, on_message=on_message)
+    client = context.socket(zmq.DEALER)
+    client.connect(endpoint)
+    for text in (b"bad", b"bad", b"good"):
+        client.send(text)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HANG_S):
+            await is_good.wait()
+    router.close()
+    client.close(0)
+    context.term()
+    assert received == [b"bad", b"bad", b"good"]
 
 
-def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Path):
-    async def body() -> Answer:
-        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
-            await ask(b"0", encode(Hello(role="observer", name="o")))
-            return await ask(b"1", *cut([b"x" * 70_000]))
-
-    answer = asyncio.run(body())
-    assert isinstance(answer, Refusal)
+async def test_a_message_that_is_too_large_is_refused_with_both_sizes(it: Running):
+    async with bare_socket(it.endpoint) as ask:
+        await ask(b"0", encode(broker.Hello(role="observer", name="o")))
+        answer = await ask(b"1", *cut([b"x" * 70_000]))
+    assert isinstance(answer, broker.Refusal)
     assert "a observer may send 65536" in answer.reason
 
 
-def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder: Path):
-    async def body() -> int:
-        async with running(short_folder) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            group_id = (await one_group(learner, generator)).group_id
-            scores = tuple(
-                Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
-                for sibling in (0, -1, 7)
-            )
-            await generator.ask_any(SubmitScores(scores=scores))
-            return it.server._leases._scoring.num_waiting
-
-    assert asyncio.run(body()) == 0
+async def test_score_of_an_answer_not_yet_generated_queues_nothing(it: Running):
+    _, generator, group = await it.opened()
+    scores = tuple(
+        Score(group_id=group.group_id, sibling=sibling, lease_id=1, reward=1.0)
+        for sibling in (0, -1, 7)
+    )
+    await generator.ask_any(broker.SubmitScores(scores=scores))
+    assert it.server._leases._scoring.num_waiting == 0

@@ -5,24 +5,7 @@ from typing import get_args
 import pytest
 
 from slipstream.broker.server.permissions import ALLOWED, may_send
-from slipstream.wire.messages.broker import (
-    EngineQuarantined,
-    FindRelay,
-    GetLedger,
-    Hello,
-    LeaseScoring,
-    PublishReport,
-    RelayReport,
-    Request,
-    RequestBatch,
-    RetryDeadLetters,
-    Role,
-    RoleReport,
-    StepCommit,
-    SubmitScores,
-    SubmitTrajectory,
-    TakeOver,
-)
+from slipstream.wire.messages import broker
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
@@ -32,42 +15,47 @@ V0 = PolicyVersion(1, 0)
 
 
 def test_every_kind_of_request_lists_its_roles():
-    assert set(ALLOWED) == set(get_args(Request))
+    assert set(ALLOWED) == set(get_args(broker.Request))
     assert all(roles for roles in ALLOWED.values())
 
 
 @pytest.mark.parametrize(
     ("request_", "roles"),
     [
-        (StepCommit(version=V0, metrics={}), {"learner"}),
-        (TakeOver(step=0), {"learner"}),
-        (RequestBatch(version=V0, step=0, wait_s=0.0), {"learner"}),
-        (LeaseScoring(credits=1, wait_s=0.0), {"reward_worker", "generator"}),
-        (RetryDeadLetters(groups=(1,)), {"operator"}),
-        (PublishReport(record=PublishRecord(version=V0, at_s=0.0, adopted_by={})), {"relay"}),
-        (RelayReport(members=[]), {"relay"}),
-        (EngineQuarantined(version=V0, reason="noise"), {"generator"}),
-        (FindRelay(), {"generator"}),
-        (GetLedger(), {*get_args(Role)} - {"relay"}),
+        (broker.StepCommit(version=V0, metrics={}), {"learner"}),
+        (broker.TakeOver(step=0), {"learner"}),
+        (broker.RequestBatch(version=V0, step=0, wait_s=0.0), {"learner"}),
+        (broker.LeaseScoring(credits=1, wait_s=0.0), {"reward_worker", "generator"}),
+        (broker.RetryDeadLetters(groups=(1,)), {"operator"}),
+        (
+            broker.PublishReport(record=PublishRecord(version=V0, at_s=0.0, adopted_by={})),
+            {"relay"},
+        ),
+        (broker.RelayReport(members=[]), {"relay"}),
+        (broker.EngineQuarantined(version=V0, reason="noise"), {"generator"}),
+        (broker.FindRelay(), {"generator"}),
+        (broker.GetLedger(), {*get_args(broker.Role)} - {"relay"}),
     ],
 )
-def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[Role]):
-    assert {role for role in get_args(Role) if may_send(role, request_)} == roles
+def test_a_request_is_taken_from_its_roles_alone(request_: broker.Request, roles: set[broker.Role]):
+    assert {role for role in get_args(broker.Role) if may_send(role, request_)} == roles
 
 
 def test_relay_may_send_only_hello_and_weight_bus_reports():
     allowed = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
-    assert allowed == {Hello, RoleReport, PublishReport, RelayReport}
+    assert allowed == {broker.Hello, broker.RoleReport, broker.PublishReport, broker.RelayReport}
 
 
 def test_a_generator_scores_only_where_that_is_wanted():
     score = Score(group_id=0, sibling=0, lease_id=-1, reward=1.0)
-    scoring: list[Request] = [
-        LeaseScoring(credits=1, wait_s=0.0),
-        SubmitScores(scores=(score,)),
-        SubmitTrajectory(header=header(0, 0, V0), score=score),
+    scoring: list[broker.Request] = [
+        broker.LeaseScoring(credits=1, wait_s=0.0),
+        broker.SubmitScores(scores=(score,)),
+        broker.SubmitTrajectory(header=header(0, 0, V0), score=score),
     ]
     assert all(may_send("generator", one, scores_inline=True) for one in scoring)
     assert not any(may_send("generator", one, scores_inline=False) for one in scoring)
-    assert may_send("generator", SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False)
+    assert may_send(
+        "generator", broker.SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False
+    )
     assert may_send("reward_worker", scoring[1], scores_inline=False)

@@ -53,9 +53,8 @@ def test_clients_of_a_role_are_counted_until_they_say_goodbye_or_are_replaced():
     assert known.num_of("reward_worker") == 2
 
 
-def test_full_session_table_evicts_the_oldest_client(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
-    known = Sessions()
+def test_full_session_table_evicts_the_oldest_client():
+    known = Sessions(max_clients=2)
     oldest = known.hello(peer(1), hello("a"))
     kept = known.hello(peer(2), hello("b"))
     known.hello(peer(3), hello("c"))
@@ -103,9 +102,9 @@ def test_names_belong_to_their_key():
     assert all(known.is_current(session) for session in (learner, first, second))
 
 
-def test_clients_of_one_key_evict_only_each_other(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
-    known = Sessions({"A": Holder(name="a", role="reward_worker", public="A")}.get)
+def test_clients_of_one_key_evict_only_each_other():
+    holders = {"A": Holder(name="a", role="reward_worker", public="A")}
+    known = Sessions(holders.get, max_clients=2)
     learner = known.hello(peer(0), Hello(role="learner", name="learner"))
     mine = [known.hello(peer(i, "A"), hello(f"w{i}")) for i in range(1, 6)]
     assert known.is_current(learner)

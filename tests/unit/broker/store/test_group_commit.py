@@ -1,8 +1,8 @@
 """Group commit: order, durability before the callback, bounded transactions, failure."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import pytest
@@ -32,21 +32,21 @@ class SlowStore(MemoryStore):
         await super().commit(changes)
 
 
-Body = Callable[[GroupCommitter, SlowStore], Coroutine[None, None, None]]
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore()
 
 
-def with_committer(body: Body, *, max_transaction_bytes: int = 1_000) -> None:
-    async def run() -> None:
-        store = SlowStore()
-        committer = GroupCommitter(store, max_transaction_bytes=max_transaction_bytes)
-        writing = asyncio.create_task(committer.run())
-        try:
-            await body(committer, store)
-        finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-
-    asyncio.run(run())
+@pytest.fixture
+@asynccontextmanager
+async def committer(store: SlowStore) -> AsyncIterator[GroupCommitter]:
+    committer = GroupCommitter(store, max_transaction_bytes=1_000)
+    writing = asyncio.create_task(committer.run())
+    try:
+        yield committer
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
 
 
 async def settle() -> None:
@@ -55,69 +55,65 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_what_arrives_during_a_transaction_goes_into_the_next_together():
-    async def body(committer: GroupCommitter, store: SlowStore) -> None:
-        done: list[int] = []
-        for number in range(4):
-            committer.add(Changes([b"%d" % number]), partial(done.append, number))
-            await settle()
-        assert store.transactions == [[b"0"]]
-        assert done == []
-        assert committer.backlog == 4
+async def test_what_arrives_during_a_transaction_goes_into_the_next_together(
+    committer: GroupCommitter, store: SlowStore
+):
+    done: list[int] = []
+    for number in range(4):
+        committer.add(Changes([b"%d" % number]), partial(done.append, number))
+        await settle()
+    assert store.transactions == [[b"0"]]
+    assert done == []
+    assert committer.backlog == 4
+    store.gate.release()
+    await settle()
+    assert done == [0]
+    assert store.transactions == [[b"0"], [b"1", b"2", b"3"]]
+    store.gate.release()
+    await settle()
+    assert done == [0, 1, 2, 3]
+    assert committer.backlog == 0
+
+
+async def test_nothing_is_called_back_from_within_the_call_that_hands_in(
+    committer: GroupCommitter, store: SlowStore
+):
+    done: list[str] = []
+    committer.add(Changes(), partial(done.append, "empty"))
+    assert done == []
+    await settle()
+    assert done == ["empty"]
+    assert store.transactions == []
+
+
+async def test_an_empty_change_waits_for_what_is_on_its_way(
+    committer: GroupCommitter, store: SlowStore
+):
+    done: list[str] = []
+    committer.add(Changes([b"event"]), partial(done.append, "event"))
+    await settle()
+    repeated = asyncio.create_task(committer.commit(Changes()))
+    await settle()
+    assert not repeated.done()
+    store.gate.release()
+    await repeated
+    assert done == ["event"]
+    assert store.transactions == [[b"event"]]
+
+
+async def test_a_large_backlog_is_written_in_order_in_transactions_of_bounded_size(
+    committer: GroupCommitter, store: SlowStore
+):
+    events = [b"%d" % number * 400 for number in range(5)]
+    events.insert(3, b"x" * 5_000)
+    for event in events:
+        committer.add(Changes([event]))
+    assert committer.backlog_bytes == 5 * 400 + 5_000
+    for _ in range(6):
         store.gate.release()
-        await settle()
-        assert done == [0]
-        assert store.transactions == [[b"0"], [b"1", b"2", b"3"]]
-        store.gate.release()
-        await settle()
-        assert done == [0, 1, 2, 3]
-        assert committer.backlog == 0
-
-    with_committer(body)
-
-
-def test_nothing_is_called_back_from_within_the_call_that_hands_in():
-    async def body(committer: GroupCommitter, store: SlowStore) -> None:
-        done: list[str] = []
-        committer.add(Changes(), partial(done.append, "empty"))
-        assert done == []
-        await settle()
-        assert done == ["empty"]
-        assert store.transactions == []
-
-    with_committer(body)
-
-
-def test_an_empty_change_waits_for_what_is_on_its_way():
-    async def body(committer: GroupCommitter, store: SlowStore) -> None:
-        done: list[str] = []
-        committer.add(Changes([b"event"]), partial(done.append, "event"))
-        await settle()
-        repeated = asyncio.create_task(committer.commit(Changes()))
-        await settle()
-        assert not repeated.done()
-        store.gate.release()
-        await repeated
-        assert done == ["event"]
-        assert store.transactions == [[b"event"]]
-
-    with_committer(body)
-
-
-def test_a_large_backlog_is_written_in_order_in_transactions_of_bounded_size():
-    async def body(committer: GroupCommitter, store: SlowStore) -> None:
-        events = [b"%d" % number * 400 for number in range(5)]
-        events.insert(3, b"x" * 5_000)
-        for event in events:
-            committer.add(Changes([event]))
-        assert committer.backlog_bytes == 5 * 400 + 5_000
-        for _ in range(6):
-            store.gate.release()
-        await committer.commit(Changes())
-        assert store.transactions == [events[0:2], events[2:3], events[3:4], events[4:6]]
-        assert committer.backlog_bytes == 0
-
-    with_committer(body)
+    await committer.commit(Changes())
+    assert store.transactions == [events[0:2], events[2:3], events[3:4], events[4:6]]
+    assert committer.backlog_bytes == 0
 
 
 def test_payloads_transcripts_and_snapshots_count_as_backlog():
@@ -131,55 +127,50 @@ def test_payloads_transcripts_and_snapshots_count_as_backlog():
 
 
 @pytest.mark.parametrize("error", [SupersededError("generation"), StoreLostError("gone")])
-def test_store_failure_ends_the_loop_and_all_waiting_commits(error: Exception):
-    async def run() -> None:
-        store = SlowStore()
-        store.error = error
-        committer = GroupCommitter(store)
-        called: list[int] = []
-        committer.add(Changes([b"0"]), partial(called.append, 0))
-        writing = asyncio.create_task(committer.run())
-        await settle()
-        waiting = [asyncio.create_task(committer.commit(Changes())) for _ in range(3)]
-        committer.add(Changes([b"1"]), partial(called.append, 1))
-        await settle()
-        store.gate.release()
-        results = await asyncio.gather(writing, *waiting, return_exceptions=True)
-        assert results == [error] * 4
-        with pytest.raises(type(error)):
-            await committer.commit(Changes([b"2"]))
-        committer.add(Changes([b"3"]), partial(called.append, 3))
-        await settle()
-        assert called == []
-
-    asyncio.run(run())
+async def test_store_failure_ends_the_loop_and_all_waiting_commits(error: Exception):
+    store = SlowStore()
+    store.error = error
+    committer = GroupCommitter(store)
+    called: list[int] = []
+    committer.add(Changes([b"0"]), partial(called.append, 0))
+    writing = asyncio.create_task(committer.run())
+    await settle()
+    waiting = [asyncio.create_task(committer.commit(Changes())) for _ in range(3)]
+    committer.add(Changes([b"1"]), partial(called.append, 1))
+    await settle()
+    store.gate.release()
+    results = await asyncio.gather(writing, *waiting, return_exceptions=True)
+    assert results == [error] * 4
+    with pytest.raises(type(error)):
+        await committer.commit(Changes([b"2"]))
+    committer.add(Changes([b"3"]), partial(called.append, 3))
+    await settle()
+    assert called == []
 
 
-def test_waiting_commits_are_cancelled_with_the_loop():
-    async def body(committer: GroupCommitter, store: SlowStore) -> None:
-        waiting = asyncio.create_task(committer.commit(Changes([b"0"])))
-        await settle()
-        assert store.transactions == [[b"0"]]
-        all_tasks = asyncio.all_tasks() - {asyncio.current_task(), waiting}
-        for task in all_tasks:
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+async def test_waiting_commits_are_cancelled_with_the_loop(
+    committer: GroupCommitter, store: SlowStore
+):
+    waiting = asyncio.create_task(committer.commit(Changes([b"0"])))
+    await settle()
+    assert store.transactions == [[b"0"]]
+    all_tasks = asyncio.all_tasks() - {asyncio.current_task(), waiting}
+    for task in all_tasks:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
-    with_committer(body)
 
-
-def test_cancelled_waiter_does_not_disturb_the_others():
-    async def body(committer: GroupCommitter, store: SlowStore) -> None:
-        first = asyncio.create_task(committer.commit(Changes([b"0"])))
-        second = asyncio.create_task(committer.commit(Changes([b"1"])))
-        await settle()
-        first.cancel()
-        with suppress(asyncio.CancelledError):
-            await first
-        store.gate.release()
-        store.gate.release()
-        await second
-        assert store.transactions == [[b"0", b"1"]]
-
-    with_committer(body)
+async def test_cancelled_waiter_does_not_disturb_the_others(
+    committer: GroupCommitter, store: SlowStore
+):
+    first = asyncio.create_task(committer.commit(Changes([b"0"])))
+    second = asyncio.create_task(committer.commit(Changes([b"1"])))
+    await settle()
+    first.cancel()
+    with suppress(asyncio.CancelledError):
+        await first
+    store.gate.release()
+    store.gate.release()
+    await second
+    assert store.transactions == [[b"0", b"1"]]

@@ -20,6 +20,7 @@ class Written:
         self.trail = FolderTrail(folder, max_bytes)
         self.now_s = 0.0
         self.written = 0
+        self.ledger.training.take_over(0)
 
     def flush(self) -> None:
         events, _ = self.ledger.drain()
@@ -27,10 +28,15 @@ class Written:
         self.trail.append(self.written, self.now_s, [encode_event(event) for event in events])
         self.written += len(events)
 
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            make_ready(self.ledger, lease(self.ledger))
+            train_step(self.ledger)
+            self.flush()
+
 
 def test_item_history_covers_issue_to_checkpoint(tmp_path: Path):
     it = Written(tmp_path / "ledger")
-    it.ledger.training.take_over(0)
     granted = lease(it.ledger, max_sequences=4)
     it.flush()
     it.ledger.release("generator-0", granted[1].lease_id, "failed")
@@ -70,11 +76,7 @@ def test_item_history_covers_issue_to_checkpoint(tmp_path: Path):
 
 def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: Path):
     it = Written(tmp_path, max_bytes=20_000)
-    it.ledger.training.take_over(0)
-    for _ in range(20):
-        make_ready(it.ledger, lease(it.ledger))
-        train_step(it.ledger)
-        it.flush()
+    it.train(20)
     newest = max(one.group_id for one in lease(it.ledger))
     it.flush()
     it.trail.close()
@@ -89,7 +91,6 @@ def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: P
 
 def test_groups_are_found_by_their_position_in_the_data(tmp_path: Path):
     it = Written(tmp_path)
-    it.ledger.training.take_over(0)
     leased = lease(it.ledger, max_sequences=6)
     it.flush()
     it.trail.append(
@@ -116,7 +117,6 @@ def test_a_prompt_that_is_answered_again_is_found_under_its_new_id():
 
 def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
     it = Written(tmp_path)
-    it.ledger.training.take_over(0)
     lease(it.ledger)
     events, _ = it.ledger.drain()
     stored = [encode_event(event) for event in events]
@@ -132,11 +132,7 @@ def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
 
 def test_the_oldest_history_goes_when_there_is_too_much(tmp_path: Path):
     it = Written(tmp_path, max_bytes=40_000)
-    it.ledger.training.take_over(0)
-    for _ in range(30):
-        make_ready(it.ledger, lease(it.ledger))
-        train_step(it.ledger)
-        it.flush()
+    it.train(30)
     it.trail.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 44_000
     numbers = [number for number, _, _ in read_trail(tmp_path)]
@@ -148,7 +144,6 @@ def test_events_that_the_store_lost_leave_the_trail_and_their_numbers_are_used_a
     tmp_path: Path,
 ):
     it = Written(tmp_path, max_bytes=2_000)  # several segments
-    it.ledger.training.take_over(0)
     for _ in range(6):
         lease(it.ledger, max_sequences=2)
         it.flush()
@@ -170,7 +165,6 @@ def test_of_a_long_prompt_the_beginning_is_shown(tmp_path: Path):
     it = Written(tmp_path / "ledger")
     text = "".join(f"{number:04d}" for number in range(2_000))
     it.ledger.issuing._prompt_at = lambda _cursor: Prompt(prompt=text)
-    it.ledger.training.take_over(0)
     lease(it.ledger, max_sequences=2)
     it.flush()
     it.trail.close()

@@ -2,13 +2,10 @@
 
 import asyncio
 
-import pytest
-
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import decode_event
 from slipstream.broker.ledger.state import decode_state
-from slipstream.broker.store import journal
 from slipstream.broker.store.event_log import Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.broker.store.journal import LedgerWriter
@@ -16,13 +13,21 @@ from tests.support.ledger_driver import lease, make_ledger, make_ready, make_rul
 from tests.support.memory_store import MemoryStore, SharedMemory
 
 
-async def write_all(shared: SharedMemory, ledger: Ledger, groups: int) -> list[int]:
+async def write_all(
+    shared: SharedMemory, ledger: Ledger, groups: int, snapshot_after_events: int
+) -> list[int]:
     """Issue, answer and score so many groups; return how many events each write left stored."""
     store = MemoryStore(shared)
     await store.claim()
     committer = GroupCommitter(store, max_transaction_bytes=1_000)
     writing = asyncio.create_task(committer.run())
-    writer = LedgerWriter(ledger.book.state, committer, Trail(), lambda _: None)
+    writer = LedgerWriter(
+        ledger.book.state,
+        committer,
+        Trail(),
+        lambda _: None,
+        snapshot_after_events=snapshot_after_events,
+    )
     stored = []
     try:
         for _ in range(groups):
@@ -38,14 +43,11 @@ async def write_all(shared: SharedMemory, ledger: Ledger, groups: int) -> list[i
     return stored
 
 
-def test_a_snapshot_takes_the_place_of_events_and_both_make_the_same_ledger(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_snapshot_takes_the_place_of_events_and_both_make_the_same_ledger():
     rules = make_rules(max_staleness_steps=20, groups_per_step=2, total_steps=100)
     per_group = 20
-    monkeypatch.setattr(journal, "_SNAPSHOT_AFTER_EVENTS", per_group)
     shared, ledger = SharedMemory(), make_ledger(rules)
-    stored = asyncio.run(write_all(shared, ledger, 30))
+    stored = asyncio.run(write_all(shared, ledger, 30, per_group))
 
     assert shared.snapshot is not None
     assert 0 in stored, "no snapshot took the place of the events before it"

@@ -1,10 +1,12 @@
 import dataclasses
+from functools import cache
 
 import msgspec
 import pytest
 
 from slipstream.deploy.advise.expect import Advice, advise
 from slipstream.deploy.advise.fit import fit, lengths_of
+from slipstream.deploy.advise.record import Record
 from slipstream.deploy.simulate.laws import LearnerLaw
 from slipstream.deploy.simulate.lengths import Fixed
 from slipstream.deploy.simulate.scenario import Scenario
@@ -14,7 +16,16 @@ from slipstream.wire.errors import ConfigError
 from tests.support.recorded_runs import LAW, a_scenario, pace_of, recorded
 
 SLOW_LEARNER = LearnerLaw(step_s=60.0)
-SHORT = recorded(a_scenario(steps=10))
+FEW = {"groups_per_step": 2, "group_size": 4, "max_sequences": 4}  # a quick advice
+
+
+@cache
+def advised(scenario: Scenario) -> Advice:
+    return advise(recorded(scenario))
+
+
+def few_recorded(**changes: object) -> Record:
+    return recorded(a_scenario(**FEW, **changes))
 
 
 def test_the_laws_that_a_run_followed_are_found():
@@ -41,7 +52,7 @@ def test_a_run_with_one_change_is_predicted(
     change: dict[str, int], named: str, learner: LearnerLaw
 ):
     scenario = a_scenario(learner=learner)
-    told = advise(recorded(scenario))
+    told = advised(scenario)
     other: Scenario = dataclasses.replace(scenario, seed=9, **change)
     truth_s = simulate(other).mean_step_s(8)
     (found,) = [one for one in told.changes if one.change.startswith(named)]
@@ -50,8 +61,8 @@ def test_a_run_with_one_change_is_predicted(
 
 
 def test_what_more_generators_bring_is_said_in_a_sentence():
-    assert "one more generator (3 in all) makes it" in advise(recorded(a_scenario())).sentence
-    learner_bound = advise(recorded(a_scenario(learner=SLOW_LEARNER))).sentence
+    assert "one more generator (3 in all) makes it" in advised(a_scenario()).sentence
+    learner_bound = advised(a_scenario(learner=SLOW_LEARNER)).sentence
     assert "none of these changes" in learner_bound
     assert "one fewer generator (1 in all) costs next to nothing" in learner_bound
 
@@ -67,12 +78,12 @@ def test_engines_that_always_computed_as_many_leave_a_range_that_holds_the_truth
 
 
 def test_a_run_that_its_laws_do_not_explain_is_no_advice():
-    record = msgspec.structs.replace(recorded(a_scenario()), pace=pace_of(LAW.slower(3), (40, 60)))
+    record = msgspec.structs.replace(few_recorded(), pace=pace_of(LAW.slower(3), (40, 60)))
     assert any("worth little" in text for text in advise(record).cautions)
 
 
 def test_what_is_not_simulated_is_said():
-    record = msgspec.structs.replace(recorded(a_scenario()), notes=["eval is"], shared_cores=2)
+    record = msgspec.structs.replace(few_recorded(), notes=["eval is"], shared_cores=2)
     told = advise(record)
     cautions = " ".join(told.cautions)
     assert "one more generator" not in told.sentence
@@ -81,12 +92,12 @@ def test_what_is_not_simulated_is_said():
 
 
 def test_a_bound_of_0_gets_no_smaller_and_one_generator_no_fewer():
-    told = advise(recorded(a_scenario(max_staleness_steps=0, engines=1)))
+    told = advise(few_recorded(max_staleness_steps=0, engines=1))
     assert [one.change for one in told.changes] == ["one more generator (2 in all)", "a bound of 1"]
 
 
 def test_an_advice_survives_its_json():
-    told = advise(recorded(a_scenario()))
+    told = advised(a_scenario())
     assert msgspec.json.decode(msgspec.json.encode(told), type=Advice) == told
 
 
@@ -107,26 +118,24 @@ def test_a_slope_below_0_is_none():
     assert law.sequence_s == 0.0
 
 
-@pytest.mark.parametrize("number", range(200))
-def test_time_that_grows_faster_than_sequences_is_all_slope(number: int):
-    per_token, mean = 0.001 + 0.00137 * number, 3.0 + 0.7 * number
-    spread = pace_of(LAW, (mean - 1, mean + 1))
-    pace = msgspec.structs.replace(
-        spread,
-        sequences=spread.tokens * mean,
-        squares=spread.tokens * mean**2 * 1.2,
-        seconds=spread.tokens * per_token,
-        sequence_seconds=spread.tokens * per_token * mean * 3,
-    )
-    (law,) = fit(msgspec.structs.replace(SHORT, pace=pace)).engines
-    assert law.base_s == pytest.approx(0.0, abs=1e-12)
-    assert law.sequence_s == pytest.approx(per_token / mean)
+def test_time_that_grows_faster_than_sequences_is_all_slope():
+    for number in range(200):
+        per_token, mean = 0.001 + 0.00137 * number, 3.0 + 0.7 * number
+        spread = pace_of(LAW, (mean - 1, mean + 1))
+        pace = msgspec.structs.replace(
+            spread,
+            sequences=spread.tokens * mean,
+            squares=spread.tokens * mean**2 * 1.2,
+            seconds=spread.tokens * per_token,
+            sequence_seconds=spread.tokens * per_token * mean * 3,
+        )
+        (law,) = fit(msgspec.structs.replace(few_recorded(), pace=pace)).engines
+        assert law.base_s == pytest.approx(0.0, abs=1e-12)
+        assert law.sequence_s == pytest.approx(per_token / mean)
 
 
 def test_settings_are_those_that_make_the_change():
-    record = msgspec.structs.replace(
-        recorded(a_scenario(max_staleness_steps=0)), mode="sync", count=0
-    )
+    record = msgspec.structs.replace(few_recorded(max_staleness_steps=0), mode="sync", count=0)
     told = advise(record)
     assert [one.setting for one in told.changes] == [
         "slipstream scale, start-generator",
@@ -136,8 +145,7 @@ def test_settings_are_those_that_make_the_change():
 
 
 def test_a_target_is_simulated_and_no_bound_below_it_is_proposed():
-    scenario = a_scenario(max_staleness_steps=4, learner=SLOW_LEARNER)
-    free = recorded(scenario)
+    free = few_recorded(max_staleness_steps=4, learner=SLOW_LEARNER)
     held = msgspec.structs.replace(free, p95_lag=3)
     changes = [one.change for one in advise(held).changes]
     assert "a bound of 3" not in changes
@@ -147,6 +155,6 @@ def test_a_target_is_simulated_and_no_bound_below_it_is_proposed():
 
 
 def test_steps_too_large_to_be_simulated_in_minutes_are_refused():
-    record = msgspec.structs.replace(SHORT, groups_per_step=100_000, max_in_flight=None)
+    record = msgspec.structs.replace(few_recorded(), groups_per_step=100_000, max_in_flight=None)
     with pytest.raises(ConfigError, match=r"run\.groups_per_step x run\.group_size"):
         advise(record)

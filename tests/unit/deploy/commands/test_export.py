@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.commands.export import checkpoint_of, held_checkpoint, let_go, out_folder
-from slipstream.deploy.commands.replay import recorded_file
 from slipstream.wire.errors import ConfigError
 from tests.support.checkpoint_infos import write_checkpoint
 
@@ -79,15 +78,6 @@ def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Pat
         out_folder(checkpoint, tmp_path)
     with pytest.raises(ConfigError, match="is not in a run folder"):
         out_folder(tmp_path, None)
-
-
-def test_run_means_the_batches_it_recorded(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"holds no rollouts/batches\.trajectories"):
-        recorded_file(tmp_path)
-    file = tmp_path / "rollouts" / "batches.trajectories"
-    file.parent.mkdir()
-    file.touch()
-    assert recorded_file(tmp_path) == recorded_file(file) == file
 
 
 @pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y"])

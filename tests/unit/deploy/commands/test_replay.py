@@ -24,5 +24,5 @@ def test_a_run_stands_for_its_recorded_batches(tmp_path: Path):
     file.parent.mkdir(parents=True)
     file.touch()
     assert recorded_file(tmp_path / "run") == recorded_file(file) == file
-    with pytest.raises(ConfigError, match="is not a trajectory file"):
+    with pytest.raises(ConfigError, match=rf"is not a trajectory file and holds no {BATCHES}"):
         recorded_file(tmp_path)

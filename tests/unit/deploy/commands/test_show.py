@@ -75,10 +75,9 @@ ANSWER_OF_TURNS = ANSWER | {
 
 
 def shown(folder: Path, **options: object) -> str:
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=(written := io.StringIO()), width=120)
     show(folder, console, **{"count": 5, **options})  # type: ignore[arg-type]
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    return written.getvalue()
 
 
 @pytest.fixture

@@ -112,10 +112,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, *, max_spans: int = 1_000) -> tuple[list[dict[str, Any]], str]:
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=(written := io.StringIO()), width=200)
     out = folder / "out.json"
     write_trace(folder, out, console, max_spans=max_spans)
-    printed: str = console.file.getvalue()  # type: ignore[attr-defined]
+    printed = written.getvalue()
     return json.loads(out.read_text())["traceEvents"], printed
 
 

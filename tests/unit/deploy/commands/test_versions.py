@@ -1,9 +1,7 @@
 """Which engine holds which version since when, and how the publishes went, as readable text."""
 
 import io
-import json
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +12,6 @@ from slipstream.broker.report.summary import write_summary
 from slipstream.deploy.commands.versions import main, print_versions
 from slipstream.deploy.terminal.versions_view import VersionsView, render, view_of
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.status import RoleStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from tests.support.wire_samples import STATUS
@@ -64,11 +61,10 @@ VIEW = VersionsView(
 
 
 def shown(view: VersionsView, *, count: int = 10) -> str:
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=(written := io.StringIO()), width=100)
     for part in render(view, count=count, now=lambda: NOW_S):
         console.print(part)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    return written.getvalue()
 
 
 def line(text: str, start: str) -> list[str]:
@@ -191,15 +187,8 @@ def test_a_hundred_columns_are_enough():
 
 
 def test_age_of_the_engine_states_is_that_of_the_last_relay_report():
-    relay = RoleStatus(
-        name="relay",
-        role="relay",
-        age_s=9.0,
-        silent_s=1.5,
-        busy=0.0,
-        phase_seconds={},
-        tokens_per_second=0.0,
-    )
+    known = STATUS.roles[0]
+    relay = msgspec.structs.replace(known, name="relay", role="relay", silent_s=1.5)
     status = msgspec.structs.replace(STATUS, roles=[*STATUS.roles, relay])
     assert view_of(status).relay_silent_s == 1.5
     assert view_of(STATUS).relay_silent_s is None
@@ -225,10 +214,9 @@ def finished(folder: Path, **fields: object) -> None:
 
 
 def printed(folder: Path, *, count: int = 10) -> str:
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=(written := io.StringIO()), width=100)
     assert print_versions(folder, console, count=count, as_json=False) == 0
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    return written.getvalue()
 
 
 def test_a_run_that_ended_is_read_from_its_summary(run: Path):
@@ -240,14 +228,16 @@ def test_a_run_that_ended_is_read_from_its_summary(run: Path):
     assert "v1.2" in text
 
 
-def test_run_with_a_dead_broker_is_shown_as_of_its_last_step(run: Path):
-    finished(run, steps=5)
-    assert printed(run).startswith("as of step 5: no broker answers for")
-
-
-def test_the_reason_for_which_a_run_ended_is_shown(run: Path):
-    finished(run, outcome="ChildDiedError: learner ended with code 1")
-    assert printed(run).startswith("the run has ended: ChildDiedError: learner ended with code 1\n")
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"steps": 5}, "as of step 5: no broker answers for"),
+        ({"outcome": "ChildDiedError: code 1"}, "the run has ended: ChildDiedError: code 1\n"),
+    ],
+)
+def test_whether_and_why_a_run_ended_is_shown(run: Path, fields: dict[str, object], line: str):
+    finished(run, **fields)
+    assert printed(run).startswith(line)
 
 
 def test_programs_get_what_a_person_gets(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -259,30 +249,17 @@ def test_programs_get_what_a_person_gets(run: Path, capsys: pytest.CaptureFixtur
     assert got.as_of == "the run has ended"
 
 
-def _no_summary(_: Path) -> None:
-    pass
-
-
-def _half_a_summary(run: Path) -> None:
-    (run / "summary.json").write_text('{"run_name": "run"')
-
-
-def _another_summary(run: Path) -> None:
-    (run / "summary.json").write_text(json.dumps({"outcome": "refused"}))
-
-
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("summary", "message"),
     [
-        (_no_summary, "no broker answers for .* cannot be read: No such file"),
-        (_half_a_summary, "summary.json is not a summary of this version"),
-        (_another_summary, "summary.json is not a summary of this version: .*run_name"),
+        (None, "no broker answers for .* cannot be read: No such file"),
+        ('{"run_name": "run"', "summary.json is not a summary of this version"),
+        ('{"outcome": "refused"}', "summary.json is not a summary of this version: .*run_name"),
     ],
 )
-def test_a_run_without_a_broker_or_a_summary_is_named(
-    prepare: Callable[[Path], None], message: str, run: Path
-):
-    prepare(run)
+def test_a_run_without_a_broker_or_a_summary_is_named(summary: str | None, message: str, run: Path):
+    if summary is not None:
+        (run / "summary.json").write_text(summary)
     with pytest.raises(ConfigError, match=message):
         printed(run)
 

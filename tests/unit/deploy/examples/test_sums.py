@@ -1,6 +1,5 @@
 """The agent quickstart's files, and what its policy imitates."""
 
-import asyncio
 import fnmatch
 import json
 import tomllib
@@ -69,17 +68,14 @@ def test_its_template_goes_on_after_a_reply_and_demonstrations_are_what_it_rende
     assert [*asked, *said, *rendering.following(said, [result])] == encode(second["prompt"])
 
 
-def test_a_tool_adds_two_numbers_and_the_answer_is_rewarded():
-    async def play() -> list[Step]:
-        environment: Environment = Sums()
-        first = await environment.reset(Prompt(prompt="10+20+30=", ground_truth="60"))
-        assert first == "10+20+30="
-        call = ToolCall("add", {"a": 10, "b": 20}, "c1")
-        steps = [await environment.step(Reply("", tool_calls=(call,)))]
-        steps += [await environment.step(Reply(text)) for text in ("60", "61")]
-        return [step for step in steps if isinstance(step, Step)]
-
-    called, right, wrong = asyncio.run(play())
+async def test_a_tool_adds_two_numbers_and_the_answer_is_rewarded():
+    environment: Environment = Sums()
+    first = await environment.reset(Prompt(prompt="10+20+30=", ground_truth="60"))
+    assert first == "10+20+30="
+    call = ToolCall("add", {"a": 10, "b": 20}, "c1")
+    steps = [await environment.step(Reply("", tool_calls=(call,)))]
+    steps += [await environment.step(Reply(text)) for text in ("60", "61")]
+    called, right, wrong = [step for step in steps if isinstance(step, Step)]
     assert called.messages == [{"role": "tool", "tool_call_id": "c1", "content": "30"}]
     assert (called.done, called.reward) == (False, 0.0)
     assert (right.done, right.reward, right.parts) == (True, 1.0, {"calls": 1})

@@ -4,7 +4,6 @@ import io
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -19,10 +18,8 @@ from slipstream.deploy.launch.memory import (
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.checkpoints import INFO_FILE, checkpoint_name
-from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.load import load_table
-from tests.support.checkpoint_infos import checkpoint_info
+from tests.support.checkpoint_infos import write_checkpoint
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 ARCHITECTURES = {
@@ -125,12 +122,8 @@ def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
 
 
 def test_restarted_learner_gets_the_epoch_saved_before_this_start(tmp_path: Path):
-    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
     for epoch, step in ((1, 20), (2, 40), (3, 10)):
-        saved = checkpoints / checkpoint_name(step)
-        saved.mkdir(parents=True)
-        info = checkpoint_info(PolicyVersion(epoch, step))
-        (saved / INFO_FILE).write_bytes(msgspec.json.encode(info))
+        saved = write_checkpoint(tmp_path / "runs" / "a", epoch, step)
     run = (f"run.dir={tmp_path}/runs", "run.name=a")
     for resume_from, added in ((saved, ("--begun-after", "3")), ("", ())):
         config = config_of("qwen2.5-1.5b-1gpu", tmp_path, *run, f"run.resume_from={resume_from}")
@@ -201,9 +194,9 @@ def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
 def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
     plans = plan_roles(config, Path("resolved.toml"), gpus=())
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=(written := io.StringIO()), width=200)
     print_dry_run(config, plans, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = written.getvalue()
     assert "5 processes on 1 host" in text
     assert "CUDA_VISIBLE_DEVICES=0" in text
     assert "-m slipstream.learner.main --config resolved.toml" in text

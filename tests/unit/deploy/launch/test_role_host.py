@@ -67,11 +67,8 @@ def test_a_role_gets_settings_arguments_environment_and_folder(host: RoleHost, t
     shown = json.loads(log)
     assert seen.code == 0
     assert shown["pid"] == pid
-    assert (shown["folder"], shown["x"], shown["settings"]) == (
-        str(tmp_path),
-        "handed on",
-        "[run]\n",
-    )
+    found = (shown["folder"], shown["x"], shown["settings"])
+    assert found == (str(tmp_path), "handed on", "[run]\n")
     settings, sockets = shown["arguments"]
     assert Path(settings).stat().st_mode & 0o077 == 0
     assert sockets == f"run.socket_dir={host.scratch / 'sockets'}"

@@ -72,15 +72,7 @@ def test_after_the_changes_there_are_as_many_as_asked_for(present: dict[str, boo
 
 
 def role(name: str, kind: str, age_s: float, busy: float) -> RoleStatus:
-    return RoleStatus(
-        name=name,
-        role=kind,
-        age_s=age_s,
-        silent_s=0.0,
-        busy=busy,
-        phase_seconds={},
-        tokens_per_second=0.0,
-    )
+    return msgspec.structs.replace(STATUS.roles[0], name=name, role=kind, age_s=age_s, busy=busy)
 
 
 def status(*roles: RoleStatus, late: int = 0) -> RunStatus:

@@ -11,21 +11,14 @@ import psutil
 import pytest
 
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.deploy.launch.starters import LocalStarter
+from slipstream.deploy.launch.starters import LocalStarter, RoleProcess
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED
+from tests.support.clock import Clock
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class ImpatientTime(Time):
+class ImpatientTime(Clock):
     """Every reading of it takes a second."""
 
     def __call__(self) -> float:
@@ -44,7 +37,7 @@ class StandsStill(ImpatientTime):
         return super().__call__() if self._until() else self.now_s
 
 
-def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervisor:
+def make_supervisor(folder: Path, time: Clock, max_restarts: int = 1) -> Supervisor:
     scratch = folder / "scratch"
     scratch.mkdir()
     return Supervisor(
@@ -59,12 +52,12 @@ def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervis
 
 
 @pytest.fixture
-def time() -> Time:
-    return Time()
+def time() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, time: Time) -> Iterator[Supervisor]:
+def supervisor(tmp_path: Path, time: Clock) -> Iterator[Supervisor]:
     supervisor = make_supervisor(tmp_path, time)
     yield supervisor
     supervisor.now = ImpatientTime()
@@ -75,12 +68,24 @@ def plan(code: str, *, name: str = "worker", again: tuple[str, ...] = ()) -> Rol
     return RolePlan(name, (sys.executable, "-S", "-c", code), again)
 
 
-def wait(supervisor: Supervisor, name: str = "worker") -> int:
+def process_of(supervisor: Supervisor, name: str = "worker") -> RoleProcess:
     process = supervisor.children[name].process
     assert process is not None
+    return process
+
+
+def wait(supervisor: Supervisor, name: str = "worker") -> int:
+    process = process_of(supervisor, name)
     if process.poll() is None:  # it may have been waited for
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process.pid
+
+
+def restart(supervisor: Supervisor, time: Clock) -> None:
+    """Notice what has ended, and start it again after its pause."""
+    supervisor.check()
+    time.passes(6.0)
+    supervisor.check()
 
 
 def until_printed(log: Path, text: str, pid: int) -> None:
@@ -98,16 +103,14 @@ def test_a_role_that_ends_in_order_is_finished(supervisor: Supervisor):
 
 
 def test_a_role_that_fails_starts_again_after_a_pause_and_then_ends_the_run(
-    supervisor: Supervisor, time: Time
+    supervisor: Supervisor, time: Clock
 ):
     supervisor.start(plan("print('reading', flush=True); raise SystemExit('no engine here')"))
     first = wait(supervisor)
     supervisor.check()
     time.now_s = 4.9
     supervisor.check()
-    process = supervisor.children["worker"].process
-    assert process is not None
-    assert process.pid == first
+    assert process_of(supervisor).pid == first
     time.now_s = 5.0
     supervisor.check()
     assert wait(supervisor) != first
@@ -118,7 +121,7 @@ def test_a_role_that_fails_starts_again_after_a_pause_and_then_ends_the_run(
     assert str(caught.value).endswith("    reading\n    no engine here")
 
 
-def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
+def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Clock):
     supervisor = make_supervisor(tmp_path, time, max_restarts=3)
     supervisor.start(plan("raise SystemExit(7)"))
     pauses = []
@@ -135,7 +138,7 @@ def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
     assert pauses == [5.0, 10.0, 20.0]
 
 
-def test_failures_of_long_ago_are_forgiven(tmp_path: Path, time: Time):
+def test_failures_of_long_ago_are_forgiven(tmp_path: Path, time: Clock):
     supervisor = make_supervisor(tmp_path, time, max_restarts=1)
     supervisor.start(plan("raise SystemExit(7)"))
     for _ in range(3):
@@ -170,7 +173,7 @@ def test_one_of_many_whose_name_was_taken_is_left_out(
     assert [r.message.partition(":")[0] for r in caplog.records] == ["generator-0 ends"]
 
 
-def test_role_that_serves_others_is_restarted_however_it_ended(supervisor: Supervisor, time: Time):
+def test_role_that_serves_others_is_restarted_however_it_ended(supervisor: Supervisor, time: Clock):
     code = "import sys; print(sys.argv[1:], flush=True)"
     ends = dataclasses.replace(plan(code, again=("--restarted",), name="b"), serves_others=True)
     supervisor.start(ends)
@@ -183,7 +186,7 @@ def test_role_that_serves_others_is_restarted_however_it_ended(supervisor: Super
     assert (supervisor.logs / "b.log").read_text().splitlines() == ["[]", "['--restarted']"]
 
 
-def test_restarted_process_gets_its_restart_arguments(supervisor: Supervisor, time: Time):
+def test_restarted_process_gets_its_restart_arguments(supervisor: Supervisor, time: Clock):
     code = "import sys; print(sys.argv[1:], flush=True); raise SystemExit(1)"
     supervisor.start(plan(code, again=("--restarted",)))
     for _ in range(2):
@@ -197,7 +200,7 @@ def test_restarted_process_gets_its_restart_arguments(supervisor: Supervisor, ti
     assert log == ["[]", "['--restarted']"]
 
 
-def test_a_role_that_was_killed_is_reported_by_the_signal(tmp_path: Path, time: Time):
+def test_a_role_that_was_killed_is_reported_by_the_signal(tmp_path: Path, time: Clock):
     supervisor = make_supervisor(tmp_path, time, max_restarts=0)
     kill_myself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     supervisor.start(plan(kill_myself))
@@ -236,7 +239,7 @@ def test_a_role_that_left_no_words_is_reported_by_its_log(supervisor: Supervisor
         supervisor.check()
 
 
-def test_no_descriptor_is_left_of_roles_that_ran(tmp_path: Path, time: Time):
+def test_no_descriptor_is_left_of_roles_that_ran(tmp_path: Path, time: Clock):
     before = psutil.Process().num_fds()
     supervisor = make_supervisor(tmp_path, time, max_restarts=3)
     supervisor.start(plan("raise SystemExit(7)"))
@@ -256,6 +259,7 @@ import os, subprocess, sys
 from slipstream.wire.process.last_words import (
     keep_last_words_from_children, leave_last_words, LAST_WORDS_VARIABLE
 )
+from tests.support.clock import Clock
 keep_last_words_from_children()
 leave_last_words("a long reason, of an earlier error")
 leave_last_words("short \\ud800")
@@ -324,8 +328,7 @@ def test_stop_asks_first_and_kills_processes_that_ignore_it(
     codes = {}
     for name, code in (("deaf", deaf), ("polite", polite)):
         supervisor.start(plan(code, name=name))
-        process = supervisor.children[name].process
-        assert process is not None
+        process = process_of(supervisor, name)
         until_printed(tmp_path / f"{name}.log", "up", process.pid)
     supervisor.stop()
     assert "deaf used no CPU and wrote no log for 3 s after SIGTERM and is killed" in caplog.text
@@ -336,16 +339,14 @@ def test_stop_asks_first_and_kills_processes_that_ignore_it(
 
 
 def test_a_role_that_waits_for_its_restart_is_not_started_after_a_stop(
-    supervisor: Supervisor, time: Time
+    supervisor: Supervisor, time: Clock
 ):
     supervisor.start(plan("raise SystemExit(1)"))
     pid = wait(supervisor)
     supervisor.check()
     supervisor.stop()
     time.now_s = 100.0
-    process = supervisor.children["worker"].process
-    assert process is not None
-    assert process.pid == pid
+    assert process_of(supervisor).pid == pid
     assert supervisor.children["worker"].restart_at_s is None
 
 
@@ -372,7 +373,7 @@ time.sleep(1000)
     assert "handing back" in child.log_file.read_text()
 
 
-def test_one_that_was_to_be_restarted_leaves_at_once(supervisor: Supervisor, time: Time):
+def test_one_that_was_to_be_restarted_leaves_at_once(supervisor: Supervisor, time: Clock):
     supervisor.start(plan("raise SystemExit(7)"))
     wait(supervisor)
     supervisor.check()
@@ -383,7 +384,7 @@ def test_one_that_was_to_be_restarted_leaves_at_once(supervisor: Supervisor, tim
     assert supervisor.children["worker"].num_starts == 1
 
 
-def test_one_that_does_not_leave_is_killed(tmp_path: Path, time: Time):
+def test_one_that_does_not_leave_is_killed(tmp_path: Path, time: Clock):
     supervisor = make_supervisor(tmp_path, time)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -401,7 +402,7 @@ def test_one_that_does_not_leave_is_killed(tmp_path: Path, time: Time):
     assert child.process.poll() == -signal.SIGKILL
 
 
-def test_processes_of_one_role_end_and_start_together(supervisor: Supervisor, time: Time):
+def test_processes_of_one_role_end_and_start_together(supervisor: Supervisor, time: Clock):
     sleeps = "import time; print('up', flush=True); time.sleep(1e6)"
     parts = [
         dataclasses.replace(plan(code, name=name, again=("again",)), part_of="learner")
@@ -428,16 +429,13 @@ def test_processes_of_one_role_end_and_start_together(supervisor: Supervisor, ti
         assert supervisor.runs(name)
 
 
-def test_a_part_is_not_started_again_before_it_has_ended(supervisor: Supervisor, time: Time):
+def test_a_part_is_not_started_again_before_it_has_ended(supervisor: Supervisor, time: Clock):
     ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
     for name, code in [("learner", ignores), ("learner-1", "raise SystemExit(7)")]:
         supervisor.start(dataclasses.replace(plan(code, name=name), part_of="learner"))
-    process = supervisor.children["learner"].process
-    assert process is not None
-    kill, process.send_signal = (
-        process.send_signal,
-        lambda _signum: None,
-    )  # its node is out of reach
+    process = process_of(supervisor, "learner")
+    kill = process.send_signal
+    process.send_signal = lambda _signum: None  # its node is out of reach
     wait(supervisor, "learner-1")
     for _ in range(3):
         supervisor.check()
@@ -450,13 +448,11 @@ def test_a_part_is_not_started_again_before_it_has_ended(supervisor: Supervisor,
     wait(supervisor, "learner-1")
 
 
-def test_a_part_that_was_done_starts_again_with_the_others(supervisor: Supervisor, time: Time):
+def test_a_part_that_was_done_starts_again_with_the_others(supervisor: Supervisor, time: Clock):
     for name, code in [("learner", "pass"), ("learner-1", "raise SystemExit(7)")]:
         supervisor.start(dataclasses.replace(plan(code, name=name), part_of="learner"))
         wait(supervisor, name)
-    supervisor.check()
-    time.now_s += 6.0
-    supervisor.check()
+    restart(supervisor, time)
     assert not supervisor.finished(["learner"])
     assert supervisor.children["learner"].num_starts == 2
     for name in ("learner", "learner-1"):

@@ -11,14 +11,13 @@ import pytest
 import yaml
 
 from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import RunConfig
 from slipstream.deploy.render.kubernetes import KEYS_SCRIPT, Rendering, render_kubernetes
 from slipstream.deploy.render.layout import Layout, Place
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.metrics import MetricName
-from slipstream.wire.settings.load import Table
-from tests.support.blank_model import write_blank_model
+from tests.support.config_to_render import config_to_render
 from tests.support.kubernetes_objects import faults
 
 ROOT = Path(__file__).parents[4]
@@ -26,17 +25,8 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
-    if not (folder / "model").exists():
-        write_blank_model(folder / "model", hidden=16, layers=1)
-    table: Table = {
-        "run": {"name": "demo", "dir": str(folder), "model": str(folder / "model")},
-        "data": {"file": "train.jsonl"},
-        "generators": {"device": "cuda", "count": 3},
-        "learner": {"ranks": 4},
-    }
-    for name, values in sections.items():
-        table[name] = {**table.get(name, {}), **values}
-    return run_config(table)
+    sections["run"] = {"dir": str(folder), **sections.get("run", {})}
+    return config_to_render(folder, count=3, **sections)
 
 
 def objects_of(texts: dict[str, str]) -> Objects:

@@ -6,26 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import RunConfig
 from slipstream.deploy.render.layout import Layout, Place, layout_of
 from slipstream.deploy.render.slurm import job_text, render_slurm
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
-from tests.support.blank_model import write_blank_model
+from tests.support.config_to_render import config_to_render
 
 
 def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
-    if not (folder / "model").exists():
-        write_blank_model(folder / "model", hidden=16, layers=1)
-    table: Table = {
-        "run": {"name": "demo", "dir": "runs", "model": str(folder / "model")},
-        "data": {"file": "train.jsonl"},
-        "generators": {"device": "cuda", "count": 6},
-        "learner": {"ranks": 4},
-    }
-    for name, values in sections.items():
-        table[name] = {**table.get(name, {}), **values}
-    return run_config(table)
+    sections["run"] = {"dir": "runs", **sections.get("run", {})}
+    return config_to_render(folder, count=6, **sections)
 
 
 def variables(text: str, *names: str) -> list[str]:

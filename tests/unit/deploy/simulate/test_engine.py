@@ -84,7 +84,7 @@ def test_versions_of_an_answer_begin_at_the_tokens_that_followed_an_adoption():
     while (at_s := engine.next_end_s()) < math.inf:
         engine.advance(at_s)
         versions |= {one.sibling: one.versions for one in engine.take_ended()}
-    assert versions == {0: ((5, 3),), 1: ((5, 3), (15, 4), (25, 6))}
+    assert versions == {0: [(5, 3)], 1: [(5, 3), (15, 4), (25, 6)]}
 
 
 def test_a_cancelled_group_leaves_the_others_alone():
@@ -151,9 +151,9 @@ def test_a_retracted_answer_has_the_versions_of_its_tokens():
         versions |= {one.group_id: one.versions for one in engine.take_ended()}
         if engine.num_retractions and engine.step == 4:
             engine.adopt(5)
-    assert versions[1] == ((10, 3), (31, 4), (50, 5))
+    assert versions[1] == [(10, 3), (31, 4), (50, 5)]
     # Retracted after 40 of its tokens, before the adoption; went on after it.
-    assert versions[2] == ((10, 3), (31, 4), (50, 5))
+    assert versions[2] == [(10, 3), (31, 4), (50, 5)]
 
 
 def test_what_has_no_room_waits_without_a_charge_and_a_prompt_is_computed_once():

@@ -6,6 +6,7 @@ from slipstream.broker.dashboard.columns import HistoryColumns
 from slipstream.broker.dashboard.history import History
 from slipstream.deploy.terminal.recent import Recent
 from slipstream.wire.messages.status import RunStatus, StepPoint
+from tests.support.clock import Clock
 from tests.support.wire_samples import STATUS
 
 BEGAN_S = 1_000.0
@@ -33,14 +34,6 @@ def status_at(elapsed_s: float, *, waited: float) -> RunStatus:
     )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = BEGAN_S
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def watch(recent: Recent, clock: Clock, *, since_s: float, until_s: float, waited: float) -> None:
     for second in range(int(since_s), int(until_s)):
         clock.now_s = BEGAN_S + second
@@ -51,9 +44,13 @@ def make(written: HistoryColumns | None, clock: Clock, *, fsync: str = "") -> Re
     return Recent(written, high_water_bytes=0, fsync=fsync, now=clock)
 
 
+def made() -> tuple[Recent, Clock]:
+    clock = Clock(BEGAN_S)
+    return make(None, clock), clock
+
+
 def test_advice_starts_when_the_window_is_full():
-    clock = Clock()
-    recent = make(None, clock)
+    recent, clock = made()
     watch(recent, clock, since_s=10, until_s=100, waited=0.5)
     assert recent.advisories() == []
     watch(recent, clock, since_s=100, until_s=200, waited=0.5)
@@ -63,7 +60,7 @@ def test_advice_starts_when_the_window_is_full():
 
 
 def test_what_the_broker_wrote_is_known_at_once():
-    clock = Clock()
+    clock = Clock(BEGAN_S)
     history = History(began_s=BEGAN_S)
     for second in range(10, 200, 2):
         history.sample(status_at(float(second), waited=0.5), BEGAN_S + second)
@@ -76,7 +73,7 @@ def test_what_the_broker_wrote_is_known_at_once():
 
 
 def test_evaluating_an_ended_run_adds_no_samples():
-    clock = Clock()
+    clock = Clock(BEGAN_S)
     recent = make(History(began_s=BEGAN_S).columns(), clock, fsync="no")
     recent.evaluate(status_at(50.0, waited=0.5))
     assert [advisory.rule for advisory in recent.advisories()] == ["fsync-too-weak"]
@@ -84,8 +81,7 @@ def test_evaluating_an_ended_run_adds_no_samples():
 
 
 def test_a_learner_that_went_back_takes_its_later_steps_with_it():
-    clock = Clock()
-    recent = make(None, clock)
+    recent, clock = made()
     watch(recent, clock, since_s=90, until_s=100, waited=0.0)
     assert len(recent.curve("reward/sampled")) == 19
     clock.now_s += 10.0
@@ -94,8 +90,7 @@ def test_a_learner_that_went_back_takes_its_later_steps_with_it():
 
 
 def test_an_answer_that_was_seen_before_is_not_counted_again():
-    clock = Clock()
-    recent = make(None, clock)
+    recent, clock = made()
     status = status_at(100.0, waited=0.2)
     for _ in range(30):
         clock.now_s += 1.0
@@ -107,7 +102,7 @@ def test_an_answer_that_was_seen_before_is_not_counted_again():
 
 
 def test_a_share_of_now_is_of_the_last_seconds_however_long_the_run_has_lasted():
-    clock = Clock()
+    clock = Clock(BEGAN_S)
     history = History(began_s=BEGAN_S, every_s=64.0)
     history.sample(status_at(10.0, waited=1.0), BEGAN_S + 10)
     recent = make(history.columns(), clock)
@@ -123,8 +118,7 @@ def test_a_share_of_now_is_of_the_last_seconds_however_long_the_run_has_lasted()
 
 
 def test_restarted_process_is_busy_as_it_reports():
-    clock = Clock()
-    recent = make(None, clock)
+    recent, clock = made()
     watch(recent, clock, since_s=100, until_s=105, waited=1.0)
     clock.now_s += 2.0
     recent.add(status_at(2.0, waited=0.25))

@@ -104,10 +104,10 @@ def test_rich_draws_the_lines_as_they_are():
     lines = lines_of(
         state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q quits", now_s=NOW_S
     )
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(file=(written := io.StringIO()), width=80)
     for line in lines:
         console.print(line)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    text = written.getvalue()
     assert text.splitlines() == [line.plain for line in lines]
 
 
@@ -202,16 +202,28 @@ def test_newest_publish_is_shown_with_its_phases_if_there_is_room():
     assert "receive 0.125" in wide
 
 
-def test_missing_groups_and_the_end_of_the_run_are_shown():
-    lines = drawn(status(unaccounted=3, outcome="finished"))
-    assert "3 UNACCOUNTED FOR" in line_with("issued", lines)
-    assert lines[1] == "groups UNACCOUNTED FOR: 3"
-    assert lines[2] == "the run has ended: finished"
-
-
-def test_a_run_that_ends_shows_why_and_what_the_learner_waits_for():
-    lines = drawn(status(stop_reason="of a target", waiting_for="a reward"))
-    assert lines[1:3] == ["the run ends because of a target", "the learner waits for a reward"]
+@pytest.mark.parametrize(
+    ("fields", "trouble", "first"),
+    [
+        (
+            {"unaccounted": 3, "outcome": "finished"},
+            "",
+            ["groups UNACCOUNTED FOR: 3", "the run has ended: finished"],
+        ),
+        (
+            {"stop_reason": "of a target", "waiting_for": "a reward"},
+            "",
+            ["the run ends because of a target", "the learner waits for a reward"],
+        ),
+        ({}, "the broker has not answered", ["the broker has not answered"]),
+    ],
+)
+def test_what_a_person_must_know_is_shown_first(
+    fields: dict[str, Any], trouble: str, first: list[str]
+):
+    lines = drawn(status(**fields), trouble=trouble, advisories=[ADVISORY])
+    assert lines[1 : 1 + len(first)] == first
+    assert ("3 UNACCOUNTED FOR" in line_with("issued", lines)) == ("unaccounted" in fields)
 
 
 def test_a_long_wait_is_shown_whole_on_a_narrow_terminal():
@@ -252,11 +264,6 @@ def test_an_address_that_is_too_long_for_a_line_is_shown_whole():
         status(), [], Screen(80, 24), recent=Known(), footer=f"dashboard {url}", now_s=NOW_S
     )
     assert [line.plain for line in lines[-2:]] == ["dashboard", url]
-
-
-def test_trouble_is_shown_first():
-    lines = drawn(status(), trouble="the broker has not answered", advisories=[ADVISORY])
-    assert lines[1] == "the broker has not answered"
 
 
 def test_what_others_wrote_is_neither_markup_nor_obeyed_by_the_terminal():

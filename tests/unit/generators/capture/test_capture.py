@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from slipstream.generators.turns.rendering import Rendering
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.waiting import HANG_S, until_async
+from tests.support.waiting import until_async
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 CALL = '{"name": "look", "arguments": {"at": "it"}}'
@@ -136,82 +136,62 @@ async def ask(it: Served, messages: list[Any], **options: Any) -> Any:  # noqa: 
     return await it.client.chat.completions.create(model="policy", messages=messages, **options)
 
 
-def run(test: Coroutine[None, None, None]) -> None:
-    async def in_time() -> None:
-        async with asyncio.timeout(HANG_S):
-            await test
-
-    asyncio.run(in_time())
-
-
-def test_a_second_question_has_the_tokens_of_the_first_and_of_its_reply():
-    async def test() -> None:
-        async with served("4", "six") as it:
-            first = await ask(it, [user("2+2?")])
-            assert first.choices[0].message.content == "4"
-            assert first.choices[0].finish_reason == "stop"
-            assert first.usage.completion_tokens == 2
-            history = [user("2+2?"), first.choices[0].message, user("3+3?")]
-            second = await ask(it, history)
-            assert second.choices[0].message.content == "six"
-            assert it.session.conversation.branches == ()
-            assert [turn.num_tokens for turn in it.session.conversation.turns] == [2, 4]
-            assert it.tokens == (
-                "<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"
-                "\n<|user|>\n3+3?<|end|>\n<|assistant|>\nsix<|end|>"
-            )
-
-    run(test())
+async def test_a_second_question_has_the_tokens_of_the_first_and_of_its_reply():
+    async with served("4", "six") as it:
+        first = await ask(it, [user("2+2?")])
+        assert first.choices[0].message.content == "4"
+        assert first.choices[0].finish_reason == "stop"
+        assert first.usage.completion_tokens == 2
+        history = [user("2+2?"), first.choices[0].message, user("3+3?")]
+        second = await ask(it, history)
+        assert second.choices[0].message.content == "six"
+        assert it.session.conversation.branches == ()
+        assert [turn.num_tokens for turn in it.session.conversation.turns] == [2, 4]
+        assert it.tokens == (
+            "<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"
+            "\n<|user|>\n3+3?<|end|>\n<|assistant|>\nsix<|end|>"
+        )
 
 
-def test_calls_of_tools_and_their_results_continue_a_trajectory():
-    async def test() -> None:
-        async with served("let me CALL " + CALL, "found") as it:
-            first = await ask(it, [user("where?")], tools=[LOOK])
-            (choice,) = first.choices
-            assert choice.finish_reason == "tool_calls"
-            assert choice.message.content == "let me "
-            (call,) = choice.message.tool_calls
-            assert (call.function.name, call.function.arguments) == ("look", '{"at": "it"}')
-            result = {"role": "tool", "tool_call_id": call.id, "content": "here"}
-            await ask(it, [user("where?"), choice.message, result], tools=[LOOK])
-            assert it.session.conversation.branches == ()
-            assert f"let me CALL {CALL}<|end|>\n<|user|><result>here</result>" in it.tokens
-
-    run(test())
+async def test_calls_of_tools_and_their_results_continue_a_trajectory():
+    async with served("let me CALL " + CALL, "found") as it:
+        first = await ask(it, [user("where?")], tools=[LOOK])
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "let me "
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("look", '{"at": "it"}')
+        result = {"role": "tool", "tool_call_id": call.id, "content": "here"}
+        await ask(it, [user("where?"), choice.message, result], tools=[LOOK])
+        assert it.session.conversation.branches == ()
+        assert f"let me CALL {CALL}<|end|>\n<|user|><result>here</result>" in it.tokens
 
 
-def test_a_stream_says_the_same_in_pieces():
-    async def test() -> None:
-        async with served("a reply of more than one piece", "CALL " + CALL) as it:
-            stream = await ask(it, [user("?")], stream=True, stream_options={"include_usage": True})
-            chunks = [chunk async for chunk in stream]
-            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-            assert text == "a reply of more than one piece"
-            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-            assert chunks[-1].usage.completion_tokens == len(text) + 1
-            stream = await ask(it, [user("!")], stream=True, tools=[LOOK])
-            calls = [c.choices[0].delta.tool_calls async for c in stream if c.choices]
-            assert [one[0].function.name for one in calls if one] == ["look"]
-
-    run(test())
+async def test_a_stream_says_the_same_in_pieces():
+    async with served("a reply of more than one piece", "CALL " + CALL) as it:
+        stream = await ask(it, [user("?")], stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == "a reply of more than one piece"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert chunks[-1].usage.completion_tokens == len(text) + 1
+        stream = await ask(it, [user("!")], stream=True, tools=[LOOK])
+        calls = [c.choices[0].delta.tool_calls async for c in stream if c.choices]
+        assert [one[0].function.name for one in calls if one] == ["look"]
 
 
-def test_logprobs_are_of_the_chosen_tokens():
-    async def test() -> None:
-        async with served("ab", "cd") as it:
-            chat = await ask(it, [user("?")], logprobs=True)
-            rows = chat.choices[0].logprobs.content
-            assert [(row.token, row.logprob) for row in rows] == [
-                ("a", -0.5),
-                ("b", -0.5),
-                ("<|end|>", -0.5),
-            ]
-            text = await it.client.completions.create(model="policy", prompt="x", logprobs=0)
-            assert text.choices[0].logprobs is not None
-            assert text.choices[0].logprobs.tokens == ["c", "d", "<|end|>"]
-
-    run(test())
+async def test_logprobs_are_of_the_chosen_tokens():
+    async with served("ab", "cd") as it:
+        chat = await ask(it, [user("?")], logprobs=True)
+        rows = chat.choices[0].logprobs.content
+        assert [(row.token, row.logprob) for row in rows] == [
+            ("a", -0.5),
+            ("b", -0.5),
+            ("<|end|>", -0.5),
+        ]
+        text = await it.client.completions.create(model="policy", prompt="x", logprobs=0)
+        assert text.choices[0].logprobs is not None
+        assert text.choices[0].logprobs.tokens == ["c", "d", "<|end|>"]
 
 
 @pytest.mark.parametrize(
@@ -223,82 +203,64 @@ def test_logprobs_are_of_the_chosen_tokens():
         [user("2+2?")],  # asked again
     ],
 )
-def test_a_history_that_was_rewritten_opens_a_branch(rewritten: list[Any]):
-    async def test() -> None:
-        async with served("4", "more") as it:
-            await ask(it, [user("2+2?")])
-            await ask(it, rewritten)
-            conversation = it.session.conversation
-            first = len(encode("<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"))
-            assert conversation.branches == (first,)
-            whole = ChatTemplate(TOOLS, {}, origin="test").text(rewritten)
-            assert decode(conversation.token_ids[first:]) == whole + "more<|end|>"
-            assert [turn.num_tokens for turn in conversation.turns] == [2, 5]
-
-    run(test())
+async def test_a_history_that_was_rewritten_opens_a_branch(rewritten: list[Any]):
+    async with served("4", "more") as it:
+        await ask(it, [user("2+2?")])
+        await ask(it, rewritten)
+        conversation = it.session.conversation
+        first = len(encode("<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"))
+        assert conversation.branches == (first,)
+        whole = ChatTemplate(TOOLS, {}, origin="test").text(rewritten)
+        assert decode(conversation.token_ids[first:]) == whole + "more<|end|>"
+        assert [turn.num_tokens for turn in conversation.turns] == [2, 5]
 
 
-def test_a_history_that_is_cut_after_a_reply_keeps_the_tokens_of_that_reply():
-    async def test() -> None:
-        async with served("4", "6", "8") as it:
-            one = (await ask(it, [user("2+2?")])).choices[0].message
-            await ask(it, [user("2+2?"), one, user("3+3?")])
-            await ask(it, [user("2+2?"), one, user("4+4?")])
-            ids = it.session.conversation.token_ids
-            (start,) = it.session.conversation.branches
-            before = [*it.engine.sampled[0][0], *it.engine.sampled[0][1]]
-            assert ids[start:][: len(before)] == before
-
-    run(test())
+async def test_a_history_that_is_cut_after_a_reply_keeps_the_tokens_of_that_reply():
+    async with served("4", "6", "8") as it:
+        one = (await ask(it, [user("2+2?")])).choices[0].message
+        await ask(it, [user("2+2?"), one, user("3+3?")])
+        await ask(it, [user("2+2?"), one, user("4+4?")])
+        ids = it.session.conversation.token_ids
+        (start,) = it.session.conversation.branches
+        before = [*it.engine.sampled[0][0], *it.engine.sampled[0][1]]
+        assert ids[start:][: len(before)] == before
 
 
-def test_a_text_that_goes_on_keeps_the_tokens_of_the_reply_in_it():
-    async def test() -> None:
-        async with served("b", "d") as it:
-            first = await it.client.completions.create(model="policy", prompt="a")
-            assert first.choices[0].text == "b"
-            await it.client.completions.create(model="policy", prompt="abc")
-            assert it.tokens == "ab<|end|>cd<|end|>"
-            assert it.session.conversation.branches == ()
-
-    run(test())
+async def test_a_text_that_goes_on_keeps_the_tokens_of_the_reply_in_it():
+    async with served("b", "d") as it:
+        first = await it.client.completions.create(model="policy", prompt="a")
+        assert first.choices[0].text == "b"
+        await it.client.completions.create(model="policy", prompt="abc")
+        assert it.tokens == "ab<|end|>cd<|end|>"
+        assert it.session.conversation.branches == ()
 
 
-def test_parallel_calls_are_branches_and_none_is_lost():
-    async def test() -> None:
-        async with served("1", "2", "3") as it:
-            await asyncio.gather(*(ask(it, [user("?")]) for _ in range(3)))
-            conversation = it.session.conversation
-            assert len(conversation.branches) == 2
-            assert sum(turn.num_tokens for turn in conversation.turns) == 6
-
-    run(test())
+async def test_parallel_calls_are_branches_and_none_is_lost():
+    async with served("1", "2", "3") as it:
+        await asyncio.gather(*(ask(it, [user("?")]) for _ in range(3)))
+        conversation = it.session.conversation
+        assert len(conversation.branches) == 2
+        assert sum(turn.num_tokens for turn in conversation.turns) == 6
 
 
-def test_a_client_that_goes_away_ends_the_generation_and_leaves_nothing():
-    async def test() -> None:
-        async with served("late", "on time") as it:
-            it.engine.hold = asyncio.Event()
-            call = asyncio.create_task(ask(it, [user("?")]))
-            await until_async(lambda: it.engine.asked)
-            call.cancel()
-            await until_async(lambda: it.engine.num_cancelled)
-            assert it.session.conversation.num_tokens == 0
-            it.engine.hold = None
-            await ask(it, [user("?")])
-            assert it.session.conversation.num_turns == 1
-
-    run(test())
+async def test_a_client_that_goes_away_ends_the_generation_and_leaves_nothing():
+    async with served("late", "on time") as it:
+        it.engine.hold = asyncio.Event()
+        call = asyncio.create_task(ask(it, [user("?")]))
+        await until_async(lambda: it.engine.asked)
+        call.cancel()
+        await until_async(lambda: it.engine.num_cancelled)
+        assert it.session.conversation.num_tokens == 0
+        it.engine.hold = None
+        await ask(it, [user("?")])
+        assert it.session.conversation.num_turns == 1
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_call_that_is_asked_for_is_not_forced(choice: object):
-    async def test() -> None:
-        async with served("no") as it:
-            found = await ask(it, [user("?")], tools=[LOOK], tool_choice=choice)
-            assert found.choices[0].message.content == "no"
-
-    run(test())
+async def test_a_call_that_is_asked_for_is_not_forced(choice: object):
+    async with served("no") as it:
+        found = await ask(it, [user("?")], tools=[LOOK], tool_choice=choice)
+        assert found.choices[0].message.content == "no"
 
 
 @pytest.mark.parametrize(
@@ -310,15 +272,14 @@ def test_a_call_that_is_asked_for_is_not_forced(choice: object):
         ({"stop": [""]}, "stop", "empty"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_name(options: dict[str, Any], param: str, why: str):
-    async def test() -> None:
-        async with served("x") as it:
-            with pytest.raises(openai.BadRequestError, match=why) as caught:
-                await ask(it, [user("?")], **options)
-            assert caught.value.param == param
-            assert not it.engine.asked
-
-    run(test())
+async def test_what_is_not_offered_is_refused_by_name(
+    options: dict[str, Any], param: str, why: str
+):
+    async with served("x") as it:
+        with pytest.raises(openai.BadRequestError, match=why) as caught:
+            await ask(it, [user("?")], **options)
+        assert caught.value.param == param
+        assert not it.engine.asked
 
 
 @pytest.mark.parametrize(
@@ -334,110 +295,86 @@ def test_what_is_not_offered_is_refused_by_name(options: dict[str, Any], param: 
         (b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 0}', "not a request"),
     ],
 )
-def test_bad_requests_have_reasons(body: bytes, why: str):
-    async def test() -> None:
-        async with served("x") as it, aiohttp.ClientSession() as http:
-            headers = {"Authorization": f"Bearer {it.key}"}
-            url = f"{it.server.url}/chat/completions"
-            async with http.post(url, data=body, headers=headers) as answer:
-                assert answer.status == 400
-                assert why in (await answer.json())["error"]["message"]
-
-    run(test())
+async def test_bad_requests_have_reasons(body: bytes, why: str):
+    async with served("x") as it, aiohttp.ClientSession() as http:
+        headers = {"Authorization": f"Bearer {it.key}"}
+        url = f"{it.server.url}/chat/completions"
+        async with http.post(url, data=body, headers=headers) as answer:
+            assert answer.status == 400
+            assert why in (await answer.json())["error"]["message"]
 
 
-def test_without_its_key_nobody_speaks_for_a_trajectory():
-    async def test() -> None:
-        async with served("x") as it:
-            stranger = it.client.with_options(api_key="no")
-            with pytest.raises(openai.AuthenticationError):
-                await stranger.chat.completions.create(model="p", messages=[user("?")])
-            await it.server.end(it.key)
-            with pytest.raises(openai.AuthenticationError):
-                await ask(it, [user("?")])
-
-    run(test())
-
-
-def test_an_engine_that_fails_is_no_fault_of_the_client():
-    async def test() -> None:
-        async with served("fail") as it:
-            with pytest.raises(openai.InternalServerError, match="SGLang /generate: 500"):
-                await ask(it, [user("?")])
-            assert it.session.conversation.num_turns == 0
-
-    run(test())
-
-
-def test_what_the_engine_refuses_is_the_fault_of_the_request():
-    async def test() -> None:
-        async with served("refuse", "fail", "b") as it:
-            with pytest.raises(openai.BadRequestError, match="the engine refuses it"):
-                await ask(it, [user("?")])
-            assert it.session.engine_error is None
-            with pytest.raises(openai.InternalServerError):
-                await ask(it, [user("?")])
-            assert it.session.engine_error is not None
+async def test_without_its_key_nobody_speaks_for_a_trajectory():
+    async with served("x") as it:
+        stranger = it.client.with_options(api_key="no")
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.chat.completions.create(model="p", messages=[user("?")])
+        await it.server.end(it.key)
+        with pytest.raises(openai.AuthenticationError):
             await ask(it, [user("?")])
-            assert it.session.engine_error is None, "it was tried again"
 
-    run(test())
+
+async def test_an_engine_that_fails_is_no_fault_of_the_client():
+    async with served("fail") as it:
+        with pytest.raises(openai.InternalServerError, match="SGLang /generate: 500"):
+            await ask(it, [user("?")])
+        assert it.session.conversation.num_turns == 0
+
+
+async def test_what_the_engine_refuses_is_the_fault_of_the_request():
+    async with served("refuse", "fail", "b") as it:
+        with pytest.raises(openai.BadRequestError, match="the engine refuses it"):
+            await ask(it, [user("?")])
+        assert it.session.engine_error is None
+        with pytest.raises(openai.InternalServerError):
+            await ask(it, [user("?")])
+        assert it.session.engine_error is not None
+        await ask(it, [user("?")])
+        assert it.session.engine_error is None, "it was tried again"
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])
-def test_a_prompt_of_tokens_that_there_are_not_reaches_no_engine(wrong: int):
-    async def test() -> None:
-        async with served("b") as it:
-            with pytest.raises(openai.BadRequestError, match=f"0 to {VOCABULARY - 1}"):
-                await it.client.completions.create(model="policy", prompt=[97, wrong])
-            assert not it.engine.asked
-
-    run(test())
+async def test_a_prompt_of_tokens_that_there_are_not_reaches_no_engine(wrong: int):
+    async with served("b") as it:
+        with pytest.raises(openai.BadRequestError, match=f"0 to {VOCABULARY - 1}"):
+            await it.client.completions.create(model="policy", prompt=[97, wrong])
+        assert not it.engine.asked
 
 
-def test_what_was_said_is_known_of_texts_and_without_what_nobody_got():
-    async def test() -> None:
-        async with served("b", "d", "f") as it:
-            await it.client.completions.create(model="policy", prompt="a")
-            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            assert it.session.newest_messages == said
-            reply = await it.session.complete(TextRequest(prompt="abc"))
-            it.session.keep(reply)
-            assert it.session.newest_messages[-1]["content"] == "d"
-            it.session.abandon(reply)
-            assert it.session.newest_messages == said
-            await it.client.completions.create(model="policy", prompt=encode("e"))
-            assert it.session.newest_messages[0]["content"] == "e"
-
-    run(test())
+async def test_what_was_said_is_known_of_texts_and_without_what_nobody_got():
+    async with served("b", "d", "f") as it:
+        await it.client.completions.create(model="policy", prompt="a")
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        assert it.session.newest_messages == said
+        reply = await it.session.complete(TextRequest(prompt="abc"))
+        it.session.keep(reply)
+        assert it.session.newest_messages[-1]["content"] == "d"
+        it.session.abandon(reply)
+        assert it.session.newest_messages == said
+        await it.client.completions.create(model="policy", prompt=encode("e"))
+        assert it.session.newest_messages[0]["content"] == "e"
 
 
-def test_a_reply_is_no_longer_than_the_trajectory_may_be():
-    async def test() -> None:
-        async with served("x" * 50, "y", max_tokens=60) as it:
-            reply = await ask(it, [user("?")])
-            assert reply.choices[0].finish_reason == "length"
-            assert it.session.conversation.num_tokens == 60
-            with pytest.raises(openai.BadRequestError, match="60 at most") as caught:
-                await ask(it, [user("?"), reply.choices[0].message, user("and?")])
-            assert caught.value.code == "context_length_exceeded"
-
-    run(test())
+async def test_a_reply_is_no_longer_than_the_trajectory_may_be():
+    async with served("x" * 50, "y", max_tokens=60) as it:
+        reply = await ask(it, [user("?")])
+        assert reply.choices[0].finish_reason == "length"
+        assert it.session.conversation.num_tokens == 60
+        with pytest.raises(openai.BadRequestError, match="60 at most") as caught:
+            await ask(it, [user("?"), reply.choices[0].message, user("and?")])
+        assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_client_s_own_sampling_parameters_do_not_change_the_distribution():
-    async def test() -> None:
-        async with served("x") as it:
-            await ask(it, [user("?")], temperature=0.1, top_p=0.5, max_tokens=7, stop=["!"])
-            ((_, params),) = it.engine.asked
-            assert (params.temperature, params.top_p) == (1.0, 1.0)
-            assert (params.max_new_tokens, params.stop) == (7, ("!",))
-
-    run(test())
+async def test_a_client_s_own_sampling_parameters_do_not_change_the_distribution():
+    async with served("x") as it:
+        await ask(it, [user("?")], temperature=0.1, top_p=0.5, max_tokens=7, stop=["!"])
+        ((_, params),) = it.engine.asked
+        assert (params.temperature, params.top_p) == (1.0, 1.0)
+        assert (params.max_new_tokens, params.stop) == (7, ("!",))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_history(seed: int):
+async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_history(seed: int):
     """Continue, edit, cut, compact, call tools, ask in parallel, go away."""
     rng = random.Random(seed)
 
@@ -448,62 +385,56 @@ def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_histo
         reply = await ask(it, messages, tools=[LOOK], stream=False)
         return [*messages, reply.choices[0].message]
 
-    async def test() -> None:
-        says = [f"{text()}CALL {CALL}" if rng.random() < 0.3 else text() for _ in range(60)]
-        async with served(*says) as it:
-            histories: list[list[Any]] = [[]]
-            for _ in range(25):
-                history = list(rng.choice(histories))
-                match rng.choice(["on", "on", "on", "cut", "edit", "compact", "both", "leave"]):
-                    case "cut":
-                        history = history[: rng.randint(0, len(history))]
-                    case "edit" if history:
-                        history[rng.randrange(len(history))] = user(text())
-                    case "compact":
-                        history = [{"role": "system", "content": text()}, *history[-1:]]
-                    case "both":
-                        histories += await asyncio.gather(
-                            turn(it, [*history, user("1")]), turn(it, [*history, user("1")])
-                        )
-                        continue
-                    case "leave":
-                        it.engine.hold = asyncio.Event()
-                        call = asyncio.create_task(turn(it, [*history, user(text())]))
-                        await asyncio.sleep(rng.uniform(0, 0.01))
-                        call.cancel()
-                        it.engine.hold.set()
-                        await asyncio.gather(call, return_exceptions=True)
-                        await until_async(lambda: not it.session.in_flight)
-                        it.engine.hold = None
-                        continue
-                    case _:
-                        pass
-                histories.append(await turn(it, [*history, user(text())]))
-            conversation = it.session.conversation
-            ids = conversation.token_ids
-            trained = sorted(tuple(ids[t.first_token : t.end]) for t in conversation.turns)
-            sampled = sorted(tuple(reply) for _, reply in it.engine.sampled)
-            for one in trained:  # each as the engine sampled it, and no more often
-                sampled.remove(one)
-            assert len(sampled) == it.session.num_abandoned
-
-    run(test())
+    says = [f"{text()}CALL {CALL}" if rng.random() < 0.3 else text() for _ in range(60)]
+    async with served(*says) as it:
+        histories: list[list[Any]] = [[]]
+        for _ in range(25):
+            history = list(rng.choice(histories))
+            match rng.choice(["on", "on", "on", "cut", "edit", "compact", "both", "leave"]):
+                case "cut":
+                    history = history[: rng.randint(0, len(history))]
+                case "edit" if history:
+                    history[rng.randrange(len(history))] = user(text())
+                case "compact":
+                    history = [{"role": "system", "content": text()}, *history[-1:]]
+                case "both":
+                    histories += await asyncio.gather(
+                        turn(it, [*history, user("1")]), turn(it, [*history, user("1")])
+                    )
+                    continue
+                case "leave":
+                    it.engine.hold = asyncio.Event()
+                    call = asyncio.create_task(turn(it, [*history, user(text())]))
+                    await asyncio.sleep(rng.uniform(0, 0.01))
+                    call.cancel()
+                    it.engine.hold.set()
+                    await asyncio.gather(call, return_exceptions=True)
+                    await until_async(lambda: not it.session.in_flight)
+                    it.engine.hold = None
+                    continue
+                case _:
+                    pass
+            histories.append(await turn(it, [*history, user(text())]))
+        conversation = it.session.conversation
+        ids = conversation.token_ids
+        trained = sorted(tuple(ids[t.first_token : t.end]) for t in conversation.turns)
+        sampled = sorted(tuple(reply) for _, reply in it.engine.sampled)
+        for one in trained:  # each as the engine sampled it, and no more often
+            sampled.remove(one)
+        assert len(sampled) == it.session.num_abandoned
 
 
-def test_a_trajectory_takes_no_more_calls_at_a_time_than_it_may_have():
-    async def test() -> None:
-        async with served(*"abc", max_turns=2) as it:
-            it.engine.hold = asyncio.Event()
-            calls = [asyncio.create_task(ask(it, [user("?")])) for _ in range(2)]
-            await until_async(lambda: len(it.engine.asked) == 2)
-            with pytest.raises(openai.RateLimitError, match=r"environment\.max_turns"):
-                await ask(it, [user("?")])
-            await it.server.end(it.key)
-            assert it.session.conversation.num_tokens == 0
-            assert it.engine.num_cancelled == 2
-            await asyncio.gather(*calls, return_exceptions=True)
-
-    run(test())
+async def test_a_trajectory_takes_no_more_calls_at_a_time_than_it_may_have():
+    async with served(*"abc", max_turns=2) as it:
+        it.engine.hold = asyncio.Event()
+        calls = [asyncio.create_task(ask(it, [user("?")])) for _ in range(2)]
+        await until_async(lambda: len(it.engine.asked) == 2)
+        with pytest.raises(openai.RateLimitError, match=r"environment\.max_turns"):
+            await ask(it, [user("?")])
+        await it.server.end(it.key)
+        assert it.session.conversation.num_tokens == 0
+        assert it.engine.num_cancelled == 2
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 class Door:
@@ -545,46 +476,37 @@ class Door:
         return len(runner.server.connections) if runner and runner.server else 0
 
 
-def test_connections_past_a_bound_are_refused_and_counted(caplog: pytest.LogCaptureFixture):
-    async def test() -> None:
-        async with served("yes", max_connections=3) as it, Door(it) as door:
-            for _ in range(3):
-                await door.connect()
-            await until_async(lambda: door.num_open == 3)
-            for _ in range(20):
-                with suppress(ConnectionError):
-                    assert await (await door.connect()).read() == b""
-            with pytest.raises(openai.APIConnectionError):
-                await ask(it, [user("?")])
-            assert it.server.num_refused == 21
-            door.leave()
-            await until_async(lambda: door.num_open < 3)
-            assert (await ask(it, [user("?")])).choices[0].message.content == "yes"
-
-    run(test())
+async def test_connections_past_a_bound_are_refused_and_counted(caplog: pytest.LogCaptureFixture):
+    async with served("yes", max_connections=3) as it, Door(it) as door:
+        for _ in range(3):
+            await door.connect()
+        await until_async(lambda: door.num_open == 3)
+        for _ in range(20):
+            with suppress(ConnectionError):
+                assert await (await door.connect()).read() == b""
+        with pytest.raises(openai.APIConnectionError):
+            await ask(it, [user("?")])
+        assert it.server.num_refused == 21
+        door.leave()
+        await until_async(lambda: door.num_open < 3)
+        assert (await ask(it, [user("?")])).choices[0].message.content == "yes"
     assert len([one for one in caplog.messages if "3 are open, of all" in one]) == 1
 
 
-def test_one_trajectory_cannot_take_all_connections():
-    async def test() -> None:
-        async with served("yes", max_turns=2) as it, Door(it) as door:
-            other = it.server.open(it.session)
-            assert [await door.status(it.key) for _ in range(19)] == [*[200] * 18, 429]
-            assert await door.status(other) == 200
-            assert it.server.num_refused == 1
-            door.leave()
-            await until_async(lambda: door.num_open == 18)
-            assert await door.status(it.key) == 200
-            await it.server.end(it.key)  # with all that it has open
-            await until_async(lambda: door.num_open == 1)
-
-    run(test())
+async def test_one_trajectory_cannot_take_all_connections():
+    async with served("yes", max_turns=2) as it, Door(it) as door:
+        other = it.server.open(it.session)
+        assert [await door.status(it.key) for _ in range(19)] == [*[200] * 18, 429]
+        assert await door.status(other) == 200
+        assert it.server.num_refused == 1
+        door.leave()
+        await until_async(lambda: door.num_open == 18)
+        assert await door.status(it.key) == 200
+        await it.server.end(it.key)  # with all that it has open
+        await until_async(lambda: door.num_open == 1)
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: "])
-def test_a_connection_that_asks_nothing_is_closed(begun: bytes):
-    async def test() -> None:
-        async with served("yes", idle_s=0.05) as it, Door(it) as door:
-            assert await (await door.connect(begun)).read() == b""
-
-    run(test())
+async def test_a_connection_that_asks_nothing_is_closed(begun: bytes):
+    async with served("yes", idle_s=0.05) as it, Door(it) as door:
+        assert await (await door.connect(begun)).read() == b""

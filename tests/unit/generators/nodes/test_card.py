@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.generators.config import generator_settings
 from slipstream.generators.nodes.card import facts_of
 from slipstream.wire.process.cards import difference
 from tests.support.blank_model import write_blank_model
+from tests.support.generator_settings import generator_settings_of
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +19,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 def facts(model: Path, name: str = "generator-0", **sections: dict[str, Any]) -> dict[str, str]:
-    generators = {"device": "cpu", "nodes": 2, "sglang": {"tp_size": 2}}
-    settings = generator_settings(
-        {
-            "run": {"model": str(model)} | sections.pop("run", {}),
-            "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
-            "generators": generators | sections.pop("generators", {}),
-            **sections,
-        }
-    )
-    return facts_of(settings, name)
+    generators = {"nodes": 2, "sglang": {"tp_size": 2}} | sections.pop("generators", {})
+    return facts_of(generator_settings_of(model, generators=generators, **sections), name)
 
 
 def test_nodes_of_one_engine_have_all_in_common_wherever_the_model_is(

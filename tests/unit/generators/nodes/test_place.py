@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.nodes.place import NodePlace, place_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.blank_model import write_blank_model
+from tests.support.generator_settings import generator_settings_of
 
 WHERE = "10.0.0.1:29500"
 FAR = {"broker": "tcp://head:5555", "key_file": "gpu-7.key"}
@@ -16,23 +17,14 @@ FAR = {"broker": "tcp://head:5555", "key_file": "gpu-7.key"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_blank_model(folder, hidden=16, layers=1)
-    return folder
+    return tmp_path_factory.mktemp("model")
 
 
 def settings_of(
     model: Path, run: dict[str, Any] = FAR, nodes: int = 2, **sections: dict[str, Any]
 ) -> GeneratorSettings:
-    generators = {"device": "cpu", "nodes": nodes, "sglang": {"tp_size": 2}}
-    return generator_settings(
-        {
-            "run": {"model": str(model), **run},
-            "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
-            "generators": generators | sections.pop("generators", {}),
-            **sections,
-        }
-    )
+    generators = {"nodes": nodes, "sglang": {"tp_size": 2}} | sections.pop("generators", {})
+    return generator_settings_of(model, run=run, generators=generators, **sections)
 
 
 def test_a_command_line_names_a_place(model: Path):

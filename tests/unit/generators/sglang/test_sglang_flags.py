@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang import start_order
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.start_order import EngineNode, Flag, server_flags
@@ -12,17 +12,12 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.lora import LINEAR_LAYERS
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.blank_model import write_blank_model
+from tests.support.generator_settings import generator_settings_of
 
 
 def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, Flag]:
-    write_blank_model(model, hidden=16, layers=1)
-    settings = generator_settings(
-        {
-            "run": {"model": str(model)},
-            "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
-            "generators": {"device": "cpu", "sglang": sglang},
-            "weightbus": {"in_flight": in_flight},
-        }
+    settings = generator_settings_of(
+        model, generators={"sglang": sglang}, weightbus={"in_flight": in_flight}
     )
     return server_flags(settings, port=1, api_key="", seed_of="generator-0")
 
@@ -67,14 +62,7 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     ours = {"NCCL_IB_HCA": "mlx5", "SGLANG_LOGGING": "1", "HF_TOKEN": "h", "PLUGIN": "p", "X": "x"}
     for name, value in ours.items():
         monkeypatch.setenv(name, value)
-    write_blank_model(tmp_path, hidden=16, layers=1)
-    settings = generator_settings(
-        {
-            "run": {"model": str(tmp_path)},
-            "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
-            "generators": {"device": "cpu", "environment": ["PLUGIN"]},
-        }
-    )
+    settings = generator_settings_of(tmp_path, generators={"environment": ["PLUGIN"]})
     found = start_order.environment_of(settings, tmp_path)
     assert {name for name in ours if name in found} == {"NCCL_IB_HCA", "SGLANG_LOGGING", "PLUGIN"}
     assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"
@@ -90,26 +78,19 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
 def test_an_older_torch_has_the_prefix_tree_that_reads_its_types(
     torch: str, core: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    write_blank_model(tmp_path, hidden=16, layers=1)
-    settings = generator_settings(
-        {"run": {"model": str(tmp_path)}, "generators": {"device": "cpu"}}
-    )
-    monkeypatch.setattr(start_order, "version", lambda _package: torch)
+    settings = generator_settings_of(tmp_path)
     monkeypatch.delenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", raising=False)
-    found = start_order.environment_of(settings, tmp_path)
+    found = start_order.environment_of(settings, tmp_path, torch=torch)
     assert found.get("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND") == core
     monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "mine")
-    found = start_order.environment_of(settings, tmp_path)
+    found = start_order.environment_of(settings, tmp_path, torch=torch)
     assert found["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] == "mine"
 
 
 def test_no_watchdog_ends_an_engine_and_its_ranks_have_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    write_blank_model(tmp_path, hidden=16, layers=1)
-    settings = generator_settings(
-        {"run": {"model": str(tmp_path)}, "generators": {"device": "cpu", "sglang": {"tp_size": 2}}}
-    )
+    settings = generator_settings_of(tmp_path, generators={"sglang": {"tp_size": 2}})
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {7, 4, 5})
     found = start_order.environment_of(settings, tmp_path)
@@ -127,15 +108,8 @@ def test_on_a_cpu_the_tokens_bound_the_memory_and_not_a_share_of_what_is_free(tm
 
 def adapters(model: Path, hidden: int = 128, **changed: dict[str, object]) -> GeneratorSettings:
     write_blank_model(model, hidden=hidden, layers=1)
-    settings: dict[str, dict[str, object]] = {
-        "run": {"model": str(model), "max_staleness_steps": 3},
-        "lora": {"rank": 4},
-        "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
-        "generators": {"device": "cpu"},
-    }
-    return generator_settings(
-        {name: settings.get(name, {}) | changed.get(name, {}) for name in {*settings, *changed}}
-    )
+    lora = {"rank": 4} | changed.pop("lora", {})
+    return generator_settings_of(model, run={"max_staleness_steps": 3}, lora=lora, **changed)
 
 
 def test_an_engine_has_room_for_every_version_of_adapters_that_may_be_in_use(tmp_path: Path):
@@ -188,22 +162,15 @@ def test_adapters_beside_weights_that_an_engine_makes_up_are_refused(tmp_path: P
     path = tmp_path / "config.json"
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantized}))
-    run = {"model": str(tmp_path)}
     with pytest.raises(ConfigError, match=r'is quantized, .* set lora\.publish = "merged"'):
-        generator_settings({"run": run, "lora": {"rank": 4}, "generators": {"device": "cpu"}})
+        generator_settings_of(tmp_path, lora={"rank": 4})
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_node_of_an_engine_meets_the_others_at_one_address_and_nowhere_else(
     tmp_path: Path, number: int
 ):
-    write_blank_model(tmp_path, hidden=16, layers=1)
-    settings = generator_settings(
-        {
-            "run": {"model": str(tmp_path)},
-            "generators": {"device": "cpu", "nodes": 2, "sglang": {"tp_size": 2}},
-        }
-    )
+    settings = generator_settings_of(tmp_path, generators={"nodes": 2, "sglang": {"tp_size": 2}})
     received = None if number == 0 else tmp_path / "received"
     node = EngineNode(number, 2, Address("127.0.0.1", 40001), received)
     found = server_flags(settings, port=1, api_key="", seed_of="generator-0", node=node)
@@ -219,12 +186,6 @@ def test_a_node_of_an_engine_meets_the_others_at_one_address_and_nowhere_else(
 
 
 def test_an_engine_on_one_host_is_no_part_of_one_on_several(tmp_path: Path):
-    write_blank_model(tmp_path, hidden=16, layers=1)
-    settings = generator_settings(
-        {
-            "run": {"model": str(tmp_path)},
-            "generators": {"device": "cpu", "nodes": 2, "sglang": {"tp_size": 2}},
-        }
-    )
+    settings = generator_settings_of(tmp_path, generators={"nodes": 2, "sglang": {"tp_size": 2}})
     with pytest.raises(ConfigError, match=r"nodes = 2 is for the generators of a run"):
         SglangProcess.start(settings, "align")

@@ -97,16 +97,6 @@ def test_any_other_prompt_begins_a_branch_in_which_only_its_reply_is_chosen(prom
     header_of(it)
 
 
-def test_a_prompt_may_go_on_with_an_earlier_branch():
-    it = conversation()
-    it.add([1], reply(2))
-    it.add([7], reply(8))
-    it.add([1, 2, 3], reply(4))
-    assert it.token_ids == [1, 2, 3, 4, 7, 8]
-    assert it.branches == (4,)
-    header_of(it)
-
-
 def test_a_response_that_goes_on_is_one_turn():
     it = conversation()
     it.add([1, 2], reply(3, finish_reason="length"))

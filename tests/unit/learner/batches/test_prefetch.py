@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import Coroutine
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -32,86 +31,69 @@ class Payloads:
         return [f"{group}/{sibling}".encode() for group, sibling in keys]
 
 
-def run(scenario: Coroutine[object, object, None]) -> None:
-    asyncio.run(scenario)
-
-
 async def settle() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
 
 
-def test_payloads_of_the_step_are_handed_out_once():
-    async def scenario() -> None:
-        payloads = Payloads()
-        payloads.open.set()
-        prefetch = PayloadPrefetch(payloads.fetch)
-        prefetch.begin(7, KEYS)
-        await settle()
-        wanted = [(4, 0), (3, 0), (9, 0)]
-        assert await prefetch.take(7, wanted) == {(4, 0): b"4/0", (3, 0): b"3/0"}
-        assert await prefetch.take(7, wanted) == {}
-        assert payloads.asked == [KEYS]
-
-    run(scenario())
+async def test_payloads_of_the_step_are_handed_out_once():
+    payloads = Payloads()
+    payloads.open.set()
+    prefetch = PayloadPrefetch(payloads.fetch)
+    prefetch.begin(7, KEYS)
+    await settle()
+    wanted = [(4, 0), (3, 0), (9, 0)]
+    assert await prefetch.take(7, wanted) == {(4, 0): b"4/0", (3, 0): b"3/0"}
+    assert await prefetch.take(7, wanted) == {}
+    assert payloads.asked == [KEYS]
 
 
-def test_training_waits_for_payloads_that_are_on_their_way():
-    async def scenario() -> None:
-        payloads = Payloads()
-        prefetch = PayloadPrefetch(payloads.fetch)
-        prefetch.begin(7, KEYS)
-        taking = asyncio.create_task(prefetch.take(7, KEYS))
-        await settle()
-        assert not taking.done()
-        payloads.open.set()
-        assert set(await taking) == set(KEYS)
-
-    run(scenario())
+async def test_training_waits_for_payloads_that_are_on_their_way():
+    payloads = Payloads()
+    prefetch = PayloadPrefetch(payloads.fetch)
+    prefetch.begin(7, KEYS)
+    taking = asyncio.create_task(prefetch.take(7, KEYS))
+    await settle()
+    assert not taking.done()
+    payloads.open.set()
+    assert set(await taking) == set(KEYS)
 
 
 @pytest.mark.parametrize(
     ("step", "keys"), [(6, KEYS), (8, KEYS), (7, [(5, 0)])], ids=["older", "newer", "other groups"]
 )
-def test_payloads_of_another_step_or_of_other_groups_are_thrown_away_at_once(
+async def test_payloads_of_another_step_or_of_other_groups_are_thrown_away_at_once(
     step: int, keys: list[tuple[int, int]]
 ):
-    async def scenario() -> None:
-        payloads = Payloads()  # never opens
-        prefetch = PayloadPrefetch(payloads.fetch)
-        prefetch.begin(7, KEYS)
-        await settle()
-        assert await prefetch.take(step, keys) == {}
-        await settle()
-        assert payloads.cancelled == 1
-        assert await prefetch.take(7, KEYS) == {}
-
-    run(scenario())
+    payloads = Payloads()  # never opens
+    prefetch = PayloadPrefetch(payloads.fetch)
+    prefetch.begin(7, KEYS)
+    await settle()
+    assert await prefetch.take(step, keys) == {}
+    await settle()
+    assert payloads.cancelled == 1
+    assert await prefetch.take(7, KEYS) == {}
 
 
-def test_one_step_takes_the_place_of_another():
-    async def scenario() -> None:
-        payloads = Payloads()
-        prefetch = PayloadPrefetch(payloads.fetch)
-        prefetch.begin(7, KEYS)
-        await settle()
-        payloads.open.set()
-        prefetch.begin(8, [(9, 0)])
-        assert await prefetch.take(8, [(9, 0)]) == {(9, 0): b"9/0"}
-        assert payloads.asked == [KEYS, ((9, 0),)]
-
-    run(scenario())
+async def test_one_step_takes_the_place_of_another():
+    payloads = Payloads()
+    prefetch = PayloadPrefetch(payloads.fetch)
+    prefetch.begin(7, KEYS)
+    await settle()
+    payloads.open.set()
+    prefetch.begin(8, [(9, 0)])
+    assert await prefetch.take(8, [(9, 0)]) == {(9, 0): b"9/0"}
+    assert payloads.asked == [KEYS, ((9, 0),)]
 
 
-def test_payloads_that_could_not_be_prefetched_are_not_there(caplog: pytest.LogCaptureFixture):
-    async def scenario() -> None:
-        payloads = Payloads(PeerLostError("the broker is gone"))
-        payloads.open.set()
-        prefetch = PayloadPrefetch(payloads.fetch)
-        prefetch.begin(7, KEYS)
-        assert await prefetch.take(7, KEYS) == {}
-
-    run(scenario())
+async def test_payloads_that_could_not_be_prefetched_are_not_there(
+    caplog: pytest.LogCaptureFixture,
+):
+    payloads = Payloads(PeerLostError("the broker is gone"))
+    payloads.open.set()
+    prefetch = PayloadPrefetch(payloads.fetch)
+    prefetch.begin(7, KEYS)
+    assert await prefetch.take(7, KEYS) == {}
     assert "cannot prefetch the payloads of step 7: the broker is gone" in caplog.text
 
 

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,31 +39,32 @@ def test_gap_between_steps_is_kept():
     assert batches(3, 3, 5) == [(3, [0, 1]), (5, [2])]
 
 
-def check(*steps: int, until: int = 100) -> None:
-    refuse_partial_steps(steps, path=Path("a.trajectories"), until=until)
-
-
-def test_a_recording_of_whole_steps_in_a_row_is_taken():
-    check()
-    check(3, 3, 4, 4, 5, 5)
-    check(0, 0, 1, 1, 0, 0, 1, 1, 2, 2)  # trained again after a failure
-    check(NOT_TRAINED, NOT_TRAINED, NOT_TRAINED)
-    check(0, 0, NOT_TRAINED)
-
-
-def test_the_last_step_may_be_smaller_as_at_the_end_of_the_data():
-    check(0, 0, 1, 1, 2)
-    check(0, 0, 0, 1, NOT_TRAINED)
-
-
-def test_a_step_that_was_not_recorded_whole_is_refused_unless_the_run_ends_before_it():
-    with pytest.raises(
-        ConfigError,
-        match=r"step 1 of a\.trajectories has 1 groups, step 0 has 2: .*; run\.steps=1 ends before",
-    ):
-        check(0, 0, 1, 2, 2)
-    with pytest.raises(ConfigError, match=r"step 1 of a\.trajectories has 3 groups, step 0 has 2"):
-        check(0, 0, 1, 1, 1)
-    check(0, 0, 1, 2, 2, until=1)
-    with pytest.raises(ConfigError, match=r"a\.trajectories holds step 5 but not step 4"):
-        check(3, 3, 5, 5)
+@pytest.mark.parametrize(
+    ("steps", "until", "why"),
+    [
+        ((), 100, ""),
+        ((3, 3, 4, 4, 5, 5), 100, ""),
+        ((0, 0, 1, 1, 0, 0, 1, 1, 2, 2), 100, ""),  # trained again after a failure
+        ((NOT_TRAINED, NOT_TRAINED, NOT_TRAINED), 100, ""),
+        ((0, 0, NOT_TRAINED), 100, ""),
+        ((0, 0, 1, 1, 2), 100, ""),  # the last may be smaller, as at the end of the data
+        ((0, 0, 0, 1, NOT_TRAINED), 100, ""),
+        (
+            (0, 0, 1, 2, 2),
+            100,
+            r"step 1 of a\.trajectories has 1 groups, step 0 has 2: .*; run\.steps=1 ends before",
+        ),
+        ((0, 0, 1, 2, 2), 1, ""),
+        ((0, 0, 1, 1, 1), 100, r"step 1 of a\.trajectories has 3 groups, step 0 has 2"),
+        ((3, 3, 5, 5), 100, r"a\.trajectories holds step 5 but not step 4"),
+    ],
+)
+def test_steps_that_were_not_recorded_whole_are_refused_unless_the_run_ends_before_them(
+    steps: tuple[int, ...], until: int, why: str
+):
+    try:
+        refuse_partial_steps(steps, path=Path("a.trajectories"), until=until)
+        found = ""
+    except ConfigError as refusal:
+        found = str(refusal)
+    assert re.search(why or "^$", found), found

@@ -143,15 +143,21 @@ def test_a_layout_that_does_not_fit_is_refused(hf: HfConfig, learner: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("hf", "learner"),
+    ("hf", "learner", "layers"),
     [
-        (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 5}),
-        (EXPERTS, {"tensor_parallel": 2, "expert_parallel": 3, "expert_tensor_parallel": 3}),
-        (DENSE, {"pipeline_parallel": 2, "megatron": {"num_layers_in_last_pipeline_stage": 2}}),
+        (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 5}, (1, 1, 1, 1, 1)),
+        (EXPERTS, {"tensor_parallel": 2, "expert_parallel": 3, "expert_tensor_parallel": 3}, (5,)),
+        (
+            DENSE,
+            {"pipeline_parallel": 2, "megatron": {"num_layers_in_last_pipeline_stage": 2}},
+            (3, 2),
+        ),
     ],
 )
-def test_one_that_fits_is_taken(hf: HfConfig, learner: dict[str, object]):
-    refuse_layout(hf, LearnerSection(**learner))  # type: ignore[arg-type]  # TOML's types
+def test_one_that_fits_is_taken(hf: HfConfig, learner: dict[str, object], layers: tuple[int, ...]):
+    section = LearnerSection(**learner)  # type: ignore[arg-type]  # TOML's types
+    refuse_layout(hf, section)
+    assert stage_layers(hf, section) == layers
 
 
 def test_a_model_beside_the_policy_is_divided_as_far_as_the_settings_are_about_it():

@@ -40,14 +40,6 @@ def test_fused_projection_interleaves_query_key_and_value_by_group():
     assert fused.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
-def test_a_ranks_share_of_the_heads_fuses_to_its_share_of_the_fused_rows():
-    parts = [torch.randn(heads * 3, 5) for heads in (8, 4, 4)]
-    whole = fuse_qkv(*parts, num_groups=4)
-    for rank in range(2):
-        share = fuse_qkv(*(part.chunk(2)[rank] for part in parts), num_groups=2)
-        assert torch.equal(share, whole.chunk(2)[rank])
-
-
 def test_gate_comes_before_up():
     fused = fuse_gate_up(torch.zeros(2, 3), torch.ones(2, 3))
     assert fused[:, 0].tolist() == [0, 0, 1, 1]

@@ -44,43 +44,37 @@ async def starting(folder: Path) -> AsyncIterator[tuple[RelayLink, int]]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-def test_a_relay_that_starts_is_not_ended_by_a_learner_that_writes_meanwhile(tmp_path: Path):
-    async def body() -> None:
-        async with starting(tmp_path) as (link, pid):
-            for slot in (0, 1, 2):
-                await link.writing(slot)
-                assert is_relay(pid)
-
-    asyncio.run(body())
-
-
-def test_a_relay_that_may_serve_what_is_written_is_ended(tmp_path: Path):
-    async def body() -> None:
-        seen: list[RelayRequest] = []
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        async with starting(tmp_path) as (link, pid):
-            socket.bind(f"ipc://{tmp_path}/relay")
-
-            async def answer() -> None:  # but not that it knows the memory
-                while True:
-                    peer, *frames = await socket.recv_multipart()
-                    seen.append(request := decode_relay_request(b"".join(frames)))
-                    if isinstance(request, Alive):
-                        await socket.send_multipart([peer, encode(Ok(pid=pid))])
-
-            answering = asyncio.create_task(answer())
-            await until_async(lambda: any(isinstance(one, OpenMemory) for one in seen))
+async def test_a_relay_that_starts_is_not_ended_by_a_learner_that_writes_meanwhile(tmp_path: Path):
+    async with starting(tmp_path) as (link, pid):
+        for slot in (0, 1, 2):
+            await link.writing(slot)
             assert is_relay(pid)
-            await link.writing(0)
-            assert not is_relay(pid)
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-        socket.close()
-        context.term()
 
-    asyncio.run(body())
+
+async def test_a_relay_that_may_serve_what_is_written_is_ended(tmp_path: Path):
+    seen: list[RelayRequest] = []
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    async with starting(tmp_path) as (link, pid):
+        socket.bind(f"ipc://{tmp_path}/relay")
+
+        async def answer() -> None:  # but not that it knows the memory
+            while True:
+                peer, *frames = await socket.recv_multipart()
+                seen.append(request := decode_relay_request(b"".join(frames)))
+                if isinstance(request, Alive):
+                    await socket.send_multipart([peer, encode(Ok(pid=pid))])
+
+        answering = asyncio.create_task(answer())
+        await until_async(lambda: any(isinstance(one, OpenMemory) for one in seen))
+        assert is_relay(pid)
+        await link.writing(0)
+        assert not is_relay(pid)
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+    socket.close()
+    context.term()
 
 
 def test_a_store_that_does_not_answer_delays_no_publish_and_gets_the_newest_door(tmp_path: Path):

@@ -74,68 +74,56 @@ def test_a_fetch_that_is_cancelled_as_its_bucket_arrives_is_cancelled(tmp_path: 
 
 
 @pytest.mark.parametrize("first", ["refuses", "is silent", "is not there"])
-def test_a_door_that_fails_is_left_for_the_next_of_its_part(tmp_path: Path, first: str):
-    async def scenario() -> None:
-        async with (
-            door(tmp_path / "a", error="no", is_silent=first == "is silent") as a,
-            door(tmp_path / "b") as b,
-            door(tmp_path / "c") as c,
-            fetcher_at(tmp_path, timeout_s=1.0 if first == "is silent" else 600.0) as fetcher,
-        ):
-            if first == "is not there":
-                a = BulkDoor(endpoint=f"ipc://{tmp_path}/nowhere")
-            receiving = fetcher.receiving(MANIFEST, ((a, b), (c,)))
-            for _ in range(2):
-                assert bytes(memoryview(await receiving.fetch(0))) == b"b"
-                assert bytes(memoryview(await receiving.fetch(1))) == b"c"
-            assert fetcher.traffic.left_doors == 1
-            assert receiving.rejected(0, "wrong") is False, "it has no other door"
-
-    asyncio.run(scenario())
-
-
-def test_wrong_bytes_are_fetched_from_the_next_door(tmp_path: Path):
-    async def scenario() -> None:
-        async with (
-            door(tmp_path / "a") as a,
-            door(tmp_path / "b") as b,
-            fetcher_at(tmp_path) as fetcher,
-        ):
-            receiving = fetcher.receiving(MANIFEST, ((a, b), (a, b)))
-            assert bytes(memoryview(await receiving.fetch(0))) == b"a"
-            assert bytes(memoryview(await receiving.fetch(1))) == b"a"
-            assert receiving.rejected(0, "wrong")
+async def test_a_door_that_fails_is_left_for_the_next_of_its_part(tmp_path: Path, first: str):
+    async with (
+        door(tmp_path / "a", error="no", is_silent=first == "is silent") as a,
+        door(tmp_path / "b") as b,
+        door(tmp_path / "c") as c,
+        fetcher_at(tmp_path, timeout_s=1.0 if first == "is silent" else 600.0) as fetcher,
+    ):
+        if first == "is not there":
+            a = BulkDoor(endpoint=f"ipc://{tmp_path}/nowhere")
+        receiving = fetcher.receiving(MANIFEST, ((a, b), (c,)))
+        for _ in range(2):
             assert bytes(memoryview(await receiving.fetch(0))) == b"b"
-            assert receiving.rejected(1, "also wrong"), "it came from the door that was left"
-            assert fetcher.traffic.left_doors == 1
-            assert fetcher.traffic.rejected_buckets == 2
-            assert receiving.rejected(0, "wrong, too") is False
-
-    asyncio.run(scenario())
+            assert bytes(memoryview(await receiving.fetch(1))) == b"c"
+        assert fetcher.traffic.left_doors == 1
+        assert receiving.rejected(0, "wrong") is False, "it has no other door"
 
 
-def test_the_last_door_has_the_last_word(tmp_path: Path):
-    async def scenario() -> None:
-        async with door(tmp_path / "a", error="gone") as a, fetcher_at(tmp_path) as fetcher:
-            with pytest.raises(PublishError, match=r"bucket 0 of v1\.1: gone"):
-                await fetcher.receiving(MANIFEST, ((a,), (a,))).fetch(0)
+async def test_wrong_bytes_are_fetched_from_the_next_door(tmp_path: Path):
+    async with (
+        door(tmp_path / "a") as a,
+        door(tmp_path / "b") as b,
+        fetcher_at(tmp_path) as fetcher,
+    ):
+        receiving = fetcher.receiving(MANIFEST, ((a, b), (a, b)))
+        assert bytes(memoryview(await receiving.fetch(0))) == b"a"
+        assert bytes(memoryview(await receiving.fetch(1))) == b"a"
+        assert receiving.rejected(0, "wrong")
+        assert bytes(memoryview(await receiving.fetch(0))) == b"b"
+        assert receiving.rejected(1, "also wrong"), "it came from the door that was left"
+        assert fetcher.traffic.left_doors == 1
+        assert fetcher.traffic.rejected_buckets == 2
+        assert receiving.rejected(0, "wrong, too") is False
 
-    asyncio.run(scenario())
+
+async def test_the_last_door_has_the_last_word(tmp_path: Path):
+    async with door(tmp_path / "a", error="gone") as a, fetcher_at(tmp_path) as fetcher:
+        with pytest.raises(PublishError, match=r"bucket 0 of v1\.1: gone"):
+            await fetcher.receiving(MANIFEST, ((a,), (a,))).fetch(0)
 
 
-def test_a_part_without_a_door_and_a_door_without_a_key_are_refused(tmp_path: Path):
-    async def scenario() -> None:
-        far = BulkDoor(endpoint="tcp://127.0.0.1:9")
-        async with fetcher_at(tmp_path) as fetcher:
-            with pytest.raises(PublishError, match="has no door"):
-                fetcher.receiving(MANIFEST, ((far,),))
-            with pytest.raises(PublishError, match="proves no key"):
-                fetcher.receiving(MANIFEST, ((far,), (far,)))
-            keyed = BulkDoor(endpoint="tcp://127.0.0.1:9", key="k" * 40)
-            with pytest.raises(PublishError, match=r"run\.key_file"):
-                await fetcher.receiving(MANIFEST, ((keyed,), (keyed,))).fetch(0)
-
-    asyncio.run(scenario())
+async def test_a_part_without_a_door_and_a_door_without_a_key_are_refused(tmp_path: Path):
+    far = BulkDoor(endpoint="tcp://127.0.0.1:9")
+    async with fetcher_at(tmp_path) as fetcher:
+        with pytest.raises(PublishError, match="has no door"):
+            fetcher.receiving(MANIFEST, ((far,),))
+        with pytest.raises(PublishError, match="proves no key"):
+            fetcher.receiving(MANIFEST, ((far,), (far,)))
+        keyed = BulkDoor(endpoint="tcp://127.0.0.1:9", key="k" * 40)
+        with pytest.raises(PublishError, match=r"run\.key_file"):
+            await fetcher.receiving(MANIFEST, ((keyed,), (keyed,))).fetch(0)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -149,22 +137,19 @@ def test_a_part_without_a_door_and_a_door_without_a_key_are_refused(tmp_path: Pa
         ("anything", "k" * 40),
     ],
 )
-def test_a_door_to_which_nothing_can_connect_is_left_for_the_next(
+async def test_a_door_to_which_nothing_can_connect_is_left_for_the_next(
     tmp_path: Path, endpoint: str, key: str, is_plain: bool
 ):
-    async def scenario() -> None:
-        bad = BulkDoor(endpoint=endpoint, key=key, is_plain=is_plain)
-        public, secret = (half.decode() for half in zmq.curve_keypair())
-        own = ClientKey(name="own", role="generator", public=public, secret=secret, broker="")
-        async with door(tmp_path / "a") as a, fetcher_at(tmp_path, key=own) as fetcher:
-            receiving = fetcher.receiving(MANIFEST, ((bad, a), (a,)))
-            for _ in range(2):
-                assert bytes(memoryview(await receiving.fetch(0))) == b"a"
-            assert fetcher.traffic.left_doors == 1
-            with pytest.raises(PublishError):
-                await fetcher.receiving(MANIFEST, ((bad,), (a,))).fetch(0)
-
-    asyncio.run(scenario())
+    bad = BulkDoor(endpoint=endpoint, key=key, is_plain=is_plain)
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    own = ClientKey(name="own", role="generator", public=public, secret=secret, broker="")
+    async with door(tmp_path / "a") as a, fetcher_at(tmp_path, key=own) as fetcher:
+        receiving = fetcher.receiving(MANIFEST, ((bad, a), (a,)))
+        for _ in range(2):
+            assert bytes(memoryview(await receiving.fetch(0))) == b"a"
+        assert fetcher.traffic.left_doors == 1
+        with pytest.raises(PublishError):
+            await fetcher.receiving(MANIFEST, ((bad,), (a,))).fetch(0)
 
 
 @given(st.lists(st.integers(0, 4), max_size=30), st.integers(0, 9))

@@ -123,55 +123,45 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.staging.close()
 
 
-def test_a_version_is_received_when_every_host_has_it(agent: Agent):
-    async def scenario() -> None:
-        agent.others.answers.clear()
-        receiving = asyncio.create_task(agent.receive(1))
-        await asyncio.sleep(0.05)
-        assert not receiving.done()
-        agent.others.answers.set()
-        outcome = await receiving
-        ((receive, relay, may_be_read),) = agent.others.asked
-        assert (relay, may_be_read) == (RELAY, False)
-        assert outcome.error == ""
-        assert outcome.num_bytes == receive.manifest.num_bytes + FETCHED_THERE
-        assert (await agent.adopt(1)).error == ""
-
-    asyncio.run(scenario())
+async def test_a_version_is_received_when_every_host_has_it(agent: Agent):
+    agent.others.answers.clear()
+    receiving = asyncio.create_task(agent.receive(1))
+    await asyncio.sleep(0.05)
+    assert not receiving.done()
+    agent.others.answers.set()
+    outcome = await receiving
+    ((receive, relay, may_be_read),) = agent.others.asked
+    assert (relay, may_be_read) == (RELAY, False)
+    assert outcome.error == ""
+    assert outcome.num_bytes == receive.manifest.num_bytes + FETCHED_THERE
+    assert (await agent.adopt(1)).error == ""
 
 
-def test_a_failure_of_another_host_is_one_of_this_and_the_version_before_runs_on(agent: Agent):
-    async def scenario() -> None:
-        await agent.receive(1)
-        await agent.adopt(1)
-        agent.others.error = "node 1 (host b, rank 1): bucket 0 was wrong"
-        assert (await agent.receive(2)).error == agent.others.error
-        assert (await agent.adopt(2)).error == "v1.2 was not received"
-        assert agent.updates.adopted == PolicyVersion(1, 1)
-
-    asyncio.run(scenario())
-
-
-def test_a_failure_here_does_not_wait_for_the_other_hosts(agent: Agent):
-    async def scenario() -> None:
-        agent.others.answers.clear()
-        assert "digest" in (await agent.receive(1, wrong=True)).error
-
-    asyncio.run(scenario())
+async def test_a_failure_of_another_host_is_one_of_this_and_the_version_before_runs_on(
+    agent: Agent,
+):
+    await agent.receive(1)
+    await agent.adopt(1)
+    agent.others.error = "node 1 (host b, rank 1): bucket 0 was wrong"
+    assert (await agent.receive(2)).error == agent.others.error
+    assert (await agent.adopt(2)).error == "v1.2 was not received"
+    assert agent.updates.adopted == PolicyVersion(1, 1)
 
 
-def test_other_hosts_are_told_that_an_unanswered_load_may_still_read(agent: Agent):
-    async def scenario() -> None:
-        await agent.receive(1)
-        agent.failing = "in_folder"
-        assert "injected" in (await agent.adopt(1)).error
-        agent.failing = ""
-        await agent.receive(1)
-        assert (await agent.adopt(1)).error == ""
-        await agent.receive(2)
-        assert [may_be_read for _, _, may_be_read in agent.others.asked] == [False, True, False]
+async def test_a_failure_here_does_not_wait_for_the_other_hosts(agent: Agent):
+    agent.others.answers.clear()
+    assert "digest" in (await agent.receive(1, wrong=True)).error
 
-    asyncio.run(scenario())
+
+async def test_other_hosts_are_told_that_an_unanswered_load_may_still_read(agent: Agent):
+    await agent.receive(1)
+    agent.failing = "in_folder"
+    assert "injected" in (await agent.adopt(1)).error
+    agent.failing = ""
+    await agent.receive(1)
+    assert (await agent.adopt(1)).error == ""
+    await agent.receive(2)
+    assert [may_be_read for _, _, may_be_read in agent.others.asked] == [False, True, False]
 
 
 def test_a_folder_of_one_host_is_no_version_of_an_engine_on_several(agent: Agent):

@@ -20,30 +20,25 @@ def test_whole_files_pass_whatever_else_is_in_the_folder(tmp_path: Path):
     check_weight_files(tmp_path)
 
 
-def test_cut_off_file_is_refused_by_name_and_size_among_whole_ones(tmp_path: Path):
+@pytest.mark.parametrize(
+    "content",
+    [
+        safetensors(7, stated=9),
+        safetensors(7)[:-2],
+        safetensors(7)[:20],
+        safetensors(7) + b"more",
+        b"",
+        b"\xff" * 8,
+        b"\x05" + b"\x00" * 7 + b"{oops",
+    ],
+)
+def test_what_is_no_whole_file_is_refused_by_name_and_size_among_whole_ones(
+    tmp_path: Path, content: bytes
+):
     (tmp_path / "1.safetensors").write_bytes(safetensors(7))
-    (tmp_path / "2.safetensors").write_bytes(safetensors(7, stated=9))
-    with pytest.raises(EngineError, match=r"2\.safetensors \(\d+ bytes\) is no whole weight"):
-        check_weight_files(tmp_path)
-
-
-@pytest.mark.parametrize("change", [slice(0, -2), slice(0, 20)])
-def test_file_that_lost_its_end_is_refused(tmp_path: Path, change: slice):
-    (tmp_path / "model.safetensors").write_bytes(safetensors(7)[change])
-    with pytest.raises(EngineError, match=r"model\.safetensors \(\d+ bytes\) is no whole weight"):
-        check_weight_files(tmp_path)
-
-
-def test_file_that_is_longer_than_its_header_describes_is_refused(tmp_path: Path):
-    (tmp_path / "model.safetensors").write_bytes(safetensors(7) + b"more")
-    with pytest.raises(EngineError, match="is no whole weight file"):
-        check_weight_files(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x05" + b"\x00" * 7 + b"{oops"])
-def test_what_has_no_header_is_no_whole_file(tmp_path: Path, content: bytes):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(EngineError, match=r"model\.safetensors"):
+    (tmp_path / "2.safetensors").write_bytes(content)
+    why = rf"2\.safetensors(:| \({len(content)} bytes\) is no whole weight file)"
+    with pytest.raises(EngineError, match=why):
         check_weight_files(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Messages of many peers, taken at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,18 +37,10 @@ class Ends:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Callable[[Ends], Awaitable[None]]], None]]:
-    def run(scenario: Callable[[Ends], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            ends = Ends(tmp_path)
-            try:
-                await scenario(ends)
-            finally:
-                ends.close()
-
-        asyncio.run(whole())
-
-    return run
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    made = Ends(tmp_path)
+    yield made
+    made.close()
 
 
 async def until_taken(ends: Ends, count: int) -> None:
@@ -57,64 +49,52 @@ async def until_taken(ends: Ends, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_all_messages_are_taken_in_order_and_answered(run: Callable[..., None]):
-    async def scenario(ends: Ends) -> None:
-        def take(frames: list[zmq.Frame]) -> None:
-            ends.taken.append([frame.bytes for frame in frames])
-            ends.router.send(b"peer", b"heard", frames[1].bytes)
+async def test_all_messages_are_taken_in_order_and_answered(ends: Ends):
+    def take(frames: list[zmq.Frame]) -> None:
+        ends.taken.append([frame.bytes for frame in frames])
+        ends.router.send(b"peer", b"heard", frames[1].bytes)
 
-        running = asyncio.create_task(ends.router.run(take))
-        for burst in range(3):
-            for number in range(COUNT):
-                ends.peer.send(b"%d" % (burst * COUNT + number))
-            await until_taken(ends, (burst + 1) * COUNT)
-            numbers = range(burst * COUNT, (burst + 1) * COUNT)
-            answers = [ends.peer.recv_multipart() for _ in numbers]  # a queue holds 1000
-            assert answers == [[b"heard", b"%d" % number] for number in numbers]
-        assert [int(body) for _, body in ends.taken] == list(range(3 * COUNT))
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-
-    run(scenario)
+    running = asyncio.create_task(ends.router.run(take))
+    for burst in range(3):
+        for number in range(COUNT):
+            ends.peer.send(b"%d" % (burst * COUNT + number))
+        await until_taken(ends, (burst + 1) * COUNT)
+        numbers = range(burst * COUNT, (burst + 1) * COUNT)
+        answers = [ends.peer.recv_multipart() for _ in numbers]  # a queue holds 1000
+        assert answers == [[b"heard", b"%d" % number] for number in numbers]
+    assert [int(body) for _, body in ends.taken] == list(range(3 * COUNT))
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
 
 
-def test_what_arrives_while_something_is_sent_is_not_forgotten(run: Callable[..., None]):
-    async def scenario(ends: Ends) -> None:
-        running = asyncio.create_task(
-            ends.router.run(lambda frames: ends.taken.append([one.bytes for one in frames]))
-        )
-        ends.peer.send(b"first")
-        await until_taken(ends, 1)
-        for number in range(50):  # the descriptor may be read by the send
-            ends.peer.send(b"%d" % number)
-            ends.router.send(b"peer", b"x")
-            await until_taken(ends, number + 2)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-
-    run(scenario)
+async def test_what_arrives_while_something_is_sent_is_not_forgotten(ends: Ends):
+    running = asyncio.create_task(
+        ends.router.run(lambda frames: ends.taken.append([one.bytes for one in frames]))
+    )
+    ends.peer.send(b"first")
+    await until_taken(ends, 1)
+    for number in range(50):  # the descriptor may be read by the send
+        ends.peer.send(b"%d" % number)
+        ends.router.send(b"peer", b"x")
+        await until_taken(ends, number + 2)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
 
 
-def test_a_peer_that_is_not_there_is_an_error(run: Callable[..., None]):
-    async def scenario(ends: Ends) -> None:
-        await asyncio.sleep(0)
-        with pytest.raises(zmq.ZMQError):
-            ends.router.send(b"nobody", b"x")
-
-    run(scenario)
+async def test_a_peer_that_is_not_there_is_an_error(ends: Ends):
+    await asyncio.sleep(0)
+    with pytest.raises(zmq.ZMQError):
+        ends.router.send(b"nobody", b"x")
 
 
 @pytest.mark.parametrize("error", [ValueError, zmq.Again])
-def test_an_error_of_the_taker_ends_it(run: Callable[..., None], error: type[Exception]):
-    async def scenario(ends: Ends) -> None:
-        def take(_frames: list[zmq.Frame]) -> None:
-            raise error
+async def test_an_error_of_the_taker_ends_it(ends: Ends, error: type[Exception]):
+    def take(_frames: list[zmq.Frame]) -> None:
+        raise error
 
-        ends.peer.send(b"x")
-        with pytest.raises(error):
-            async with asyncio.timeout(20):
-                await ends.router.run(take)
-
-    run(scenario)
+    ends.peer.send(b"x")
+    with pytest.raises(error):
+        async with asyncio.timeout(20):
+            await ends.router.run(take)

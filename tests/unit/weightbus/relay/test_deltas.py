@@ -61,11 +61,11 @@ class Relay:
 
 
 @asynccontextmanager
-async def running(relay: Relay) -> AsyncIterator[Relay]:
-    """Run its deltas, from version 0 on."""
+async def running(relay: Relay, *, index: int = 0) -> AsyncIterator[Relay]:
+    """Run its deltas, from version 0 on; ``index`` is a bucket that it has."""
     relay.publish(0)
     task = asyncio.create_task(relay.deltas.run())
-    assert await relay.ask(None, 0) is None
+    assert await relay.ask(None, 0, index) is None
     await relay.encoded(0)
     try:
         yield relay
@@ -75,132 +75,108 @@ async def running(relay: Relay) -> AsyncIterator[Relay]:
             await task
 
 
-def test_a_request_waits_for_the_step_that_is_computed(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(Relay(tmp_path)) as relay:
-            relay.publish(1)
-            found = await asyncio.gather(*(relay.ask(0, 1, index) for index in (1, 0)))
-            other, first = found
-            assert first is not None
-            assert (first.base, first.num_steps, first.whole) == (v(0), 1, frozenset())
-            assert [bool(frame) for frame in first.frames] == [True, False]  # of w1 nothing changed
-            assert other is not None
-            assert other.frames == [b""]
-
-    asyncio.run(scenario())
+async def test_a_request_waits_for_the_step_that_is_computed(tmp_path: Path):
+    async with running(Relay(tmp_path)) as relay:
+        relay.publish(1)
+        found = await asyncio.gather(*(relay.ask(0, 1, index) for index in (1, 0)))
+        other, first = found
+        assert first is not None
+        assert (first.base, first.num_steps, first.whole) == (v(0), 1, frozenset())
+        assert [bool(frame) for frame in first.frames] == [True, False]  # of w1 nothing changed
+        assert other is not None
+        assert other.frames == [b""]
 
 
-def test_no_more_steps_are_kept_than_set(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(Relay(tmp_path, steps=3)) as relay:
-            for step in range(1, 6):
-                relay.publish(step)
-                assert await relay.ask(None, step) is None
-                await relay.encoded(step)
-            for base, steps in ((5, 0), (4, 1), (3, 2), (2, 3)):
-                found = await relay.ask(base, 5)
-                assert found is not None
-                assert found.num_steps == steps
-                assert len(found.frames) == 2 * steps
-            for base in (1, 0, 77):
-                assert await relay.ask(base, 5) is None
-            assert relay.deltas.whole_because[NOT_KEPT] == 3
-            assert relay.deltas.num_sent == 4
-
-    asyncio.run(scenario())
+async def test_no_more_steps_are_kept_than_set(tmp_path: Path):
+    async with running(Relay(tmp_path, steps=3)) as relay:
+        for step in range(1, 6):
+            relay.publish(step)
+            assert await relay.ask(None, step) is None
+            await relay.encoded(step)
+        for base, steps in ((5, 0), (4, 1), (3, 2), (2, 3)):
+            found = await relay.ask(base, 5)
+            assert found is not None
+            assert found.num_steps == steps
+            assert len(found.frames) == 2 * steps
+        for base in (1, 0, 77):
+            assert await relay.ask(base, 5) is None
+        assert relay.deltas.whole_because[NOT_KEPT] == 3
+        assert relay.deltas.num_sent == 4
 
 
-def test_no_more_bytes_are_kept_than_set(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(Relay(tmp_path, steps=9, most_bytes=2_000)) as relay:
-            for step in range(1, 5):
-                relay.publish(step, count=600)
-                await relay.encoded(step)
-                assert sum(one.num_bytes for one in relay.deltas._steps) <= 2_000
-            assert await relay.ask(3, 4) is not None
-            assert await relay.ask(0, 4) is None
-            relay.publish(5, count=4_000)
-            await relay.encoded(5)  # that step alone is larger: w0 comes whole
+async def test_no_more_bytes_are_kept_than_set(tmp_path: Path):
+    async with running(Relay(tmp_path, steps=9, most_bytes=2_000)) as relay:
+        for step in range(1, 5):
+            relay.publish(step, count=600)
+            await relay.encoded(step)
             assert sum(one.num_bytes for one in relay.deltas._steps) <= 2_000
-
-    asyncio.run(scenario())
-
-
-def test_a_tensor_comes_whole_where_its_deltas_are_longer(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(Relay(tmp_path)) as relay:
-            relay.publish(1, count=4_000)
-            found = await relay.ask(0, 1)
-            assert found is not None
-            assert found.whole == {0}
-            assert [len(frame) for frame in found.frames] == [4_000, 0]
-            relay.publish(2, count=8_000)
-            assert await relay.ask(1, 2) is None
-            assert relay.deltas.whole_because["the deltas are no shorter"] == 1
-
-    asyncio.run(scenario())
+        assert await relay.ask(3, 4) is not None
+        assert await relay.ask(0, 4) is None
+        relay.publish(5, count=4_000)
+        await relay.encoded(5)  # that step alone is larger: w0 comes whole
+        assert sum(one.num_bytes for one in relay.deltas._steps) <= 2_000
 
 
-def test_a_version_that_could_not_be_read_is_passed_over(tmp_path: Path):
-    async def scenario() -> None:
-        async with running(Relay(tmp_path)) as relay:
-            slow = relay.versions.read()
-            relay.publish(1)
-            await relay.encoded(1)
-            slower = relay.versions.read()
-            relay.publish(2)  # two others are being read
-            assert slow is not None
-            assert slower is not None
-            waiting = asyncio.create_task(relay.ask(1, 2))
-            await asyncio.sleep(0)
-            relay.publish(3)
-            assert await waiting is None  # nobody will compute it
-            await slow.end()
-            await relay.encoded(3)
-            found = await relay.ask(1, 3)
-            assert found is not None
-            assert found.num_steps == 1
-            assert await relay.ask(2, 3) is None
-            await slower.end()
-
-    asyncio.run(scenario())
+async def test_a_tensor_comes_whole_where_its_deltas_are_longer(tmp_path: Path):
+    async with running(Relay(tmp_path)) as relay:
+        relay.publish(1, count=4_000)
+        found = await relay.ask(0, 1)
+        assert found is not None
+        assert found.whole == {0}
+        assert [len(frame) for frame in found.frames] == [4_000, 0]
+        relay.publish(2, count=8_000)
+        assert await relay.ask(1, 2) is None
+        assert relay.deltas.whole_because["the deltas are no shorter"] == 1
 
 
-def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path):
-    async def scenario() -> None:
-        relay = Relay(tmp_path, wait_s=0.0)
-        async with running(relay):
-            relay.publish(1)
-            assert await relay.ask(0, 1) is None
-        why = "what changed was not computed in half of weightbus.timeout_s"
-        assert relay.deltas.whole_because[why] == 1
+async def test_a_version_that_could_not_be_read_is_passed_over(tmp_path: Path):
+    async with running(Relay(tmp_path)) as relay:
+        slow = relay.versions.read()
+        relay.publish(1)
+        await relay.encoded(1)
+        slower = relay.versions.read()
+        relay.publish(2)  # two others are being read
+        assert slow is not None
+        assert slower is not None
+        waiting = asyncio.create_task(relay.ask(1, 2))
+        await asyncio.sleep(0)
+        relay.publish(3)
+        assert await waiting is None  # nobody will compute it
+        await slow.end()
+        await relay.encoded(3)
+        found = await relay.ask(1, 3)
+        assert found is not None
+        assert found.num_steps == 1
+        assert await relay.ask(2, 3) is None
+        await slower.end()
 
-    asyncio.run(scenario())
+
+async def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path):
+    relay = Relay(tmp_path, wait_s=0.0)
+    async with running(relay):
+        relay.publish(1)
+        assert await relay.ask(0, 1) is None
+    why = "what changed was not computed in half of weightbus.timeout_s"
+    assert relay.deltas.whole_because[why] == 1
 
 
 @pytest.mark.parametrize("base", [None, 0, 1])
-def test_deltas_can_be_disabled(tmp_path: Path, base: int | None):
-    async def scenario() -> None:
-        relay = Relay(tmp_path, steps=0)
-        relay.publish(1)
-        assert await relay.ask(base, 1) is None
-        assert relay.deltas.whole_because == {"deltas are disabled": 1}
-
-    asyncio.run(scenario())
+async def test_deltas_can_be_disabled(tmp_path: Path, base: int | None):
+    relay = Relay(tmp_path, steps=0)
+    relay.publish(1)
+    assert await relay.ask(base, 1) is None
+    assert relay.deltas.whole_because == {"deltas are disabled": 1}
 
 
-def test_agents_that_ask_for_none_cost_nothing(tmp_path: Path):
-    async def scenario() -> None:
-        relay = Relay(tmp_path)
-        relay.publish(1)
-        publication = relay.versions.find(v(1))
-        assert publication is not None
-        request = FetchBucket(version=v(1), index=0)
-        assert await relay.deltas.delta(request, publication) is None
-        assert relay.deltas._left == 0
-        assert not relay.deltas.whole_because
-
-    asyncio.run(scenario())
+async def test_agents_that_ask_for_none_cost_nothing(tmp_path: Path):
+    relay = Relay(tmp_path)
+    relay.publish(1)
+    publication = relay.versions.find(v(1))
+    assert publication is not None
+    request = FetchBucket(version=v(1), index=0)
+    assert await relay.deltas.delta(request, publication) is None
+    assert relay.deltas._left == 0
+    assert not relay.deltas.whole_because
 
 
 class PartOf(Relay):
@@ -228,13 +204,8 @@ class PartOf(Relay):
         self.versions.written(1, step % 3, v(step))
 
 
-def test_a_part_has_deltas_of_its_own_buckets(tmp_path: Path):
-    async def scenario() -> None:
-        relay = PartOf(tmp_path)
-        relay.publish(0)
-        task = asyncio.create_task(relay.deltas.run())
-        assert await relay.ask(None, 0, 1) is None
-        await relay.encoded(0)
+async def test_a_part_has_deltas_of_its_own_buckets(tmp_path: Path):
+    async with running(PartOf(tmp_path), index=1) as relay:
         for step in range(1, 6):
             relay.publish(step)
             found = await relay.ask(step - 1, step, 1)
@@ -245,19 +216,10 @@ def test_a_part_has_deltas_of_its_own_buckets(tmp_path: Path):
             data[:1] = relay._bytes[:1] ^ step
             apply_delta(memoryview(found.frames[0]), data.numpy().data, 2)
             assert torch.equal(data, relay._bytes)
-        task.cancel()
-        await asyncio.wait({task})
-
-    asyncio.run(scenario())
 
 
-def test_a_version_that_a_part_overwrites_while_it_is_read_ends_the_chain(tmp_path: Path):
-    async def scenario() -> None:
-        relay = PartOf(tmp_path)
-        relay.publish(0)
-        task = asyncio.create_task(relay.deltas.run())
-        assert await relay.ask(None, 0, 1) is None
-        await relay.encoded(0)
+async def test_a_version_that_a_part_overwrites_while_it_is_read_ends_the_chain(tmp_path: Path):
+    async with running(PartOf(tmp_path), index=1) as relay:
         relay.publish(1)
         while relay.deltas._head is not None:  # noqa: ASYNC110 until it is being read
             await asyncio.sleep(0)
@@ -267,7 +229,3 @@ def test_a_version_that_a_part_overwrites_while_it_is_read_ends_the_chain(tmp_pa
             await relay.encoded(step)
         assert await relay.ask(0, 3, 1) is None
         assert await relay.ask(2, 3, 1) is not None
-        task.cancel()
-        await asyncio.wait({task})
-
-    asyncio.run(scenario())

@@ -82,33 +82,27 @@ class Head:
         self.take(part, PartHeld(command_id=hold.command_id, digests=digests))
 
 
-def test_a_version_is_held_once_every_part_has_answered_with_its_digests():
-    async def body() -> None:
-        head = Head()
-        holding = await head.holding()
-        for part in (1, 2):
-            assert not holding.done()
-            head.answer(part, **{f"w{part}": "d"})
-        assert await holding == {"w1": "d", "w2": "d"}
-        assert [door.endpoint for door in head.parts.doors()] == [
-            "tcp://10.0.0.1:5600",
-            "tcp://10.0.0.2:5600",
-        ]
-
-    asyncio.run(body())
+async def test_a_version_is_held_once_every_part_has_answered_with_its_digests():
+    head = Head()
+    holding = await head.holding()
+    for part in (1, 2):
+        assert not holding.done()
+        head.answer(part, **{f"w{part}": "d"})
+    assert await holding == {"w1": "d", "w2": "d"}
+    assert [door.endpoint for door in head.parts.doors()] == [
+        "tcp://10.0.0.1:5600",
+        "tcp://10.0.0.2:5600",
+    ]
 
 
-def test_a_part_that_is_restarted_fails_a_hold_at_once_and_the_others_are_released():
-    async def body() -> None:
-        head = Head()
-        holding = await head.holding()
-        head.answer(1, w1="d")
-        head.take(2, state(2, "second"))
-        with pytest.raises(PublishError, match="part 2 was restarted"):
-            await holding
-        assert head.sent[1][-1] == Release(epoch=1, version=VERSION)
-
-    asyncio.run(body())
+async def test_a_part_that_is_restarted_fails_a_hold_at_once_and_the_others_are_released():
+    head = Head()
+    holding = await head.holding()
+    head.answer(1, w1="d")
+    head.take(2, state(2, "second"))
+    with pytest.raises(PublishError, match="part 2 was restarted"):
+        await holding
+    assert head.sent[1][-1] == Release(epoch=1, version=VERSION)
 
 
 def test_no_part_takes_the_place_of_one_that_is_missing():
@@ -156,24 +150,21 @@ def test_a_head_without_a_broker_sends_no_keys_and_confirms_none():
     assert sent == [PartHeard(relay="head")]
 
 
-def test_a_part_that_connects_again_is_asked_again_and_its_late_answer_counts():
-    async def body() -> None:
-        head = Head()
-        holding = await head.holding()
-        head.answer(1, w1="d")
-        (asked,) = head.holds_of(2)
-        head.take(2, state(2), peer=b"second")  # its answer went into the first connection
-        assert head.holds_of(2) == [asked, asked]
-        assert len(head.holds_of(1)) == 1
-        head.take(2, state(2), peer=b"second")
-        assert head.holds_of(2) == [asked, asked], "asked at every report"
-        head.answer(2, w2="d")
-        head.answer(2, w2="d")  # both came
-        assert await holding == {"w1": "d", "w2": "d"}
-        head.take(2, state(2), peer=b"third")
-        assert head.holds_of(2) == [asked, asked], "asked for what was answered"
-
-    asyncio.run(body())
+async def test_a_part_that_connects_again_is_asked_again_and_its_late_answer_counts():
+    head = Head()
+    holding = await head.holding()
+    head.answer(1, w1="d")
+    (asked,) = head.holds_of(2)
+    head.take(2, state(2), peer=b"second")  # its answer went into the first connection
+    assert head.holds_of(2) == [asked, asked]
+    assert len(head.holds_of(1)) == 1
+    head.take(2, state(2), peer=b"second")
+    assert head.holds_of(2) == [asked, asked], "asked at every report"
+    head.answer(2, w2="d")
+    head.answer(2, w2="d")  # both came
+    assert await holding == {"w1": "d", "w2": "d"}
+    head.take(2, state(2), peer=b"third")
+    assert head.holds_of(2) == [asked, asked], "asked for what was answered"
 
 
 @pytest.mark.parametrize(
@@ -184,35 +175,29 @@ def test_a_part_that_connects_again_is_asked_again_and_its_late_answer_counts():
         ({}, "part 2 of the learner has no digest of its tensor w2"),
     ],
 )
-def test_a_part_speaks_for_its_own_tensors_alone(digests: dict[str, str], why: str):
-    async def body() -> None:
-        head = Head()
-        holding = await head.holding()
-        head.answer(1, w1="d")
-        head.answer(2, **digests)
-        with pytest.raises(PublishError, match=why):
-            await holding
-        assert head.sent[1][-1] == Release(epoch=1, version=VERSION)
-
-    asyncio.run(body())
-
-
-def test_a_version_whose_release_was_lost_is_released_at_the_next_report():
-    async def body() -> None:
-        head = Head()
-        holding = await head.holding()
-        head.take(1, state(1, held=(VERSION,)))
-        assert Release(epoch=1, version=VERSION) not in head.sent[1], "while it is being held"
-        for part in (1, 2):
-            head.answer(part, **{f"w{part}": "d"})
+async def test_a_part_speaks_for_its_own_tensors_alone(digests: dict[str, str], why: str):
+    head = Head()
+    holding = await head.holding()
+    head.answer(1, w1="d")
+    head.answer(2, **digests)
+    with pytest.raises(PublishError, match=why):
         await holding
-        head.take(1, state(1, held=(VERSION,)))
-        assert Release(epoch=1, version=VERSION) not in head.sent[1]
-        head.parts.release(VERSION)
-        for _ in range(2):
-            head.take(2, state(2, held=(VERSION,)))
-            assert head.sent[2][-1] == Release(epoch=1, version=VERSION)
-        head.take(2, state(2))
-        assert isinstance(head.sent[2][-1], PartHeard)
+    assert head.sent[1][-1] == Release(epoch=1, version=VERSION)
 
-    asyncio.run(body())
+
+async def test_a_version_whose_release_was_lost_is_released_at_the_next_report():
+    head = Head()
+    holding = await head.holding()
+    head.take(1, state(1, held=(VERSION,)))
+    assert Release(epoch=1, version=VERSION) not in head.sent[1], "while it is being held"
+    for part in (1, 2):
+        head.answer(part, **{f"w{part}": "d"})
+    await holding
+    head.take(1, state(1, held=(VERSION,)))
+    assert Release(epoch=1, version=VERSION) not in head.sent[1]
+    head.parts.release(VERSION)
+    for _ in range(2):
+        head.take(2, state(2, held=(VERSION,)))
+        assert head.sent[2][-1] == Release(epoch=1, version=VERSION)
+    head.take(2, state(2))
+    assert isinstance(head.sent[2][-1], PartHeard)

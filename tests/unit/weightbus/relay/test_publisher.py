@@ -47,54 +47,51 @@ async def forget(_record: PublishRecord) -> None:
     pass
 
 
-def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event(
+async def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    async def body() -> None:
-        parts = LosingParts(relay="head", timeout_s=NEVER_S)
-        versions = Versions(tmp_path, parts=parts)
-        memory = SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
-        versions.open(
-            OpenMemory(
-                epoch=1,
-                path=memory.path,
-                layout=LAYOUT,
-                num_slots=3,
-                whole=VERSION,
-                part_keys=("a-key",),
-            )
+    parts = LosingParts(relay="head", timeout_s=NEVER_S)
+    versions = Versions(tmp_path, parts=parts)
+    memory = SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
+    versions.open(
+        OpenMemory(
+            epoch=1,
+            path=memory.path,
+            layout=LAYOUT,
+            num_slots=3,
+            whole=VERSION,
+            part_keys=("a-key",),
         )
-        door = BulkDoor(endpoint="tcp://10.0.0.2:5600", key="k")
-        versions.heard(
-            PartState(part=1, epoch=1, incarnation="first", door=door, whole=(VERSION,)), 0.0
-        )
-        publisher = Publisher(
-            WeightBusSection(fanout=1),
-            versions,
-            on_record=forget,
-            libraries=Libraries("2"),
-            parts=parts,
-        )
-        join = Join(
-            name="g",
-            incarnation="one",
-            device="cpu",
-            torch_version="2",
-            transport="tcp",
-            forward=BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
-        )
-        publisher._joined(Sender(b"peer", NoRouter(), "", "its-key"), join)  # type: ignore[arg-type]
-        async with asyncio.TaskGroup() as group:
-            serving = group.create_task(publisher._serve_due(group))
-            await until_async(lambda: parts.num_holds == 2)
-            serving.cancel()
-        (state,) = publisher.states()
-        assert (state.state, state.reason) == ("behind", "")
-        assert publisher._chains.place(VERSION, "other") is None, "behind one that was not served"
-        waits = [one for one in caplog.messages if "waits" in one]
-        assert waits == ["v1.3 waits: v1.3 is not whole there"], "once per reason"
-
-    asyncio.run(body())
+    )
+    door = BulkDoor(endpoint="tcp://10.0.0.2:5600", key="k")
+    versions.heard(
+        PartState(part=1, epoch=1, incarnation="first", door=door, whole=(VERSION,)), 0.0
+    )
+    publisher = Publisher(
+        WeightBusSection(fanout=1),
+        versions,
+        on_record=forget,
+        libraries=Libraries("2"),
+        parts=parts,
+    )
+    join = Join(
+        name="g",
+        incarnation="one",
+        device="cpu",
+        torch_version="2",
+        transport="tcp",
+        forward=BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
+    )
+    publisher._joined(Sender(b"peer", NoRouter(), "", "its-key"), join)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(publisher._serve_due(group))
+        await until_async(lambda: parts.num_holds == 2)
+        serving.cancel()
+    (state,) = publisher.states()
+    assert (state.state, state.reason) == ("behind", "")
+    assert publisher._chains.place(VERSION, "other") is None, "behind one that was not served"
+    waits = [one for one in caplog.messages if "waits" in one]
+    assert waits == ["v1.3 waits: v1.3 is not whole there"], "once per reason"
 
 
 class Swallowing:

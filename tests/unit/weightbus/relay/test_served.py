@@ -76,21 +76,18 @@ def test_a_former_learners_version_stays_at_a_part_while_it_is_held(tmp_path: Pa
     assert versions.find(before) is None
 
 
-def test_a_version_keeps_its_probe_also_in_another_relay(tmp_path: Path):
+async def test_a_version_keeps_its_probe_also_in_another_relay(tmp_path: Path):
     probe = ProbeLogprobs(sequences=((1, 2, 3),), logprobs=((-0.5,),), num_context=2)
     mine = memory()
 
-    async def body() -> None:
-        versions = Versions(tmp_path / "first")
-        versions.open(shown(mine, 1, 3))
-        assert versions.read().publication.probe is None
-        versions.written(1, versions.reserve(1), PolicyVersion(1, 4), probe)
-        assert versions.read().publication.probe == probe
-        another = Versions(tmp_path / "second")
-        another.open(replace(shown(mine, 1, 4), probe=probe))
-        assert another.read().publication.probe == probe
-
-    asyncio.run(body())
+    versions = Versions(tmp_path / "first")
+    versions.open(shown(mine, 1, 3))
+    assert versions.read().publication.probe is None
+    versions.written(1, versions.reserve(1), PolicyVersion(1, 4), probe)
+    assert versions.read().publication.probe == probe
+    another = Versions(tmp_path / "second")
+    another.open(replace(shown(mine, 1, 4), probe=probe))
+    assert another.read().publication.probe == probe
 
 
 def test_waiter_for_a_change_is_woken_once_per_change(tmp_path: Path):
@@ -101,19 +98,16 @@ def test_waiter_for_a_change_is_woken_once_per_change(tmp_path: Path):
     assert not versions.changed.is_set()
 
 
-def test_copies_on_a_gpu_go_with_the_last_reader(tmp_path: Path):
-    async def body() -> None:
-        versions, mine = Versions(tmp_path), memory()
-        versions.open(shown(mine, 1, 3))
-        first, second = versions.read(), versions.read()
-        assert first is not None
-        assert second is not None
-        buckets = first.publication.on_gpu
-        copy = buckets.get(0, torch.device("meta"))
-        await first.end()
-        assert buckets.get(0, torch.device("meta")) is copy
-        await second.end()
-        await asyncio.sleep(0)
-        assert buckets.get(0, torch.device("meta")) is not copy
-
-    asyncio.run(body())
+async def test_copies_on_a_gpu_go_with_the_last_reader(tmp_path: Path):
+    versions, mine = Versions(tmp_path), memory()
+    versions.open(shown(mine, 1, 3))
+    first, second = versions.read(), versions.read()
+    assert first is not None
+    assert second is not None
+    buckets = first.publication.on_gpu
+    copy = buckets.get(0, torch.device("meta"))
+    await first.end()
+    assert buckets.get(0, torch.device("meta")) is copy
+    await second.end()
+    await asyncio.sleep(0)
+    assert buckets.get(0, torch.device("meta")) is not copy

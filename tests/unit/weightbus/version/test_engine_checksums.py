@@ -82,25 +82,6 @@ def test_the_inner_size_is_padded_with_zeros_to_a_multiple_of_32(inner: int, pad
     }
 
 
-def test_each_rank_has_its_share_of_rows_or_columns():
-    q, k, v, o = weights(4, 3), weights(2, 3), weights(2, 3), weights(3, 4)
-    norm, table = weights(3), weights(70, 3)
-    layer = "model.layers.0.self_attn"
-    named = {
-        f"{layer}.{name}_proj.weight": one for name, one in zip("qkvo", (q, k, v, o), strict=True)
-    }
-    named |= {"model.norm.weight": norm, "lm_head.weight": table}
-    found = expected_checksums(named, Holder("cpu", 2))
-    padded = torch.cat([table, torch.zeros(128 - 70, 3)])
-    for rank, end in ((0, ""), (1, " of rank 1")):
-        rows = torch.cat([one.chunk(2)[rank] for one in (q, k, v)])
-        assert found[f"{layer}.qkv_proj.weight{end}"] == digest(rows)
-        assert found[f"{layer}.o_proj.weight{end}"] == digest(o.chunk(2, dim=1)[rank])
-        assert found[f"model.norm.weight{end}"] == digest(norm)
-        assert found[f"lm_head.weight{end}"] == digest(padded.chunk(2)[rank])
-    assert len(found) == 8
-
-
 def test_attention_is_split_over_the_ranks_of_one_group_only():
     q, k, v, o = weights(4, 3), weights(4, 3), weights(4, 3), weights(3, 4)
     down, embedding, table = weights(4, 128), weights(128, 3), weights(128, 3)
@@ -109,13 +90,17 @@ def test_attention_is_split_over_the_ranks_of_one_group_only():
         f"{attention}.{name}_proj.weight": one
         for name, one in zip("qkvo", (q, k, v, o), strict=True)
     }
+    norm = weights(3)
     named |= {"model.embed_tokens.weight": embedding, "lm_head.weight": table}
-    found = expected_checksums(named | {f"{mlp}.down_proj.weight": down}, Holder("cpu", 4, 2))
+    named |= {"model.norm.weight": norm, f"{mlp}.down_proj.weight": down}
+    found = expected_checksums(named, Holder("cpu", 4, 2))
+    assert len(found) == 4 * 6
     for rank in range(4):
         end, in_group = f" of rank {rank}" if rank else "", rank % 2
         rows = torch.cat([one.chunk(2)[in_group] for one in (q, k, v)])
         assert found[f"{attention}.qkv_proj.weight{end}"] == digest(rows)
         assert found[f"{attention}.o_proj.weight{end}"] == digest(o.chunk(2, dim=1)[in_group])
+        assert found[f"model.norm.weight{end}"] == digest(norm)
         assert found[f"model.embed_tokens.weight{end}"] == digest(embedding.chunk(2)[in_group])
         assert found[f"{mlp}.down_proj.weight{end}"] == digest(down.chunk(4, dim=1)[rank])
         assert found[f"lm_head.weight{end}"] == digest(table.chunk(4)[rank])
@@ -161,12 +146,11 @@ def test_the_hash_of_a_gpu_is_that_of_the_engine(
     assert gpu_hash((torch.arange(num_elements) / 7).to(dtype), torch.device("cpu")) == expected
 
 
-def test_parts_are_hashed_with_their_place(monkeypatch: pytest.MonkeyPatch):
+def test_parts_are_hashed_with_their_place():
     data, cpu = weights(50_000), torch.device("cpu")
     whole = gpu_hash(data, cpu)
-    monkeypatch.setattr("slipstream.weightbus.version.gpu_hash._CHUNK", 8192 * 2)
-    assert gpu_hash(data, cpu) == whole
-    assert gpu_hash(data.flip(0), cpu) != whole
+    assert gpu_hash(data, cpu, chunk=8192 * 2) == whole
+    assert gpu_hash(data.flip(0), cpu, chunk=8192 * 2) != whole
 
 
 def test_one_digest_holds_all_ranks():

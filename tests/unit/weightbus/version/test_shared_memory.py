@@ -2,7 +2,6 @@
 
 import pytest
 
-from slipstream.weightbus.version import shared_memory
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.errors import PublishError
 
@@ -10,11 +9,9 @@ from slipstream.wire.errors import PublishError
 class Driver:
     """Refuses to pin what is pinned, as CUDA does."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
         self.num_asked = 0
-        monkeypatch.setattr(shared_memory, "register", self.register)
-        monkeypatch.setattr(shared_memory, "unregister", self.pinned.pop)
 
     def register(self, address: int, num_bytes: int) -> int:
         self.num_asked += 1
@@ -23,12 +20,15 @@ class Driver:
         self.pinned[address] = num_bytes
         return 0
 
+    def pin(self, slots: SharedSlots) -> None:
+        slots.pin(self.register, self.pinned.pop)
 
-def test_memory_is_pinned_once_and_unpinned_when_its_mapping_ends(monkeypatch: pytest.MonkeyPatch):
-    driver = Driver(monkeypatch)
+
+def test_memory_is_pinned_once_and_unpinned_when_its_mapping_ends():
+    driver = Driver()
     slots = SharedSlots.make(slot_bytes=100, num_slots=3)
-    slots.pin()
-    slots.pin()
+    driver.pin(slots)
+    driver.pin(slots)
     assert driver.num_asked == 1
     ((address, num_bytes),) = driver.pinned.items()
     assert address == slots.slot(0).data_ptr()
@@ -41,12 +41,12 @@ def test_memory_is_pinned_once_and_unpinned_when_its_mapping_ends(monkeypatch: p
     assert not driver.pinned
 
 
-def test_the_next_memory_at_the_same_address_is_pinned_anew(monkeypatch: pytest.MonkeyPatch):
-    driver = Driver(monkeypatch)
+def test_the_next_memory_at_the_same_address_is_pinned_anew():
+    driver = Driver()
     addresses = set()
     for _ in range(4):
         slots = SharedSlots.make(slot_bytes=100, num_slots=3)
-        slots.pin()
+        driver.pin(slots)
         addresses.add(slots.slot(0).data_ptr())
         slots.close()
         del slots
@@ -54,9 +54,15 @@ def test_the_next_memory_at_the_same_address_is_pinned_anew(monkeypatch: pytest.
     assert len(addresses) < 4, "the kernel gives the same address again"
 
 
-def test_a_driver_that_refuses_is_reported(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shared_memory, "register", lambda *_: 2)
+def test_a_driver_that_refuses_is_reported():
+    asked: list[int] = []
+
+    def refuse(address: int, _num_bytes: int) -> int:
+        asked.append(address)
+        return 2
+
     slots = SharedSlots.make(slot_bytes=100, num_slots=1)
     with pytest.raises(PublishError, match="cannot be pinned: CUDA error 2"):
-        slots.pin()
-    slots.pin()  # not tried again
+        slots.pin(refuse)
+    slots.pin(refuse)
+    assert len(asked) == 1, "it is tried again"

@@ -44,52 +44,48 @@ def does(action: Callable[[str], object]) -> None:
     FaultyStore.before_get = staticmethod(action)
 
 
-def test_object_that_arrives_in_part_is_no_copy(url: str, tmp_path: Path):
-    def cut(path: str) -> None:
-        fsspec.filesystem("faulty").pipe_file(path, ROWS[:7])
-
-    does(cut)
-    with pytest.raises(ConfigError, match=r"train.jsonl.* came with 7 bytes, expected 4000"):
+@pytest.mark.parametrize(
+    ("arrives", "why"),
+    [
+        (ROWS[:7], r"train.jsonl.* came with 7 bytes, expected 4000"),
+        (b"size" * 1000, "changed while it was fetched"),
+    ],
+    ids=["in part", "changed"],
+)
+def test_object_that_arrives_in_part_or_changes_is_no_copy(
+    url: str, tmp_path: Path, arrives: bytes, why: str
+):
+    does(lambda path: fsspec.filesystem("faulty").pipe_file(path, arrives))
+    with pytest.raises(ConfigError, match=why):
         fetch(url, tmp_path)
     assert copies(tmp_path) == []
 
 
-def test_object_that_changes_while_it_is_fetched_is_no_copy(url: str, tmp_path: Path):
-    def change(path: str) -> None:
-        fsspec.filesystem("faulty").pipe_file(path, b"size" * 1000)
-
-    does(change)
-    with pytest.raises(ConfigError, match="changed while it was fetched"):
-        fetch(url, tmp_path)
-    assert copies(tmp_path) == []
-
-
-def test_full_disk_names_the_folder_and_its_setting(url: str, tmp_path: Path):
-    def fill(_path: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
-
-    does(fill)
-    with pytest.raises(ConfigError, match=r"No space left on device: .*run\.cache_dir"):
-        fetch(url, tmp_path)
-    assert copies(tmp_path) == []
-
-
-def test_failure_of_the_store_names_the_url_and_its_setting(url: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "x"),
+            r"No space left on device: .*run\.cache_dir",
+        ),
+        (PermissionError("Forbidden"), r"train\.jsonl \(data\.file\): PermissionError: Forbidden"),
+        (
+            OSError('no answer of "https://me:S3CRET@host:1/b?sig=S3CRET" in time\nS3CRET'),
+            r'OSError: no answer of "https://host:1/b" in time$',
+        ),
+    ],
+    ids=["full disk", "failure of the store", "user and query in the address"],
+)
+def test_failure_names_its_setting_and_shows_no_secret(
+    url: str, tmp_path: Path, error: OSError, why: str
+):
     def fail(_path: str) -> None:
-        raise PermissionError("Forbidden")
+        raise error
 
     does(fail)
-    with pytest.raises(ConfigError, match=rf"{url} \(data\.file\): PermissionError: Forbidden"):
+    with pytest.raises(ConfigError, match=why):
         fetch(url, tmp_path)
-
-
-def test_address_in_an_error_is_shown_without_user_and_query(url: str, tmp_path: Path):
-    def fail(_path: str) -> None:
-        raise OSError('no answer of "https://me:S3CRET@host:1/b?sig=S3CRET" in time\nS3CRET')
-
-    does(fail)
-    with pytest.raises(ConfigError, match=r'OSError: no answer of "https://host:1/b" in time$'):
-        fetch(url, tmp_path)
+    assert copies(tmp_path) == []
 
 
 def test_two_processes_at_once_fetch_once(url: str, tmp_path: Path):

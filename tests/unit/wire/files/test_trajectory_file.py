@@ -16,22 +16,13 @@ from slipstream.wire.files.trajectory_file import (
     read_steps,
 )
 from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
-from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.ledger_driver import header
 
 
 def recorded(group_id: int, *, step: int = 3) -> RecordedGroup:
-    header = TrajectoryHeader(
-        group_id=group_id,
-        sibling=0,
-        lease_id=1,
-        num_prompt_tokens=2,
-        num_tokens=5,
-        version_runs=(VersionRun(2, PolicyVersion(1, 2)),),
-        temperature=1.0,
-        finish_reason="stop",
-    )
-    trajectory = DeliveredTrajectory(header=header, reward=0.5, parts={"exact": 1.0})
+    sent = header(group_id, 0, PolicyVersion(1, 2), lease_id=1)
+    trajectory = DeliveredTrajectory(header=sent, reward=0.5, parts={"exact": 1.0})
     return RecordedGroup(
         step=step,
         group=DeliveredGroup(group_id=group_id, trajectories=(trajectory,)),

@@ -1,100 +1,17 @@
-"""Every message survives the wire; everything else is refused at the boundary."""
-
-from typing import get_args
+"""What the codec refuses at the boundary; that every message survives it: test_golden.py."""
 
 import msgspec
 import pytest
 
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages import broker, codec, parts, relay, weightbus
+from slipstream.wire.messages import broker, codec
 from slipstream.wire.messages.trajectory import TrajectoryPayload
-from tests.support.wire_samples import (
-    AGENT_MESSAGES,
-    ANSWERS,
-    BUCKET_ANSWERS,
-    COMMANDS,
-    FETCHES,
-    HEAD_COMMANDS,
-    HEADER,
-    PART_REPORTS,
-    PAYLOAD,
-    RELAY_ANSWERS,
-    RELAY_REQUESTS,
-    REQUESTS,
-    TRANSCRIPT,
-    array,
-)
+from tests.support.wire_samples import BUCKET_ANSWERS, HEADER, PAYLOAD, array
 
 
-def name_of(message: object) -> str:
-    return type(message).__name__
-
-
-@pytest.mark.parametrize("request_", REQUESTS, ids=name_of)
-def test_a_request_survives_the_wire(request_: broker.Request):
-    assert codec.decode_request(codec.encode(request_)) == request_
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
-def test_an_answer_survives_the_wire(answer: broker.Answer):
-    assert codec.decode_answer(codec.encode(answer)) == answer
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=name_of)
-def test_a_command_of_the_weight_bus_survives_the_wire(command: weightbus.Command):
-    assert codec.decode_command(codec.encode(command)) == command
-
-
-@pytest.mark.parametrize("message", AGENT_MESSAGES, ids=name_of)
-def test_a_message_of_an_agent_survives_the_wire(message: weightbus.AgentMessage):
-    assert codec.decode_agent_message(codec.encode(message)) == message
-
-
-@pytest.mark.parametrize("fetch", FETCHES, ids=name_of)
-def test_a_request_for_a_bucket_survives_the_wire(fetch: weightbus.FetchBucket):
-    assert codec.decode_fetch(codec.encode(fetch)) == fetch
-
-
-@pytest.mark.parametrize("answer", BUCKET_ANSWERS, ids=name_of)
-def test_an_answer_with_a_bucket_survives_the_wire(answer: weightbus.BucketAnswer):
-    assert codec.decode_bucket_answer(memoryview(codec.encode(answer))) == answer
-
-
-@pytest.mark.parametrize("request_", RELAY_REQUESTS, ids=name_of)
-def test_a_request_of_the_learner_to_its_relay_survives_the_wire(request_: relay.RelayRequest):
-    assert codec.decode_relay_request(codec.encode(request_)) == request_
-
-
-@pytest.mark.parametrize("answer", RELAY_ANSWERS, ids=name_of)
-def test_an_answer_of_the_relay_survives_the_wire(answer: relay.RelayAnswer):
-    assert codec.decode_relay_answer(codec.encode(answer)) == answer
-
-
-@pytest.mark.parametrize("report", PART_REPORTS, ids=name_of)
-def test_a_report_of_a_part_survives_the_wire(report: parts.PartReport):
-    assert codec.decode_part_report(codec.encode(report)) == report
-
-
-@pytest.mark.parametrize("command", HEAD_COMMANDS, ids=name_of)
-def test_a_command_of_the_head_survives_the_wire(command: parts.HeadCommand):
-    assert codec.decode_head_command(codec.encode(command)) == command
-
-
-@pytest.mark.parametrize(
-    ("union", "samples"),
-    [
-        (broker.Request, REQUESTS),
-        (broker.Answer, ANSWERS),
-        (weightbus.Command, COMMANDS),
-        (weightbus.AgentMessage, AGENT_MESSAGES),
-        (relay.RelayRequest, RELAY_REQUESTS),
-        (relay.RelayAnswer, RELAY_ANSWERS),
-        (parts.PartReport, PART_REPORTS),
-        (parts.HeadCommand, HEAD_COMMANDS),
-    ],
-)
-def test_no_kind_of_message_is_missing_above(union: object, samples: list[object]):
-    assert {type(sample) for sample in samples} == set(get_args(union))
+def test_an_answer_with_a_bucket_is_read_from_a_view():
+    for answer in BUCKET_ANSWERS:
+        assert codec.decode_bucket_answer(memoryview(codec.encode(answer))) == answer
 
 
 def test_a_payload_survives_the_wire_and_shares_the_memory_of_its_frame():
@@ -119,10 +36,6 @@ def test_a_payload_is_decoded_from_a_view_of_a_larger_buffer():
     got = codec.decode_payload(memoryview(received)[4:])
     received[4 + frame.index(b"\7\0\0\0")] = 9
     assert got.token_ids.data.tobytes() == b"\x09\0\0\0"
-
-
-def test_a_transcript_survives_the_wire():
-    assert codec.decode_transcript(codec.encode(TRANSCRIPT)) == TRANSCRIPT
 
 
 @pytest.mark.parametrize(
@@ -170,11 +83,6 @@ def test_a_header_that_contradicts_itself_is_refused_by_the_decoder():
     request["header"]["num_tokens"] = 5
     with pytest.raises(ProtocolError, match=r"the response is \[3, 5\)"):
         codec.decode_request(msgspec.msgpack.encode(request))
-
-
-def test_a_field_of_a_newer_revision_is_ignored():
-    plain = msgspec.to_builtins(broker.TakeOver(step=3)) | {"mood": "good"}
-    assert codec.decode_request(msgspec.msgpack.encode(plain)) == broker.TakeOver(step=3)
 
 
 def test_a_message_with_the_wrong_number_of_frames_is_refused():

@@ -49,14 +49,20 @@ def test_names_of_gpus_whose_uuids_are_hidden_are_taken_as_far_as_there_are_any(
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A host whose driver, /proc and /dev are folders of the test."""
+    """A folder that is on the path alone, and where /proc and /dev of a host are looked for."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
     gpus.gpus_of_host.cache_clear()
     yield tmp_path
     gpus.gpus_of_host.cache_clear()
+
+
+def found(host: Path) -> dict[str, str]:
+    return gpus.gpus_of_host(host / "proc", host)
+
+
+def usable(host: Path) -> tuple[str, ...]:
+    return gpus.usable_gpus(host / "proc", host)
 
 
 def driver(host: Path, script: str) -> None:
@@ -69,10 +75,10 @@ def test_the_driver_lists_what_a_container_hides_in_proc(
 ):
     (host / "listed").write_text(LISTED)
     driver(host, f"[ $1 = -L ] && cat '{host}/listed'")
-    assert gpus.gpus_of_host() == {"0": "GPU-aa11", "1": "GPU-aa22"}
-    assert gpus.usable_gpus() == ("0", "1")
+    assert found(host) == {"0": "GPU-aa11", "1": "GPU-aa22"}
+    assert usable(host) == ("0", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa22")
-    assert gpus.usable_gpus() == ("GPU-aa22",)
+    assert usable(host) == ("GPU-aa22",)
 
 
 @pytest.mark.parametrize("script", [None, "echo cannot talk to the driver; exit 9"])
@@ -81,16 +87,16 @@ def test_without_a_driver_that_answers_proc_and_then_devices_are_counted(
 ):
     if script is not None:
         driver(host, script)
-    assert gpus.usable_gpus() == ()
+    assert usable(host) == ()
     for name in ("nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (host / name).touch()
     gpus.gpus_of_host.cache_clear()
-    assert gpus.usable_gpus() == ("0", "1"), "CUDA counts what a container has from 0"
+    assert usable(host) == ("0", "1"), "CUDA counts what a container has from 0"
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (host / "proc" / name).mkdir(parents=True)
     gpus.gpus_of_host.cache_clear()
-    assert gpus.usable_gpus() == ("0", "1", "2")
+    assert usable(host) == ("0", "1", "2")
     information = host / "proc" / "0000:02:00.0" / "information"
     information.write_text("Model: \t H100\nGPU UUID: \t GPU-aa22-0f\nVideo BIOS: \t ??\n")
     gpus.gpus_of_host.cache_clear()
-    assert gpus.gpus_of_host() == {"0": "", "1": "GPU-aa22-0f", "2": ""}
+    assert found(host) == {"0": "", "1": "GPU-aa22-0f", "2": ""}

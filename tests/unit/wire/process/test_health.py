@@ -22,17 +22,10 @@ from slipstream.wire.process.health import (
     why_not_live,
     why_not_ready,
 )
+from tests.support.clock import Clock
 from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[4]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.s = 1000.0
-
-    def __call__(self) -> float:
-        return self.s
 
 
 class Counting:
@@ -45,13 +38,13 @@ class Counting:
 def observed(health: Health, clock: Clock, seconds: float) -> Observation:
     """Return what is seen after so many seconds, looked at once a second."""
     for _ in range(round(seconds)):
-        clock.s += 1.0
+        clock.now_s += 1.0
         health.observe()
     return health.observe()
 
 
 def test_the_time_since_the_last_progress_is_reported_and_decides_nothing_by_default():
-    clock, loop = Clock(), Counting()
+    clock, loop = Clock(1000.0), Counting()
     health = Health("r", now=clock)
     with health.main_loop(lambda: loop.turns):
         assert observed(health, clock, 5_000).idle_s == 5_000
@@ -61,7 +54,7 @@ def test_the_time_since_the_last_progress_is_reported_and_decides_nothing_by_def
 
 
 def test_a_loop_that_turns_is_live_and_one_that_is_stuck_past_the_setting_is_not():
-    clock, loop = Clock(), Counting()
+    clock, loop = Clock(1000.0), Counting()
     health = Health("r", stuck_s=60.0, now=clock)
     with health.main_loop(lambda: loop.turns):
         for _ in range(10):
@@ -79,15 +72,15 @@ def test_a_loop_that_turns_is_live_and_one_that_is_stuck_past_the_setting_is_not
 
 
 def test_time_in_which_the_process_itself_did_not_run_is_not_held_against_it():
-    clock = Clock()
+    clock = Clock(1000.0)
     health = Health("r", stuck_s=60.0, now=clock)
     with health.main_loop(lambda: 0):
-        clock.s += 3_600.0  # stopped by a signal, or the machine slept
+        clock.now_s += 3_600.0  # stopped by a signal, or the machine slept
         assert health.observe().idle_s == 5.0
 
 
 def test_a_role_that_starts_is_live_however_long_and_not_ready():
-    clock = Clock()
+    clock = Clock(1000.0)
     health = Health("r", stuck_s=1.0, now=clock)
     assert health.answer("/health/ready")[1]["reason"] == "it starts"
     health.waits_for("its engine to start")
@@ -201,10 +194,10 @@ def test_nothing_listens_afterwards_nor_at_port_0():
 
 def test_a_stuck_loop_is_noticed_without_a_probe_that_looks_at_it():
     """The time is that since the progress, not since the probe before."""
-    clock, looked = Clock(), threading.Semaphore(0)
+    clock, looked = Clock(1000.0), threading.Semaphore(0)
 
     def signs() -> int:
-        clock.s += 1.0
+        clock.now_s += 1.0
         looked.release()
         return 0
 

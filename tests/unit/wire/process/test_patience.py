@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.wire.process.patience import Patience, Signs, signs_of
+import pytest
+
+from slipstream.wire.process.patience import Patience, Signs, Silence, signs_of
 
 
 class World:
@@ -38,8 +40,12 @@ class World:
         return False
 
 
-def test_idle_process_is_given_up_after_the_limit():
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_idle_process_is_given_up_after_the_limit(world: World):
     patience = world.patience()
     assert not world.let_pass(patience, 29)
     assert world.let_pass(patience, 1)
@@ -53,13 +59,11 @@ def test_process_that_computes_reads_or_logs_is_waited_for():
         assert not world.let_pass(patience, 500, **{name: per_second}), name
 
 
-def test_polling_loop_is_no_sign_of_life():
-    world = World()
+def test_polling_loop_is_no_sign_of_life(world: World):
     assert world.let_pass(world.patience(), 30, cpu_s=0.005)
 
 
-def test_a_sign_of_life_begins_the_limit_anew():
-    world = World()
+def test_a_sign_of_life_begins_the_limit_anew(world: World):
     patience = world.patience()
     world.let_pass(patience, 29)
     world.let_pass(patience, 1, log_bytes=1)
@@ -67,16 +71,14 @@ def test_a_sign_of_life_begins_the_limit_anew():
     assert world.let_pass(patience, 1)
 
 
-def test_busy_process_without_progress_is_given_up_after_twenty_limits():
-    world = World()
+def test_busy_process_without_progress_is_given_up_after_twenty_limits(world: World):
     patience = world.patience()
     assert not world.let_pass(patience, 599, cpu_s=1.0)
     assert world.let_pass(patience, 1, cpu_s=1.0)
     assert patience.why == "was busy for 600 s without finishing"
 
 
-def test_time_in_which_the_waiter_did_not_run_does_not_count():
-    world = World()
+def test_time_in_which_the_waiter_did_not_run_does_not_count(world: World):
     patience = world.patience()
     world.now_s += 3600.0  # the machine slept
     assert not patience.is_over()
@@ -84,8 +86,7 @@ def test_time_in_which_the_waiter_did_not_run_does_not_count():
     assert not world.let_pass(patience, 20)
 
 
-def test_a_process_that_another_took_the_place_of_is_alive():
-    world = World()
+def test_a_process_that_another_took_the_place_of_is_alive(world: World):
     world.signs = Signs(cpu_s=10.0, page_ins=0, log_bytes=0)
     patience = world.patience()
     world.let_pass(patience, 29)
@@ -93,16 +94,14 @@ def test_a_process_that_another_took_the_place_of_is_alive():
     assert not world.let_pass(patience, 29)
 
 
-def test_without_signs_the_limit_is_a_limit():
-    world = World()
+def test_without_signs_the_limit_is_a_limit(world: World):
     patience = world.patience(sees=False)
     assert not world.let_pass(patience, 29)
     assert world.let_pass(patience, 1)
     assert patience.why == "was not there within 30 s"
 
 
-def test_wait_is_logged_after_ten_seconds_and_then_less_and_less_often():
-    world = World()
+def test_wait_is_logged_after_ten_seconds_and_then_less_and_less_often(world: World):
     patience = world.patience(limit_s=35.0)
     world.let_pass(patience, 9, cpu_s=1.0)
     assert world.lines == []
@@ -129,3 +128,16 @@ def test_a_process_that_has_ended_gives_no_sign(tmp_path: Path):
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
     assert signs_of(lambda: [ended.pid], tmp_path / "none")() == Signs(0.0, 0, 0)
+
+
+def test_peer_is_silent_only_for_the_time_in_which_this_process_ran():
+    now_s = 0.0
+    silence = Silence(3.0, look_s=0.5, now=lambda: now_s)
+    for seen_s in (0.5, 1.0, 100.0, 100.5, 101.0, 101.5):  # between two of them nothing was read
+        now_s = seen_s
+        assert not silence.is_over()
+    now_s = 102.0
+    assert silence.is_over()
+    silence.heard()
+    now_s = 1000.0
+    assert not silence.is_over()

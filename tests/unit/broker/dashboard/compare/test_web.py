@@ -1,10 +1,10 @@
 """The comparison over HTTP: behind its token, bounded, and what it answers."""
 
-import asyncio
 import csv
 import io
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -17,27 +17,24 @@ from tests.support.run_folders import write_run
 Get = Callable[[str], Awaitable[tuple[int, str]]]
 
 
-def served(
-    use: Callable[[Get, URL], Awaitable[None]], folders: Sequence[Path], parent: Path | None = None
-) -> None:
-    """Serve runs, and use them through requests with the token."""
+@asynccontextmanager
+async def served(
+    folders: Sequence[Path], parent: Path | None = None
+) -> AsyncIterator[tuple[Get, URL]]:
+    """Serve runs; yield what asks with the token, and the address."""
+    page = Comparison(folders, parent=parent, host="127.0.0.1", port=0)
+    address = URL(await page.start())
+    try:
+        async with aiohttp.ClientSession() as session:
 
-    async def main() -> None:
-        page = Comparison(folders, parent=parent, host="127.0.0.1", port=0)
-        address = URL(await page.start())
-        try:
-            async with aiohttp.ClientSession() as session:
+            async def get(path: str) -> tuple[int, str]:
+                url = address.join(URL(path)).update_query(token=address.query["token"])
+                async with session.get(url) as answer:
+                    return answer.status, await answer.text()
 
-                async def get(path: str) -> tuple[int, str]:
-                    url = address.join(URL(path)).update_query(token=address.query["token"])
-                    async with session.get(url) as answer:
-                        return answer.status, await answer.text()
-
-                await use(get, address)
-        finally:
-            await page.stop()
-
-    asyncio.run(main())
+            yield get, address
+    finally:
+        await page.stop()
 
 
 @pytest.fixture
@@ -47,23 +44,20 @@ def pair(tmp_path: Path) -> list[Path]:
     return [a, b]
 
 
-def test_nothing_is_answered_without_the_token_or_by_another_host_name(pair: list[Path]):
-    async def use(_: Get, address: URL) -> None:
-        async with aiohttp.ClientSession() as session:
-            for path in ("/", "/runs.json", "/chart.csv", "/static/compare.js"):
-                async with session.get(address.join(URL(path))) as answer:
-                    assert answer.status == 401
-            async with session.get(address, headers={"Host": "evil.example"}) as answer:
-                assert answer.status == 403
-            async with session.get(address) as answer:
-                assert answer.status == 200
-                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-
-    served(use, pair)
+async def test_nothing_is_answered_without_the_token_or_by_another_host_name(pair: list[Path]):
+    async with served(pair) as (_, address), aiohttp.ClientSession() as session:
+        for path in ("/", "/runs.json", "/chart.csv", "/static/compare.js"):
+            async with session.get(address.join(URL(path))) as answer:
+                assert answer.status == 401
+        async with session.get(address, headers={"Host": "evil.example"}) as answer:
+            assert answer.status == 403
+        async with session.get(address) as answer:
+            assert answer.status == 200
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
 
 
-def test_list_names_chart_and_difference(pair: list[Path]):
-    async def use(get: Get, _: URL) -> None:
+async def test_list_names_chart_and_difference(pair: list[Path]):
+    async with served(pair) as (get, _):
         runs = json.loads((await get("/runs.json"))[1])
         assert [run["name"] for run in runs["runs"]] == ["a", "b"]
         assert runs["differences"] == [{"setting": "learner.lr", "values": ["0.0001", "0.0"]}]
@@ -78,36 +72,30 @@ def test_list_names_chart_and_difference(pair: list[Path]):
         assert found["interval"]["difference"] == 0.5
         assert found["interval"]["paired"]
 
-    served(use, pair)
 
-
-def test_the_csv_has_every_point_of_every_run(pair: list[Path]):
-    async def use(get: Get, _: URL) -> None:
+async def test_the_csv_has_every_point_of_every_run(pair: list[Path]):
+    async with served(pair) as (get, _):
         _, text = await get("/chart.csv?metric=reward/mean&run=a&run=b&smooth=0.5")
         rows = list(csv.reader(io.StringIO(text)))
         assert rows[0] == ["run", "step", "wall_s", "trained_tokens", "reward/mean", "smoothed"]
         assert rows[1] == ["a", "1", "3", "1000", "0.01", "0.01"]
         assert len(rows) == 81
 
-    served(use, pair)
 
-
-def test_a_figure_that_one_run_lacks_names_that_run(tmp_path: Path):
+async def test_a_figure_that_one_run_lacks_names_that_run(tmp_path: Path):
     a = write_run(tmp_path / "a", extra={"mine": 1.0})
     b = write_run(tmp_path / "b")
 
-    async def use(get: Get, _: URL) -> None:
+    async with served([a, b]) as (get, _):
         assert '"missing":["b"]' in (await get("/chart.json?metric=mine&run=a&run=b"))[1]
         reason = (await get("/difference.json?a=a&b=b"))[1]
         assert reason == '{"reason":"a has no evaluation (eval.file)"}'
 
-    served(use, [a, b])
 
-
-def test_what_was_not_offered_is_refused(pair: list[Path]):
+async def test_what_was_not_offered_is_refused(pair: list[Path]):
     many = "&".join(f"run=r{i}" for i in range(MAX_OVERLAID + 1))
 
-    async def use(get: Get, _: URL) -> None:
+    async with served(pair) as (get, _):
         for path in (
             "/chart.json?metric=m&run=../../etc",
             "/chart.json?metric=m&run=a&x=day",
@@ -119,15 +107,11 @@ def test_what_was_not_offered_is_refused(pair: list[Path]):
             assert (await get(path))[0] == 400, path
         assert (await get("/static/../web.py"))[0] == 404
 
-    served(use, pair)
 
-
-def test_a_run_that_begins_in_the_folder_comes_into_the_list(tmp_path: Path):
+async def test_a_run_that_begins_in_the_folder_comes_into_the_list(tmp_path: Path):
     write_run(tmp_path / "first")
 
-    async def use(get: Get, _: URL) -> None:
+    async with served([], tmp_path) as (get, _):
         assert '"name":"second"' not in (await get("/runs.json"))[1]
         write_run(tmp_path / "second", outcome="running")
         assert '"name":"second"' in (await get("/runs.json"))[1]
-
-    served(use, [], tmp_path)

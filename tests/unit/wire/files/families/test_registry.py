@@ -24,69 +24,55 @@ V3, GLM4 = FAMILIES["deepseek_v3"], FAMILIES["glm4"]
 @pytest.mark.parametrize(
     ("family", "megatron_name", "kind", "names"),
     [
-        (QWEN2, "embedding.word_embeddings.weight", "vocab", ("model.embed_tokens.weight",)),
-        (QWEN2, "output_layer.weight", "vocab", ("lm_head.weight",)),
-        (QWEN2, "decoder.final_layernorm.weight", "copy", ("model.norm.weight",)),
-        (
-            QWEN2,
-            "decoder.layers.11.pre_mlp_layernorm.weight",
-            "copy",
-            ("model.layers.11.post_attention_layernorm.weight",),
-        ),
-        (
-            QWEN3,
-            "decoder.layers.0.self_attention.q_layernorm.weight",
-            "copy",
-            ("model.layers.0.self_attn.q_norm.weight",),
-        ),
-        (
-            QWEN2,
-            "decoder.layers.2.self_attention.linear_qkv.bias",
-            "qkv",
-            tuple(f"model.layers.2.self_attn.{part}_proj.bias" for part in "qkv"),
-        ),
-        (
-            QWEN2,
-            "decoder.layers.2.mlp.linear_fc1.weight",
-            "gate_up",
-            ("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"),
-        ),
-        (
-            GLM4,
-            "decoder.layers.0.mlp.linear_fc1.weight",
-            "gate_up",
-            ("model.layers.0.mlp.gate_up_proj.weight",),
-        ),
-        (
-            V3,
-            "decoder.layers.4.mlp.router.correction_bias",
-            "copy",
-            ("model.layers.4.mlp.gate.e_score_correction_bias",),
-        ),
-        (
-            V3,
-            "decoder.layers.0.self_attention.linear_q_proj.weight",
-            "copy",
-            ("model.layers.0.self_attn.q_proj.weight",),
-        ),
-        (
-            FAMILIES["mixtral"],
-            "decoder.layers.1.mlp.experts.local_experts.7.linear_fc1.weight",
-            "gate_up",
-            tuple(f"model.layers.1.block_sparse_moe.experts.7.w{n}.weight" for n in (1, 3)),
-        ),
+        (QWEN2, "embedding.word_embeddings.weight", "vocab", ("embed_tokens.weight",)),
+        (QWEN2, "decoder.final_layernorm.weight", "copy", ("norm.weight",)),
     ],
 )
 def test_parameter_becomes_the_tensors_of_that_name(
     family: Family, megatron_name: str, kind: FusionKind, names: tuple[str, ...]
 ):
     parameter = family.parameter(megatron_name, tied_embeddings=False)
-    assert (parameter.kind, parameter.names) == (kind, names)
+    assert (parameter.kind, parameter.names) == (kind, tuple(f"model.{name}" for name in names))
 
 
-def test_tied_output_layer_is_the_embedding():
-    parameter = QWEN2.parameter("output_layer.weight", tied_embeddings=True)
-    assert parameter.names == ("model.embed_tokens.weight",)
+@pytest.mark.parametrize(
+    ("family", "part", "kind", "names"),
+    [
+        (QWEN2, "pre_mlp_layernorm.weight", "copy", ["post_attention_layernorm.weight"]),
+        (QWEN3, "self_attention.q_layernorm.weight", "copy", ["self_attn.q_norm.weight"]),
+        (
+            QWEN2,
+            "self_attention.linear_qkv.bias",
+            "qkv",
+            [f"self_attn.{p}_proj.bias" for p in "qkv"],
+        ),
+        (QWEN2, "mlp.linear_fc1.weight", "gate_up", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+        (GLM4, "mlp.linear_fc1.weight", "gate_up", ["mlp.gate_up_proj.weight"]),
+        (V3, "mlp.router.correction_bias", "copy", ["mlp.gate.e_score_correction_bias"]),
+        (V3, "self_attention.linear_q_proj.weight", "copy", ["self_attn.q_proj.weight"]),
+        (
+            FAMILIES["mixtral"],
+            "mlp.experts.local_experts.7.linear_fc1.weight",
+            "gate_up",
+            [f"block_sparse_moe.experts.7.w{n}.weight" for n in (1, 3)],
+        ),
+    ],
+)
+@pytest.mark.parametrize("layer", [4, 11])
+def test_parameter_of_a_layer_becomes_the_tensors_of_that_name(
+    family: Family, layer: int, part: str, kind: FusionKind, names: list[str]
+):
+    parameter = family.parameter(f"decoder.layers.{layer}.{part}", tied_embeddings=False)
+    assert parameter.kind == kind
+    assert parameter.names == tuple(f"model.layers.{layer}.{name}" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("tied", "name"), [(False, "lm_head.weight"), (True, "model.embed_tokens.weight")]
+)
+def test_tied_output_layer_is_the_embedding(tied: bool, name: str):
+    parameter = QWEN2.parameter("output_layer.weight", tied_embeddings=tied)
+    assert (parameter.kind, parameter.names) == ("vocab", (name,))
 
 
 @pytest.mark.parametrize(
