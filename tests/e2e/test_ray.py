@@ -166,7 +166,8 @@ class RayRun:
         torch.distributed, on the address of their node alone.
         """
         ours = [one for one in self.listeners if not one.on_loopback and not is_of_ray(one.program)]
-        assert all(one.address.startswith("10.77.0.") for one in ours), ours
+        elsewhere = [str(one) for one in ours if not one.address.startswith("10.77.0.")]
+        assert not elsewhere, "\n".join(elsewhere)
         roles = {one.program.partition("slipstream.")[2].partition(".main")[0] for one in ours}
         unknown = [str(one) for one in ours if "slipstream." not in one.program]
         assert not unknown, "\n".join(unknown)
