@@ -1,6 +1,6 @@
 """Guides of docs/, followed to the letter: the tiny policy, an empty home, no download.
 
-tests/e2e/test_two_nodes.py, test_remote_worker.py and others follow those for several hosts.
+tests/e2e/test_two_nodes.py, test_remote_roles.py and others follow those for several hosts.
 """
 
 import json

@@ -92,10 +92,14 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(
     run.assert_nothing_left()
 
 
-def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun], inputs: Path):
+def test_adapters_are_published_in_the_weights_of_a_run_in_sync_until_the_data_ends(
+    start_run: Callable[..., TinyRun], inputs: Path
+):
     run = start_run(
         **few(inputs),
-        run__steps=4,
+        run__mode="sync",
+        run__steps=100,
+        run__epochs=0.4,
         lora__rank=4,
         lora__publish="merged",
         learner__lr=1e-2,
@@ -104,17 +108,12 @@ def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun]
     )
     assert run.wait() == 0, run.output
     summary, rollouts = run.summary(), run.rollouts()
-    assert (summary["outcome"], summary["trained"]) == ("finished", 16)
-    unmoved = [
-        difference
-        for row in rollouts
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-        if version["step"] == row["step"]
-    ]
-    assert unmoved
-    assert max(unmoved) < SAME
+    assert (summary["issued"], summary["trained"], summary["steps"]) == (16, 16, 4)
+    assert (summary["outcome"], set(summary["staleness_histogram"])) == ("finished", {"0"})
+    assert "run.epochs" in summary["stop_reason"]
+    differences = [one for row in rollouts for one in row["logprob_abs_diff_by_run"]]
+    assert len(differences) == 4 * 4 * 2, "a version is not that of its step"
+    assert max(differences) < SAME
 
     final = load_file(run.folder / "model" / "model.safetensors")
     before = load_file(inputs / "model" / "model.safetensors")

@@ -3,7 +3,6 @@
 What Docker and SkyPilot do around the commands (folders, files, addresses) is done here by hand.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,9 +17,8 @@ import pytest
 import yaml
 
 from slipstream.generators.sglang.start_order import free_port
-from slipstream.wire.files.run_folder import ACCOUNT
 from tests.e2e.hosts import end, toml_of
-from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
@@ -76,11 +74,6 @@ def processes(folder: Path) -> Iterator[Processes]:
     finally:
         for process in started.by_name.values():
             end(process)
-
-
-def check_account(folder: Path) -> None:
-    account = json.loads((folder / "runs" / "tiny" / ACCOUNT).read_text())
-    assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 16)
 
 
 class Compose:
@@ -148,7 +141,7 @@ def test_services_of_the_compose_file_run_to_the_end(tmp_path: Path):
         for name in ("broker", "redis"):  # the order in which compose stops them
             started.by_name[name].terminate()
             started.wait(name)
-    check_account(tmp_path)
+    assert_complete(tmp_path / "runs" / "tiny", 16)
     assert list((out / "redis").rglob("*.aof")), "its file is kept on the host"
 
 
@@ -190,4 +183,4 @@ def test_the_task_of_skypilot_runs_on_two_nodes(tmp_path: Path):
             )
         for rank in range(2):
             started.wait(f"node-{rank}")
-    check_account(tmp_path)
+    assert_complete(tmp_path / "runs" / "tiny", 16)

@@ -16,7 +16,7 @@ from tests.e2e.hosts import Link, end, toml_of, two_hosts
 from tests.support.tiny_run import tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S
 
-# tests/integration/test_deltas.py has deltas without a link, test_remote_generator.py another host.
+# tests/integration/test_deltas.py has deltas without a link, test_remote_roles.py another host.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 FAR = "far/generator-7"
 STEPS = 12

@@ -16,6 +16,7 @@ import psutil
 
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.files.run_folder import ACCOUNT
 from tests.support.blank_model import write_blank_model
 from tests.support.listening import Listener, listeners_of
 from tests.support.random_llama import write_random_weights
@@ -30,6 +31,14 @@ REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     digits = [int(c) for c in solution_str if c.isdigit()]
     return {"score": sum(digits) / (9 * max(1, len(digits))), "digits": len(digits)}
+"""
+_GATE = """
+import os, time
+
+def score(*arguments, **named):
+    while not os.path.exists(%r):
+        time.sleep(0.05)
+    return of_digits(*arguments, **named)
 """
 
 
@@ -66,6 +75,28 @@ def write_policy(folder: Path) -> None:
     """Write a random Llama of two layers with the quickstart's tokenizer."""
     write_blank_model(folder, hidden=64, layers=2)
     write_random_weights(folder, scale=0.15, seed=3)
+
+
+def gated_reward(gate: Path) -> str:
+    """Return the reward as one that waits while there is no file ``gate``."""
+    return REWARD.replace("def score", "def of_digits") + _GATE % str(gate)
+
+
+def assert_rewards_are_true(run: "TinyRun") -> None:
+    """Every reward that was trained on is the function's value of that answer."""
+    rows = run.rollouts()
+    assert rows
+    for row in rows:
+        digits = [int(one) for one in row["answer"] if one.isdigit()]
+        assert row["parts"]["digits"] == len(digits)
+        assert abs(row["reward"] - sum(digits) / (9 * max(1, len(digits)))) < 1e-6
+
+
+def assert_complete(run: Path, trained: int | None = None) -> None:
+    """The run in a folder has ended with nothing unaccounted for, and trained so many groups."""
+    account = json.loads((run / ACCOUNT).read_text())
+    assert (account["finished"], account["unaccounted"]) == (True, 0)
+    assert trained in {None, account["trained"]}, account
 
 
 def tiny_inputs(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""docs/rewards.md, followed word for word on two hosts (network namespaces)."""
+"""docs/weight-bus.md and docs/rewards.md, followed word for word: roles on a host of their own.
+
+The hosts are network namespaces.
+"""
 
 import json
 import re
@@ -7,83 +10,125 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.server.keyring import make_client_key
-from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import Host, end, toml_of, two_hosts
+from slipstream.wire.files.run_folder import SUMMARY
+from tests.e2e.hosts import Host, Roles, toml_of
 from tests.support.guide import fences
-from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
-DOCUMENT = ROOT / "docs" / "rewards.md"
+FAR = "gpu-7/generator-7"
+STEPS = 40
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    with two_hosts(tmp_path) as both:
-        yield both
+def texts_of(page: str, heading: str, kinds: list[str]) -> list[str]:
+    found = fences(ROOT / "docs" / page, heading)
+    assert [kind for kind, _ in found] == kinds
+    return [text for _, text in found]
 
 
-def test_worker_on_another_host_scores_by_the_documented_commands(hosts: tuple[Host, Host]):
+def held_by_both(head: Host, generator_log: str) -> list[dict[str, str]]:
+    """Return digests of what engines held, by engine, for versions that both have adopted."""
+    if "adopted" not in generator_log:
+        return []
+    view = json.loads(head.run("slipstream versions runs/tiny --json"))
+    digests = [one["engine_digests"] for one in view["publishes"]]
+    return [one for one in digests if one.keys() >= {FAR, "generator-0"}]
+
+
+@pytest.mark.parametrize(
+    "bulk",
+    # without encryption the sockets are those of tests/integration/test_plain_bulk.py
+    ["encrypted", pytest.param("plain", marks=pytest.mark.slow)],
+)
+def test_a_generator_and_a_reward_worker_on_another_host_join_by_the_documented_commands(
+    hosts: tuple[Host, Host], bulk: str
+):
     head, far = hosts
-    (kind_a, on_head), (kind_b, reward), (kind_c, prepare), (kind_d, start) = fences(
-        DOCUMENT, "Five minutes to a reward worker on another host"
+    section, on_head, fetch, start = texts_of(
+        "weight-bus.md",
+        "Five minutes to a generator on another host",
+        ["toml", "bash", "bash", "bash"],
     )
-    assert (kind_a, kind_b, kind_c, kind_d) == ("bash", "python", "bash", "bash")
+    for_rewards, reward, prepare, start_worker = texts_of(
+        "rewards.md",
+        "Five minutes to a reward worker on another host",
+        ["bash", "python", "bash", "bash"],
+    )
     make_key, run = on_head.strip().splitlines()
+    make_worker_key, run_for_rewards = for_rewards.strip().splitlines()
+    assert run_for_rewards == f"{run} reward.workers=0"
     tiny_inputs(head.folder)
     shutil.copy(head.folder / "train.jsonl", far.folder / "train.jsonl")
     settings = tiny_settings(head.folder) | {
         "run.dir": "runs",
+        "run.steps": STEPS,
         "generators.count": 1,
-        "run.steps": 3,
+        "checkpoint.export_at_end": False,
     }
-    (head.folder / "run.toml").write_text(toml_of(settings))
+    section = section.replace(
+        "[weightbus]", f'[weightbus]\ntransport = "collective"\nbulk = "{bulk}"'
+    )
+    text = toml_of(settings) + section.replace("10.0.0.1", "10.77.0.1")
+    (head.folder / "run.toml").write_text(text)
     (far.folder / "my_rewards.py").write_text(reward)
+    head.run(make_key)
+    assert "judge-1.key" in head.run(make_worker_key)
 
-    printed = head.run(make_key)
-    assert "judge-1.key" in printed
-    running = head.start(run.strip(), head.folder / "run.log")
-    worker = None
     shown: set[str] = set()
-    try:
-        tested = far.run(prepare)
-        assert "digits" in tested
+    held: list[dict[str, str]] = []
+
+    def look() -> None:
+        shown.update(arguments_and_environments(*(p.pid for p in roles.processes.values())))
+        if not held:
+            held.extend(held_by_both(head, roles.log("generator")))
+
+    with Roles() as roles:
+        roles.start(head, "run", run_for_rewards)
+        far.run(fetch)
+        roles.start(far, "generator", start)
+        assert "digits" in far.run(prepare)
         assert (far.folder / "judge-1.key").stat().st_mode & 0o077 == 0
-        worker = far.start(start.strip(), far.folder / "worker.log")
-        deadline = time.monotonic() + HANG_S
-        while running.poll() is None and time.monotonic() < deadline:
-            shown |= arguments_and_environments(running.pid, worker.pid)
-            time.sleep(0.2)
-        logs = (head.folder / "run.log").read_text() + (far.folder / "worker.log").read_text()
-        assert running.poll() == 0, logs
-        assert worker.wait(HANG_S) == 0, logs
-    finally:
-        for process in (running, worker):
-            if process is not None and process.poll() is None:
-                end(process)
+        roles.start(far, "worker", start_worker)
+        roles.wait("run", "generator", "worker", look=look)
+        assert "scoring for run tiny with my_rewards.py:score" in roles.log("worker")
     (folder,) = (head.folder / "runs").glob("tiny*")
-    account = json.loads((folder / ACCOUNT).read_text())
-    assert (account["finished"], account["unaccounted"]) == (True, 0)
-    assert account["trained"] == 3 * 4
+    assert_complete(folder, STEPS * 4)
+    assert_both_networks_carried_the_same(folder, held, bulk)
+    assert_scored_by_the_page_s_reward(folder)
+    assert_no_secret(secrets_of(head.folder / "runs" / "keys"), shown, [head.folder, far.folder])
+
+
+def assert_both_networks_carried_the_same(
+    folder: Path, held: list[dict[str, str]], bulk: str
+) -> None:
+    summary = json.loads((folder / SUMMARY).read_text())
+    publishes = [one for one in summary[PUBLISHES] if FAR in one["adopted_by"]]
+    assert {one["transports"][FAR] for one in publishes} == {"tcp", "collective"}
+    assert held
+    for digests in held:
+        assert digests[FAR] == digests["generator-0"]
+    written = "".join(path.read_text() for path in folder.glob("logs/*.log"))
+    assert ("buckets go unencrypted" in written) is (bulk == "plain")
+    tokens = {role["name"]: role["tokens_per_second"] for role in summary["roles"]}
+    assert tokens[FAR] > 0
+
+
+def assert_scored_by_the_page_s_reward(folder: Path) -> None:
     text = (folder / "rollouts" / "trained.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
-    assert len(rows) == 3 * 4 * 2
+    assert len(rows) == STEPS * 4 * 2
     for row in rows:
         assert row["parts"]["digits"] == sum(map(str.isdigit, row["answer"]))
         assert row["parts"]["score"] == row["reward"]
-    assert (
-        "scoring for run tiny with my_rewards.py:score" in (far.folder / "worker.log").read_text()
-    )
-
-    assert_no_secret(secrets_of(head.folder / "runs" / "keys"), shown, [head.folder, far.folder])
 
 
 def arguments_and_environments(*pids: int) -> set[str]:
@@ -101,13 +146,14 @@ def arguments_and_environments(*pids: int) -> set[str]:
 
 def secrets_of(keys: Path) -> list[str]:
     """Return the secret halves of all keys."""
-    found = re.findall(r'secret = "(.{40})"', (keys / "clients" / "judge-1.key").read_text())
+    texts = [(keys / "clients" / f"{name}.key").read_text() for name in ("judge-1", "gpu-7")]
+    found = [one for text in texts for one in re.findall(r'secret = "(.{40})"', text)]
     return [*found, (keys / "broker.key").read_text().split()[1]]
 
 
 def assert_no_secret(secrets: list[str], shown: set[str], folders: list[Path]) -> None:
     """No key is where others could read it; passwords have no arguments at all."""
-    assert len(secrets) == 2
+    assert len(secrets) == 3
     assert shown
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     texts = {
