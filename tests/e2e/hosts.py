@@ -30,15 +30,19 @@ cp -r "$SLIPSTREAM_TEST_HEAD/${1#head:}" "$2"
 class Host:
     """A network namespace and a folder."""
 
-    name: str
+    name: str  # of the namespace; empty is this machine's own
     folder: Path
     environment: dict[str, str]
     link: str = ""  # its network device
 
+    @property
+    def _inside(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name] if self.name else []
+
     def start(self, command: str, output: Path) -> "subprocess.Popen[bytes]":
         with output.open("ab") as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, "sh", "-c", f"exec {command}"],
+                [*self._inside, "sh", "-c", f"exec {command}"],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
@@ -47,7 +51,7 @@ class Host:
 
     def run(self, command: str) -> str:
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, "sh", "-ec", command],
+            [*self._inside, "sh", "-ec", command],
             cwd=self.folder,
             capture_output=True,
             text=True,

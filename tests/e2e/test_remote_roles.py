@@ -21,7 +21,7 @@ from slipstream.broker.server.keyring import make_client_key
 from slipstream.wire.files.run_folder import SUMMARY
 from tests.e2e.hosts import Host, Roles, toml_of
 from tests.support.guide import fences
-from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
+from tests.support.tiny_run import ROOT, assert_complete, rows_of, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
@@ -123,8 +123,7 @@ def assert_both_networks_carried_the_same(
 
 
 def assert_scored_by_the_page_s_reward(folder: Path) -> None:
-    text = (folder / "rollouts" / "trained.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = rows_of(folder / "rollouts" / "trained.jsonl")
     assert len(rows) == STEPS * 4 * 2
     for row in rows:
         assert row["parts"]["digits"] == sum(map(str.isdigit, row["answer"]))

@@ -5,7 +5,6 @@ The nodes are addresses of loopback: every connection between roles is made as b
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.hosts import end, toml_of
+from tests.e2e.hosts import Host, end, toml_of
 from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
@@ -51,7 +50,7 @@ class Job:
             "checkpoint.export_at_end": False,
         }
         (folder / "run.toml").write_text(toml_of(settings | changed))
-        self.environment = {
+        environment = {
             **os.environ,  # noqa: TID251 handed on
             "PATH": f"{STANDINS}:{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
@@ -59,28 +58,9 @@ class Job:
             "SLURM_STANDIN": str(self.state),
             "SLURM_STANDIN_NODES": NODES,
         }
-        self.call("slipstream", "render", "slurm", "--config", "run.toml", "--out", "a job")
-        with (folder / "job.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                ["sbatch", "a job/job.sbatch"],
-                cwd=folder,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-            )
-
-    def call(self, *words: str) -> str:
-        done = subprocess.run(
-            words,
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        here = Host("", folder, environment)
+        here.run("slipstream render slurm --config run.toml --out 'a job'")
+        self.process = here.start("sbatch 'a job/job.sbatch'", folder / "job.log")
 
     def logs(self) -> str:
         files = [self.folder / "job.log", *sorted((self.run / "logs").glob("*.log"))]

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.wire.files.run_folder import ACCOUNT
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, assert_complete, rows_of
 
 pytestmark = [pytest.mark.e2e]
 STEPS, LAST = 28, 6
@@ -63,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
 
 
 def test_generators_ahead_of_a_slow_learner_are_held_back_to_the_target(run: TinyRun):
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run.folder / "metrics.jsonl")
     steps = [row for row in rows if "staleness/bound_in_force" in row]
     assert [row["step"] for row in steps] == list(range(1, run.steps() + 1))
     oldest: dict[int, int] = {}
@@ -98,9 +97,8 @@ def test_several_sets_are_sampled_and_scored_and_end_the_run_at_the_target(run: 
 
 
 def test_generators_score_their_own_answers_and_try_again_what_others_could_not(run: TinyRun):
-    account = json.loads((run.folder / ACCOUNT).read_text())
-    assert account["unaccounted"] == 0
-    assert "reward_unavailable" not in account["dropped"]
+    assert_complete(run.folder)
+    assert "reward_unavailable" not in run.summary()["dropped"]
     rows = run.rollouts()
     assert rows
     for row in rows:

@@ -17,16 +17,6 @@ DOCUMENT = ROOT / "docs" / "clusters.md"
 STARTED = ROOT / "docs" / "getting_started.md"
 
 
-def settings_of(head: Host) -> dict[str, object]:
-    tiny_inputs(head.folder)
-    return tiny_settings(head.folder) | {
-        "run.dir": "runs",
-        "run.socket_dir": head.folder.parent / "s",
-        "generators.count": 1,
-        "checkpoint.export_at_end": False,
-    }
-
-
 def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path:
     """Start roles by commands, the broker's first; return the run folder of the complete run."""
     with Roles() as roles:
@@ -65,7 +55,14 @@ def test_two_hosts_run_by_the_printed_commands(
     head, far = hosts
     config = head.folder / "run.toml"
     places = {"deploy.hosts": ["head", "far"], "generators.device": "cpu"}
-    config.write_text(toml_of(settings_of(head) | places))
+    tiny_inputs(head.folder)
+    settings = tiny_settings(head.folder) | {
+        "run.dir": "runs",
+        "run.socket_dir": head.folder.parent / "s",
+        "generators.count": 1,
+        "checkpoint.export_at_end": False,
+    }
+    config.write_text(toml_of(settings | places))
     monkeypatch.chdir(head.folder)
     listen = ["broker.listen=tcp://10.77.0.1:5555", "weightbus.listen=tcp://10.77.0.1:5600"]
     assert run(config, listen, dry_run=False, place="hosts") == 0

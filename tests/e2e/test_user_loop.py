@@ -25,7 +25,7 @@ from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from slipstream.wire.settings.load import load_table
 from tests.support.stores import BUCKET, s3_server
-from tests.support.tiny_run import ROOT, TinyRun, slipstream, tiny_inputs
+from tests.support.tiny_run import ROOT, TinyRun, rows_of, slipstream, tiny_inputs
 
 pytestmark = [pytest.mark.e2e]
 UPLOAD = f"{BUCKET}/runs/tiny"
@@ -62,10 +62,6 @@ def greedy_answers(folder: Path, prompts: Sequence[str], *, limit: int) -> list[
     assert done.returncode == 0, done.stderr
     answers: list[str] = json.loads(done.stdout.splitlines()[-1])
     return answers
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def curves(folder: Path, *names: str) -> dict[str, dict[int, float]]:
@@ -137,7 +133,7 @@ def test_a_run_is_stopped_resumed_exported_shown_replayed_lost_and_resumed_from_
     assert "is not in" not in first.output
     first.assert_nothing_left()
     stopped_at = int(first.summary()["steps"])
-    before = {point["step"]: point for point in rows(first.folder / "eval/results.jsonl")}
+    before = {point["step"]: point for point in rows_of(first.folder / "eval/results.jsonl")}
     assert before
     assert 3 <= stopped_at < 8, "the run was over before Ctrl-C: make it longer"
 
@@ -177,13 +173,13 @@ def test_a_run_is_stopped_resumed_exported_shown_replayed_lost_and_resumed_from_
 
 def assert_continued(second: TinyRun, before: dict[int, dict[str, Any]]) -> None:
     """Both parts of a run are in its curves, its batches and its checkpoints, each step once."""
-    points = {point["step"]: point for point in rows(second.folder / "eval/results.jsonl")}
+    points = {point["step"]: point for point in rows_of(second.folder / "eval/results.jsonl")}
     assert sorted(points) == [0, 2, 4, 6, 8]
     assert {step: points[step] for step in before} == before, "the curve was rewritten"
     assert points[8]["overall"]["num_answers"] == 64
     steps = [group.step for group in read_groups(second.folder / "rollouts/batches.trajectories")]
     assert steps == [step for step in range(8) for _ in range(4)]
-    lines = rows(second.folder / "metrics.jsonl")
+    lines = rows_of(second.folder / "metrics.jsonl")
     trained = [row["step"] for row in lines if "eval/mean@1" not in row]
     assert trained == list(range(1, 9)), "a step is missing, or there twice"
     assert [row["step"] for row in lines if "eval/mean@1" in row] == [0, 2, 4, 6, 8]
@@ -198,7 +194,7 @@ def assert_continued(second: TinyRun, before: dict[int, dict[str, Any]]) -> None
 
 def assert_answers_are_those_of_transformers(second: TinyRun, out: Path) -> None:
     """The exported policy, and what `slipstream show` prints, have the run's last answers."""
-    answered = rows(second.folder / "eval/step-000008.jsonl")
+    answered = rows_of(second.folder / "eval/step-000008.jsonl")
     assert len(answered) == 64
     assert {version for row in answered for version in row["versions"]} == {"v2.8"}
     ours = [row["answer"] for row in answered]
@@ -216,7 +212,7 @@ def assert_replayed_to_the_bit(run: TinyRun, folder: Path) -> None:
     """Replay a run from the model that it started from: the same figures, the same weights."""
     slipstream("replay", run.folder, "--config", run.folder / "resolved.toml")
     replay = folder / "runs/tiny-replay"
-    replayed = {row["step"]: row for row in rows(replay / "replay/metrics.jsonl")}
+    replayed = {row["step"]: row for row in rows_of(replay / "replay/metrics.jsonl")}
     trained = curves(run.folder / "tensorboard", "policy/loss", "policy/grad_norm", "reward/mean")
     for name, curve in trained.items():
         assert sorted(curve) == list(range(1, 9))

@@ -20,21 +20,6 @@ BOUND = 2
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 
 
-def differences_of_own_versions(run: TinyRun, *, most_versions: int = BOUND + 1) -> list[float]:
-    """Return how far engine and learner are apart where the learner still has that version.
-
-    ``most_versions`` is how many may have chosen an answer's tokens.
-    """
-    return [
-        difference
-        for row in run.rollouts()
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-        if version["step"] == row["step"] and len(row["version_runs"]) <= most_versions
-    ]
-
-
 def assert_trained_and_served(
     run: TinyRun, holder: Holder, *, most_versions: int = BOUND + 1
 ) -> dict[str, Any]:
@@ -46,7 +31,7 @@ def assert_trained_and_served(
     final = load_file(run.folder / "model" / "model.safetensors")
     expected = digest_of(expected_checksums(final, holder))
     assert summary["last_publish"]["engine_digests"] == {"generator-0": expected}
-    fresh = differences_of_own_versions(run, most_versions=most_versions)
+    fresh = [one for lag, one in run.differences(most_versions=most_versions) if lag == 0]
     assert fresh, "no answer was trained by the step of its own version"
     assert max(fresh) < SAME
     run.assert_listens_here_alone()
@@ -106,13 +91,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     }
     assert not rejected, "a healthy run sends nothing that is refused"
 
-    differences = [
-        (row["step"] - version["step"], difference)
-        for row in rollouts
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-    ]
+    differences = run.differences()
     unmoved = [d for lag, d in differences if lag == 0 or lr == 0]
     assert unmoved
     assert max(unmoved) < SAME

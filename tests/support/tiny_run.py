@@ -19,6 +19,7 @@ from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.files.run_folder import ACCOUNT
 from tests.support.blank_model import write_blank_model
 from tests.support.listening import Listener, listeners_of
+from tests.support.processes import shared_memory_of
 from tests.support.random_llama import write_random_weights
 from tests.support.waiting import HANG_S, until
 
@@ -132,8 +133,17 @@ def tiny_settings(folder: Path) -> dict[str, object]:
     }
 
 
-def _as_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def overrides_of(settings: Mapping[str, object]) -> list[str]:
+    """Return settings as a command line has them."""
+    return [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    ]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def slipstream(*words: object) -> str:
@@ -168,8 +178,7 @@ class TinyRun:
         tiny_inputs(folder)
         config = folder / "run.toml"
         config.write_text("")
-        merged = tiny_settings(folder) | dict(settings)
-        overrides = [f"{key}={_as_text(value)}" for key, value in merged.items()]
+        overrides = overrides_of(tiny_settings(folder) | dict(settings))
         before(folder)
         self.output_file = folder / "output.txt"
         self.shared_memory_before = _shared_memory()
@@ -270,8 +279,22 @@ class TinyRun:
         return figures
 
     def rollouts(self) -> list[dict[str, Any]]:
-        lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return rows_of(self.folder / "rollouts" / "trained.jsonl")
+
+    def differences(self, *, most_versions: int | None = None) -> list[tuple[int, float]]:
+        """Return (lag, how far engine and learner are apart in nats) of each version of an answer.
+
+        Args:
+            most_versions: that may have chosen an answer's tokens; others are left out.
+        """
+        return [
+            (row["step"] - version["step"], difference)
+            for row in self.rollouts()
+            if most_versions is None or len(row["version_runs"]) <= most_versions
+            for version, difference in zip(
+                row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+            )
+        ]
 
     def assert_listens_here_alone(self) -> None:
         """No process of the run has listened beyond this machine."""
@@ -300,12 +323,7 @@ class TinyRun:
 
 def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
     """Return what living processes have mapped: other runs may be active beside this one."""
-    names: set[str] = set()
-    for process in processes:
-        with suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            names |= {Path(line.split(maxsplit=5)[5]).name for line in lines if "/shm/" in line}
-    return names
+    return {path.name for path in shared_memory_of(one.pid for one in processes)}
 
 
 def _shared_memory() -> set[str]:
