@@ -213,20 +213,20 @@ def kill_one(run: TinyRun, role: str) -> None:
 
 def kill_and_look(run: TinyRun, role: str, page: Page | None, gate: Path) -> None:
     """Kill a process; the page shows it of a generator and of the broker."""
-    if page is not None:
-        page.until_live()
+    gate.unlink()  # no step is trained until the page has shown it
+    if page is not None and role == GENERATOR:
         page.until_it_names("generator-0", is_named=False)
-        gate.unlink()  # no step is trained until the page has shown it
+    if page is not None and role == BROKER:
+        page.until_live()
     if role == "redis":
         run.kill_redis()
     else:
         kill_one(run, role)
-    if page is not None:
-        if role == GENERATOR:
-            page.until_it_names("generator-0")
-        if role == BROKER:
-            page.until_live(is_live=False)
-        gate.touch()
+    if page is not None and role == GENERATOR:
+        page.until_it_names("generator-0")
+    if page is not None and role == BROKER:
+        page.until_live(is_live=False)
+    gate.touch()
 
 
 BROKER, GENERATOR = "slipstream.broker.main", "--name generator-0"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.tiny_run import TinyRun, assert_complete, rows_of
 
 pytestmark = [pytest.mark.e2e]
-STEPS, LAST = 28, 6
+STEPS, LAST = 32, 6
 WHIMSICAL = """
 import os, pathlib
 from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
