@@ -146,10 +146,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def slipstream(*words: object) -> str:
-    """Return what a command prints that succeeds."""
-    done = subprocess.run(
-        [sys.executable, "-m", "slipstream.deploy.main", *map(str, words)],
+def python(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -157,6 +157,11 @@ def slipstream(*words: object) -> str:
         timeout=HANG_S,
         env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
     )
+
+
+def slipstream(*words: object) -> str:
+    """Return what a command prints that succeeds."""
+    done = python("-m", "slipstream.deploy.main", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
