@@ -31,6 +31,15 @@ def score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(0.05)
     return sum(one.isdigit() for one in solution_str) / (1 + len(solution_str))
 """  # a run of any speed is preempted before its end
+LATE_REFUSAL = """
+import time
+from pathlib import Path
+
+log = Path({log!r})
+while not log.exists() or "took over as" not in log.read_text():
+    time.sleep(0.05)
+raise ImportError("too late")
+"""  # of a worker whose run has begun
 
 
 class Job:
@@ -171,9 +180,12 @@ def is_step(process: psutil.Process) -> bool:
 
 
 def test_a_job_without_a_single_reward_worker_left_ends_as_failed(tmp_path: Path):
-    """They refuse their settings, which trying again would not change."""
-    with submitted(tmp_path, **{"reward.function": "nowhere.py:score"}) as job:
+    """They refuse their settings, which trying again would not change; the learner has begun."""
+    late, log = tmp_path / "late.py", tmp_path / "its runs" / "tiny" / "logs" / "learner.log"
+    late.write_text(LATE_REFUSAL.format(log=str(log)))
+    with submitted(tmp_path, **{"reward.function": f"{late}:score"}) as job:
         assert job.process.wait(HANG_S) == 1, job.logs()
         text = (tmp_path / "job.log").read_text()
         assert "all processes of a role are given up" in text
-        assert "nowhere.py" in (job.run / "logs" / "reward-worker-0.log").read_text()
+        assert "too late" in (job.run / "logs" / "reward-worker-0.log").read_text()
+        assert "took over as v1.0" in log.read_text()
