@@ -228,6 +228,7 @@ def kill_and_look(run: TinyRun, role: str, page: Page | None, gate: Path) -> Non
         page.until_it_names("generator-0")
     if page is not None and role == BROKER:
         page.until_live(is_live=False)
+        page.until_live()
     gate.touch()
 
 

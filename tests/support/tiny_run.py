@@ -241,12 +241,18 @@ class TinyRun:
         return None
 
     def kill_redis(self) -> None:
-        """Kill the broker's private server."""
-        broker = self.process_with("slipstream.broker.main")
-        assert broker is not None
-        names = ("redis", "valkey")
-        servers = [c for c in broker.children() if any(name in c.name() for name in names)]
-        assert servers, "the broker has no Redis"
+        """Kill the broker's private server, as soon as it has one."""
+        servers: list[psutil.Process] = []
+
+        def has_one() -> bool:
+            broker = self.process_with("slipstream.broker.main")
+            with suppress(psutil.NoSuchProcess):
+                children = broker.children() if broker is not None else []
+                names = ("redis", "valkey")
+                servers.extend(c for c in children if any(name in c.name() for name in names))
+            return bool(servers)
+
+        self.wait_until(has_one, "the broker's Redis")
         servers[0].kill()
 
     def log(self, role: str) -> str:
