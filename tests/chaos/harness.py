@@ -262,18 +262,12 @@ def chaos_run(
         role("broker", broker_module, config, *broker_arguments, again=("--restarted",)),
         role("learner", "tests.chaos.trainer", clients, *trainer_arguments),
         *(
-            role(
-                f"reward-worker-{i}",
-                "slipstream.broker.reward_worker.main",
-                clients,
-                "--name",
-                f"reward-worker-{i}",
+            role(name, module, clients, "--name", name)
+            for kind, module, count in (
+                ("reward-worker", "slipstream.broker.reward_worker.main", reward_workers),
+                ("generator", "tests.chaos.generator", generators),
             )
-            for i in range(reward_workers)
-        ),
-        *(
-            role(f"generator-{i}", "tests.chaos.generator", clients, "--name", f"generator-{i}")
-            for i in range(generators)
+            for name in (f"{kind}-{i}" for i in range(count))
         ),
     ]
     supervisor = Supervisor(

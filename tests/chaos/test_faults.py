@@ -165,38 +165,32 @@ def resumed(it: Chaos) -> None:
 
 
 @pytest.mark.parametrize(
-    "redis_survives",
+    ("save_every", "redis_survives"),
     [
-        True,
-        pytest.param(
-            False, marks=pytest.mark.slow
-        ),  # resuming from a checkpoint: test_user_loop.py
+        (5, True),
+        # resuming from a checkpoint alone: test_user_loop.py
+        pytest.param(5, False, marks=pytest.mark.slow),
+        # as the first, without a checkpoint
+        pytest.param(1000, True, marks=pytest.mark.slow),
     ],
-    ids=["same-redis", "empty-redis"],
+    ids=["same-redis", "empty-redis", "before-its-first-checkpoint"],
 )
-def test_run_whose_processes_all_died_at_once_resumes(folder: Path, redis_survives: bool):
-    with chaos_run(folder, prompts=120) as it:
+def test_run_whose_processes_all_died_at_once_resumes(
+    folder: Path, save_every: int, redis_survives: bool
+):
+    arguments = ("--save-every", str(save_every))
+    with chaos_run(folder, prompts=120, trainer_arguments=arguments) as it:
         it.start()
-        it.wait_until(lambda: it.steps() >= 8, "eighth step")
+        it.wait_until(lambda: it.steps() >= 8, "eighth step")  # so the seventh was acknowledged
         kill_everything(it)
         if not redis_survives:
             shutil.rmtree(it.run_folder / "redis")
         resumed(it)
         it.finish()
         view = it.assert_nothing_was_lost(120)
-        assert (view.requeued, view.redelivered_steps > 0) == (0, redis_survives)
-
-
-@pytest.mark.slow  # as the one above, without a checkpoint
-def test_run_that_died_before_its_first_checkpoint_resumes(folder: Path):
-    with chaos_run(folder, prompts=80, trainer_arguments=("--save-every", "1000")) as it:
-        it.start()
-        it.wait_until(lambda: it.steps() >= 6, "sixth step")  # so the fifth was acknowledged
-        kill_everything(it)
-        resumed(it)
-        it.finish()
-        view = it.assert_nothing_was_lost(80)
-        assert (view.requeued, view.redelivered_steps >= 5) == (0, True)
+        least = 7 if save_every > 8 else redis_survives  # steps that are delivered again
+        assert (view.requeued, view.redelivered_steps >= least) == (0, True)
+        assert redis_survives or view.redelivered_steps == 0
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own-redis", "shared-redis"])

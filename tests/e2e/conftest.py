@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.hosts import Host, two_hosts
 from tests.support.tiny_run import TinyRun
 from tests.support.waiting import HANG_S
 
@@ -13,6 +14,12 @@ def inputs(tmp_path: Path) -> Path:
     folder = tmp_path / "a b/ü"
     folder.mkdir(parents=True)
     return folder
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path) as both:
+        yield both
 
 
 @pytest.fixture

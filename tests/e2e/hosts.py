@@ -3,18 +3,21 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
 
 from tests.support.tiny_run import ROOT
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 SCP = """#!/bin/sh
 # scp [-r] head:PATH . between two "hosts" that share a file system
@@ -27,15 +30,19 @@ cp -r "$SLIPSTREAM_TEST_HEAD/${1#head:}" "$2"
 class Host:
     """A network namespace and a folder."""
 
-    name: str
+    name: str  # of the namespace; empty is this machine's own
     folder: Path
     environment: dict[str, str]
     link: str = ""  # its network device
 
+    @property
+    def _inside(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name] if self.name else []
+
     def start(self, command: str, output: Path) -> "subprocess.Popen[bytes]":
         with output.open("ab") as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, "sh", "-c", f"exec {command}"],
+                [*self._inside, "sh", "-c", f"exec {command}"],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
@@ -44,7 +51,7 @@ class Host:
 
     def run(self, command: str) -> str:
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, "sh", "-ec", command],
+            [*self._inside, "sh", "-ec", command],
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -176,6 +183,52 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
     process.wait()
+
+
+class Roles:
+    """Roles on hosts, by name, which end with the block; their output is in a file of that name."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._outputs: dict[str, Path] = {}
+
+    def start(self, host: Host, name: str, command: str) -> "subprocess.Popen[bytes]":
+        """Start one, or start it again."""
+        self._outputs[name] = host.folder / f"{name}.log"
+        self.processes[name] = host.start(command.strip(), self._outputs[name])
+        return self.processes[name]
+
+    def log(self, name: str) -> str:
+        return self._outputs[name].read_text()
+
+    def logs(self) -> str:
+        return "".join(f"==== {name}\n{self.log(name)}" for name in self._outputs)
+
+    def wait(self, *names: str, look: Callable[[], object] = lambda: None) -> None:
+        """Wait until these have ended, while no role fails; ``look`` is called now and then."""
+
+        def ended() -> bool:
+            look()
+            time.sleep(0.2)
+            failed = [name for name, one in self.processes.items() if one.poll() not in {None, 0}]
+            assert not failed, f"{failed}\n{self.logs()}"
+            return all(self.processes[name].poll() == 0 for name in names)
+
+        until(ended, self.logs)
+
+    def end_broker(self) -> None:
+        """Wait for all others, then press Ctrl-C of the broker."""
+        self.wait(*(name for name in self.processes if name != "broker"))
+        self.processes["broker"].send_signal(signal.SIGINT)
+        assert self.processes["broker"].wait(HANG_S) in {0, 130}, self.logs()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                end(process)
 
 
 def toml_of(settings: dict[str, object]) -> str:

@@ -112,12 +112,7 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
     for row in rows:
         runs = row["version_runs"]
         assert all(one["first_token"] < other["first_token"] for one, other in pairwise(runs))
-    fresh = [
-        difference
-        for row in rows
-        for one, difference in zip(row["version_runs"], row["logprob_abs_diff_by_run"], strict=True)
-        if one["step"] == row["step"]
-    ]
+    fresh = [difference for lag, difference in run.differences() if lag == 0]
     assert len({one["step"] for row in rows for one in row["version_runs"]}) >= steps - 1
     assert len(fresh) > count / 4
     assert max(fresh) < SAME

@@ -1,11 +1,10 @@
 """Guides of docs/, followed to the letter: the tiny policy, an empty home, no download.
 
-tests/e2e/test_two_nodes.py, test_remote_worker.py and others follow those for several hosts.
+tests/e2e/test_two_nodes.py, test_remote_roles.py and others follow those for several hosts.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 
 from slipstream.wire.files.run_folder import ACCOUNT
 from tests.support.guide import Step, before_command, blocks, follow, steps
-from tests.support.tiny_run import ROOT
+from tests.support.tiny_run import ROOT, rows_of
 
 pytestmark = [pytest.mark.e2e]
 DOCS = ROOT / "docs"
@@ -31,10 +30,6 @@ def printed_by(words: str, all_steps: list[Step], printed: list[str]) -> str:
     """Return what the one block with a command printed."""
     (found,) = [text for step, text in zip(all_steps, printed, strict=True) if words in step.text]
     return found
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def assert_complete(run: Path, num_steps: int) -> None:
@@ -54,13 +49,13 @@ def test_getting_started_leads_from_prompts_to_an_exported_policy(inputs: Path):
     assert "0 fail" in printed_by("--dry-run", STARTED, printed)
     assert {path.name for path in (sums / "runs").iterdir()} == {"sums", "keys"}  # one run
     assert_complete(sums / "runs" / "sums", 20)
-    results = rows(sums / "runs" / "sums" / "eval" / "results.jsonl")
+    results = rows_of(sums / "runs" / "sums" / "eval" / "results.jsonl")
     rights = {one["step"]: one["overall"]["metrics"]["mean@1"] for one in results}
     assert sorted(rights) == [0, 10, 20]
     assert rights[20] - rights[0] >= LEAST_GAIN, rights
 
     looked = printed_by("slipstream show", STARTED, printed)
-    newest = rows(sums / "runs" / "sums" / "eval" / "step-000020.jsonl")
+    newest = rows_of(sums / "runs" / "sums" / "eval" / "step-000020.jsonl")
     assert all(row["prompt"] in looked for row in newest[-3:])
     assert "eval/mean@1" in looked
     assert "reward/mean" in looked
@@ -84,7 +79,7 @@ def test_a_reward_of_ones_own_is_tried_and_trained_with(inputs: Path):
 
     run = inputs / "sums" / "runs" / "near"
     assert_complete(run, 10)
-    recorded = rows(run / "rollouts" / "trained.jsonl")
+    recorded = rows_of(run / "rollouts" / "trained.jsonl")
     assert recorded
     for row in recorded:
         left, right = row["prompt"].rstrip("=").split("+")
@@ -111,7 +106,7 @@ def test_a_loss_of_ones_own_is_tested_and_trained_with(inputs: Path):
 
     run = inputs / "sums" / "runs" / "soft"
     assert_complete(run, 10)
-    trained = [row for row in rows(run / "metrics.jsonl") if "policy/loss" in row]
+    trained = [row for row in rows_of(run / "metrics.jsonl") if "policy/loss" in row]
     assert [row["step"] for row in trained] == list(range(1, 11))
     assert all(row["own/softness"] >= 0 for row in trained)
     assert any(row["own/softness"] > 0 for row in trained)

@@ -1,27 +1,22 @@
 """Adapters, with every role real."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from slipstream.deploy.examples.addition import prepare
 from slipstream.weightbus.version.adapter_checksums import expected_adapter_checksums
 from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
-from tests.support.tiny_run import ROOT, TinyRun, slipstream
+from tests.support.tiny_run import TinyRun, slipstream
 
 pytestmark = [pytest.mark.e2e]
 SAME = 1e-4  # nats
 BOUND = 2
-STEPS = 100
-LEAST_GAIN = 0.2  # in the share of right answers, six deviations of 256 of them
 
 
 def wider(folder: Path) -> None:
@@ -67,10 +62,7 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(
         "no version was taken over"
     )
     assert summary["publishes_while_generating"] > 0
-    lags = [
-        (row["step"] - row["version_runs"][0]["step"], row["logprob_abs_diff_by_run"][0])
-        for row in rollouts
-    ]
+    lags = run.differences()
     assert max(difference for lag, difference in lags if lag == 0) < SAME
     assert max(difference for lag, difference in lags if lag > 0) > SAME, "nothing was trained"
 
@@ -92,10 +84,14 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(
     run.assert_nothing_left()
 
 
-def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun], inputs: Path):
+def test_adapters_are_published_in_the_weights_of_a_run_in_sync_until_the_data_ends(
+    start_run: Callable[..., TinyRun], inputs: Path
+):
     run = start_run(
         **few(inputs),
-        run__steps=4,
+        run__mode="sync",
+        run__steps=100,
+        run__epochs=0.4,
         lora__rank=4,
         lora__publish="merged",
         learner__lr=1e-2,
@@ -103,18 +99,13 @@ def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun]
         algo__kl__coefficient=0.1,
     )
     assert run.wait() == 0, run.output
-    summary, rollouts = run.summary(), run.rollouts()
-    assert (summary["outcome"], summary["trained"]) == ("finished", 16)
-    unmoved = [
-        difference
-        for row in rollouts
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-        if version["step"] == row["step"]
-    ]
-    assert unmoved
-    assert max(unmoved) < SAME
+    summary = run.summary()
+    assert (summary["issued"], summary["trained"], summary["steps"]) == (16, 16, 4)
+    assert (summary["outcome"], set(summary["staleness_histogram"])) == ("finished", {"0"})
+    assert "run.epochs" in summary["stop_reason"]
+    lags = run.differences()
+    assert {lag for lag, _ in lags} == {0}
+    assert max(difference for _, difference in lags) < SAME
 
     final = load_file(run.folder / "model" / "model.safetensors")
     before = load_file(inputs / "model" / "model.safetensors")
@@ -132,25 +123,3 @@ def test_adapters_are_published_in_the_weights(start_run: Callable[..., TinyRun]
     names = load_file(run.folder / "adapter" / "adapter_model.safetensors").keys()
     assert len(names) == 2 * 2 * 7
     run.assert_nothing_left()
-
-
-@pytest.mark.slow  # what it is made of is tested above and in tests/integration/test_lora_*.py
-@pytest.mark.parametrize("publish", ["named", "merged"])
-def test_adapters_learn_addition(tmp_path: Path, publish: str, capsys: pytest.CaptureFixture[str]):
-    prepare(ROOT / ".cache" / "addition")
-    output = tmp_path / "output.txt"
-    command = [sys.executable, "-m", "slipstream.deploy.main", "run"]
-    settings = ["--config", "configs/quickstart.toml", f"run.dir={tmp_path}", f"run.steps={STEPS}"]
-    settings += ["lora.rank=16", f"lora.publish={publish}", "learner.lr=2e-3"]
-    with output.open("w") as file:
-        code = subprocess.run(
-            [*command, *settings], cwd=ROOT, stdout=file, stderr=file, check=False
-        ).returncode
-    assert code == 0, output.read_text()
-    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
-    assert (summary["outcome"], summary["steps"]) == ("finished", STEPS)
-    assert summary["equation"]["unaccounted"] == 0
-    points = {point["step"]: point["overall"]["metrics"]["mean@1"] for point in summary["eval"]}
-    with capsys.disabled():
-        sys.stdout.write(f"\n{publish}: {points}\n")
-    assert points[STEPS] - points[0] >= LEAST_GAIN, points

@@ -1,17 +1,13 @@
 """A generator whose engine turns positions by other angles joins a run that is under way."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_run import ROOT, TinyRun, slipstream
-from tests.support.waiting import HANG_S
+from tests.support.tiny_run import TinyRun, python, slipstream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -30,24 +26,8 @@ def test_an_engine_that_computes_something_else_trains_nobody(short_folder: Path
     try:
         run.wait_until(lambda: run.steps() >= 1, "a step")
         other = with_other_rope(short_folder / "model", short_folder / "other")
-        joining = subprocess.run(
-            [
-                *(sys.executable, "-m", "slipstream.generators.main"),
-                *(
-                    "--config",
-                    run.folder / "resolved.toml",
-                    "--name",
-                    "generator-9",
-                    f"run.model={other}",
-                ),
-            ],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
-        )
+        role = ("-m", "slipstream.generators.main", "--name", "generator-9")
+        joining = python(*role, "--config", run.folder / "resolved.toml", f"run.model={other}")
         said = joining.stdout + joining.stderr
         assert joining.returncode == 1, said
         assert "QuarantineError: the engine does not compute v1." in said

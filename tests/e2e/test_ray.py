@@ -5,6 +5,7 @@ Ray is started as docs/clusters.md says, with token authentication.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,23 +16,15 @@ from typing import Any
 import pytest
 
 from slipstream.deploy.launch.role_host import RoleHost
-from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
+from slipstream.wire.files.run_folder import SUMMARY
 from tests.e2e.hosts import Host, end, several_hosts, toml_of
 from tests.support.listening import Listener, listeners_of
-from tests.support.tiny_run import tiny_inputs, tiny_settings
+from tests.support.tiny_run import REWARD, assert_complete, gated_reward, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
 LAST_CHARACTERS = 3000
 RAY_STEPS = 40  # more than a slow machine takes until the last of three generators has answered
-GATED_REWARD = """
-import os, time
-def score(data_source, solution_str, ground_truth, extra_info):
-    while not os.path.exists({gate!r}):
-        time.sleep(0.05)
-    digits = [int(c) for c in solution_str if c.isdigit()]
-    return sum(digits) / (9 * max(1, len(digits)))
-"""
 
 
 def pids_on(host: Host) -> list[int]:
@@ -78,10 +71,49 @@ def ray_cluster(hosts: list[Host], folder: Path, *, has_token: bool = True) -> I
         RoleHost().close()  # the next one on a host removes what those that were killed left
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Host]]:
-    with several_hosts(tmp_path, "head", "two", "three") as hosts, ray_cluster(hosts, tmp_path):
+REFUSALS = {
+    "": "runs without authentication (RAY_AUTH_MODE is not set)",
+    "deploy.ray.require_token=false deploy.ray.cpus.learner=100 deploy.ray.start_timeout_s=0.1": (
+        "the cluster has no room for the learner within 0.1 s (deploy.ray.start_timeout_s)"
+    ),
+}
+
+
+def test_a_cluster_without_a_token_or_without_room_is_refused_in_one_line(tmp_path: Path):
+    with several_hosts(tmp_path, "head") as hosts, ray_cluster(hosts, tmp_path, has_token=False):
+        (host,) = hosts
+        write_run(host, REWARD, {"generators.count": 1})
+        for number, (settings, expected) in enumerate(REFUSALS.items()):
+            output = host.folder / f"refused-{number}.log"
+            run = host.start(f"slipstream run --config run.toml --on ray {settings}", output)
+            code = run.wait(HANG_S)
+            lines = [line for line in output.read_text().splitlines() if expected in line]
+            assert (code, len(lines)) == (2, 1), output.read_text()
+            assert "Traceback" not in output.read_text()
+            assert_nothing_left(hosts)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Yield a cluster; the last test that uses it may lose a node."""
+    folder = tmp_path_factory.mktemp("ray")
+    with several_hosts(folder, "head", "two", "three") as hosts, ray_cluster(hosts, folder):
         yield hosts
+
+
+def write_run(head: Host, reward: str, settings: dict[str, object]) -> None:
+    """Write a run and its inputs to a node's folder; the broker is to be on that node."""
+    tiny_inputs(head.folder)
+    (head.folder / "reward.py").write_text(reward)
+    merged = tiny_settings(head.folder) | {"checkpoint.export_at_end": False} | settings
+    on_head = '[deploy.ray.labels]\nbroker = { node = "head" }\n'
+    (head.folder / "run.toml").write_text(toml_of(merged) + on_head)
+
+
+def assert_nothing_left(hosts: list[Host]) -> None:
+    """Ray's own processes are all that is on the nodes."""
+    for host in hosts:
+        until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
 
 
 class RayRun:
@@ -91,12 +123,10 @@ class RayRun:
         self.hosts = hosts
         self.folder = hosts[0].folder / "runs" / "tiny"
         self.gate = hosts[0].folder / "gate"
-        tiny_inputs(hosts[0].folder)
-        (hosts[0].folder / "reward.py").write_text(GATED_REWARD.format(gate=str(self.gate)))
-        merged = tiny_settings(hosts[0].folder) | {"checkpoint.export_at_end": False}
-        merged |= {name.replace("__", "."): value for name, value in settings.items()}
-        on_head = '[deploy.ray.labels]\nbroker = { node = "head" }\n'
-        (hosts[0].folder / "run.toml").write_text(toml_of(merged) + on_head)
+        shutil.rmtree(hosts[0].folder / "runs", ignore_errors=True)
+        self.gate.unlink(missing_ok=True)
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        write_run(hosts[0], gated_reward(self.gate), named)
         self.output = hosts[0].folder / "run.log"
         self.process = self.start()
         self.listeners: set[Listener] = set()
@@ -150,14 +180,8 @@ class RayRun:
         }
 
     def assert_complete(self) -> None:
-        account = json.loads((self.folder / ACCOUNT).read_text())
-        assert (account["finished"], account["unaccounted"]) == (True, 0)
+        assert_complete(self.folder)
         assert {int(lag) for lag in self.figures()["staleness_histogram"]} <= {0, 1, 2}
-
-    def assert_nothing_left(self) -> None:
-        """Ray's own processes are all that is on the nodes."""
-        for host in self.hosts:
-            until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
 
     def assert_only_keys_connect(self) -> None:
         """Beyond loopback nothing of ours has listened but broker and relay, which ask for keys.
@@ -166,7 +190,8 @@ class RayRun:
         torch.distributed, on the address of their node alone.
         """
         ours = [one for one in self.listeners if not one.on_loopback and not is_of_ray(one.program)]
-        assert all(one.address.startswith("10.77.0.") for one in ours), ours
+        elsewhere = [str(one) for one in ours if not one.address.startswith("10.77.0.")]
+        assert not elsewhere, "\n".join(elsewhere)
         roles = {one.program.partition("slipstream.")[2].partition(".main")[0] for one in ours}
         unknown = [str(one) for one in ours if "slipstream." not in one.program]
         assert not unknown, "\n".join(unknown)
@@ -207,6 +232,60 @@ def run_on(nodes: list[Host]) -> Iterator[Callable[..., RayRun]]:
     for run in runs:
         if run.process.poll() is None:
             end(run.process)
+
+
+def test_a_check_looks_at_every_node_and_gives_all_back(nodes: list[Host]):
+    """The learner needs a whole node: what an interrupted check kept, the next one would lack."""
+    head = nodes[0]
+    gate, began = head.folder / "gate", head.folder / "began"
+    text = gated_reward(gate).replace("while", f"open({str(began)!r}, 'w')\n    while")
+    settings = {"generators.count": 2, "reward.timeout_s": HANG_S, "deploy.ray.cpus.learner": 4}
+    write_run(head, text, settings)
+    files = set(head.folder.rglob("*"))
+
+    def start(output: str) -> "subprocess.Popen[bytes]":
+        return head.start("slipstream check --config run.toml --on ray", head.folder / output)
+
+    first = start("first.log")
+    until(began.exists, lambda: (head.folder / "first.log").read_text())
+    first.send_signal(signal.SIGINT)
+    assert first.wait(HANG_S) == 130, (head.folder / "first.log").read_text()
+    assert_nothing_left(nodes)
+    gate.touch()
+    second = start("second.log")
+    assert second.wait(HANG_S) in {0, 1}, (head.folder / "second.log").read_text()
+    lines = (head.folder / "second.log").read_text().splitlines()
+    headings = [line for line in lines if "(10.77.0." in line and ": " in line and line[:2] == "vm"]
+    trouble = [line for line in lines if line.startswith(("warn", "fail"))]
+    assert not [line for line in trouble if not line.startswith("warn fsync")], (
+        "but for a busy disk"
+    )
+    roles = {role for line in headings for role in line.rpartition("): ")[2].split(", ")}
+    assert roles == {"broker", "learner", "generator-0", "generator-1", "reward-worker-0"}
+    sent = [line for line in lines if line.startswith("ok   weights: ")]
+    assert len(sent) == len(headings) - 1, "one for each node with a generator"
+    assert all("over tcp from" in line for line in sent)
+    assert not [line for host in nodes for line in left_on(host)]
+    made = {began, gate, head.folder / "first.log", head.folder / "second.log"}
+    assert set(head.folder.rglob("*")) - files == made
+    gate.unlink()
+
+
+@pytest.mark.slow  # of one host: tests/e2e/test_user_loop.py
+def test_ctrl_c_saves_and_the_run_resumes_on_the_cluster(run_on: Callable[..., RayRun]):
+    run = run_on(run__steps=200, generators__count=2)
+    run.gate.touch()
+    run.wait_until(lambda: run.figures()["steps"] >= 3, "three steps")
+    run.interrupt()
+    assert run.process.wait(HANG_S) == 130, run.output.read_text()
+    assert "resume from it with --resume auto" in run.output.read_text()
+    assert_nothing_left(run.hosts)
+    steps = run.figures()["steps"]
+    run.process = run.start("--resume auto", f"run.steps={steps + 3}")
+    run.wait()
+    run.assert_complete()
+    assert run.figures()["steps"] == steps + 3
+    assert_nothing_left(run.hosts)
 
 
 def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[..., RayRun]):
@@ -250,103 +329,4 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     text = run.output.read_text()
     assert "restarting it" in text
     run.assert_only_keys_connect()
-    for host in run.hosts:
-        until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ("", "runs without authentication (RAY_AUTH_MODE is not set)"),
-        (
-            "deploy.ray.require_token=false deploy.ray.cpus.learner=100 "
-            "deploy.ray.start_timeout_s=0.1",
-            "the cluster has no room for the learner within 0.1 s (deploy.ray.start_timeout_s)",
-        ),
-    ],
-    ids=["no token", "no room"],
-)
-def test_a_cluster_that_cannot_run_it_is_refused_in_one_line(
-    open_cluster: Host, settings: str, expected: str
-):
-    host = open_cluster
-    output = host.folder / "refused.log"
-    run = host.start(f"slipstream run --config run.toml --on ray {settings}", output)
-    code = run.wait(HANG_S)
-    lines = [line for line in output.read_text().splitlines() if expected in line]
-    assert (code, len(lines)) == (2, 1), output.read_text()
-    assert "Traceback" not in output.read_text()
-    until(lambda: not left_on(host), lambda: str(left_on(host)))
-
-
-@pytest.fixture
-def open_cluster(tmp_path: Path) -> Iterator[Host]:
-    """One node of a Ray cluster that asks for no token."""
-    with several_hosts(tmp_path, "head") as hosts, ray_cluster(hosts, tmp_path, has_token=False):
-        tiny_inputs(hosts[0].folder)
-        settings = tiny_settings(hosts[0].folder) | {"generators.count": 1}
-        (hosts[0].folder / "run.toml").write_text(toml_of(settings))
-        yield hosts[0]
-
-
-@pytest.mark.slow  # of one host: tests/e2e/test_user_loop.py
-def test_ctrl_c_saves_and_the_run_resumes_on_the_cluster(run_on: Callable[..., RayRun]):
-    run = run_on(run__steps=200, generators__count=2)
-    run.gate.touch()
-    run.wait_until(lambda: run.figures()["steps"] >= 3, "three steps")
-    run.interrupt()
-    assert run.process.wait(HANG_S) == 130, run.output.read_text()
-    assert "resume from it with --resume auto" in run.output.read_text()
-    run.assert_nothing_left()
-    steps = run.figures()["steps"]
-    run.process = run.start("--resume auto", f"run.steps={steps + 3}")
-    run.wait()
-    run.assert_complete()
-    assert run.figures()["steps"] == steps + 3
-    run.assert_nothing_left()
-
-
-def test_a_check_looks_at_every_node_and_gives_all_back(nodes: list[Host]):
-    """The learner needs a whole node: what an interrupted check kept, the next one would lack."""
-    head = nodes[0]
-    tiny_inputs(head.folder)
-    gate, began = head.folder / "gate", head.folder / "began"
-    text = GATED_REWARD.format(gate=str(gate)).replace(
-        "while", f"open({str(began)!r}, 'w')\n    while"
-    )
-    (head.folder / "reward.py").write_text(text)
-    settings = tiny_settings(head.folder) | {
-        "generators.count": 2,
-        "reward.timeout_s": HANG_S,
-        "deploy.ray.cpus.learner": 4,
-    }
-    on_head = '[deploy.ray.labels]\nbroker = { node = "head" }\n'
-    (head.folder / "run.toml").write_text(toml_of(settings) + on_head)
-    files = set(head.folder.rglob("*"))
-
-    def start(output: str) -> "subprocess.Popen[bytes]":
-        return head.start("slipstream check --config run.toml --on ray", head.folder / output)
-
-    first = start("first.log")
-    until(began.exists, lambda: (head.folder / "first.log").read_text())
-    first.send_signal(signal.SIGINT)
-    assert first.wait(HANG_S) == 130, (head.folder / "first.log").read_text()
-    for host in nodes:
-        until(lambda host=host: not left_on(host), lambda host=host: str(left_on(host)))
-    gate.touch()
-    second = start("second.log")
-    assert second.wait(HANG_S) in {0, 1}, (head.folder / "second.log").read_text()
-    lines = (head.folder / "second.log").read_text().splitlines()
-    headings = [line for line in lines if "(10.77.0." in line and ": " in line and line[:2] == "vm"]
-    trouble = [line for line in lines if line.startswith(("warn", "fail"))]
-    assert not [line for line in trouble if not line.startswith("warn fsync")], (
-        "but for a busy disk"
-    )
-    roles = {role for line in headings for role in line.rpartition("): ")[2].split(", ")}
-    assert roles == {"broker", "learner", "generator-0", "generator-1", "reward-worker-0"}
-    sent = [line for line in lines if line.startswith("ok   weights: ")]
-    assert len(sent) == len(headings) - 1, "one for each node with a generator"
-    assert all("over tcp from" in line for line in sent)
-    assert not [line for host in nodes for line in left_on(host)]
-    made = {began, gate, head.folder / "first.log", head.folder / "second.log"}
-    assert set(head.folder.rglob("*")) - files == made
+    assert_nothing_left(run.hosts)

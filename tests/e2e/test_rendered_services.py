@@ -3,13 +3,11 @@
 What Docker and SkyPilot do around the commands (folders, files, addresses) is done here by hand.
 """
 
-import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ import pytest
 import yaml
 
 from slipstream.generators.sglang.start_order import free_port
-from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import end, toml_of
-from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
-from tests.support.waiting import HANG_S, until
+from tests.e2e.hosts import Host, Roles, toml_of
+from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e]
 ENVIRONMENT = {
@@ -45,42 +42,6 @@ def rendered(folder: Path, target: str, *overrides: str, **changed: object) -> P
     call = ["slipstream", "render", target, "--config", "run.toml", "--out", "o", *overrides]
     subprocess.run(call, cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
     return folder / "o"
-
-
-class Processes:
-    """Started commands with a log each; none outlives the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.by_name: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, words: list[str], **environment: str) -> None:
-        with (self._folder / f"{name}.log").open("wb") as log:
-            self.by_name[name] = subprocess.Popen(
-                words, cwd=self._folder, stdout=log, stderr=log, env={**ENVIRONMENT, **environment}
-            )
-
-    def logs(self) -> str:
-        files = (self._folder / f"{name}.log" for name in self.by_name)
-        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')}" for file in files)
-
-    def wait(self, name: str) -> None:
-        assert self.by_name[name].wait(HANG_S) == 0, self.logs()
-
-
-@contextmanager
-def processes(folder: Path) -> Iterator[Processes]:
-    started = Processes(folder)
-    try:
-        yield started
-    finally:
-        for process in started.by_name.values():
-            end(process)
-
-
-def check_account(folder: Path) -> None:
-    account = json.loads((folder / "runs" / "tiny" / ACCOUNT).read_text())
-    assert (account["finished"], account["unaccounted"], account["trained"]) == (True, 0, 16)
 
 
 class Compose:
@@ -128,27 +89,27 @@ def test_services_of_the_compose_file_run_to_the_end(tmp_path: Path):
     password = out / "redis_password"
     assert password.stat().st_mode & 0o777 == 0o600
     compose = Compose(out)
-    with processes(tmp_path) as started:
+    with Roles() as started:
         for name, service in compose.services.items():  # in the order of their dependencies
             for needed in service.get("depends_on", {}):
                 assert service["depends_on"][needed] == {"condition": "service_healthy"}
 
                 def is_up(needed: str = needed) -> bool:
-                    assert started.by_name[needed].poll() is None, started.logs()
+                    assert started.processes[needed].poll() is None, started.logs()
                     return compose.is_healthy(needed)
 
                 until(is_up, started.logs)
             environment = service.get("environment", {}) | {"HOME": str(tmp_path)}
-            started.start(name, compose.here(service["command"]), **environment)
-        for process in started.by_name.values():
+            here = Host("", tmp_path, ENVIRONMENT | environment)
+            started.start(here, name, shlex.join(compose.here(service["command"])))
+        for process in started.processes.values():
             words = " ".join(psutil.Process(process.pid).cmdline())
             assert password.read_text().strip() not in words
-        for name in ("learner", "generator-0", "reward-worker-0"):
-            started.wait(name)
+        started.wait("learner", "generator-0", "reward-worker-0")
         for name in ("broker", "redis"):  # the order in which compose stops them
-            started.by_name[name].terminate()
+            started.processes[name].terminate()
             started.wait(name)
-    check_account(tmp_path)
+    assert_complete(tmp_path / "runs" / "tiny", 16)
     assert list((out / "redis").rglob("*.aof")), "its file is kept on the host"
 
 
@@ -178,16 +139,15 @@ def test_the_task_of_skypilot_runs_on_two_nodes(tmp_path: Path):
             target.chmod(0o755)  # a copy need not keep it private
         else:
             shutil.copy(source, target)
-    with processes(tmp_path) as started:
-        for rank in range(2):
-            started.start(
-                f"node-{rank}",
-                ["bash", "-c", task["run"]],
-                HOME=str(tmp_path),
-                TMPDIR="/tmp",  # noqa: S108 short enough for sockets
-                SKYPILOT_NODE_RANK=str(rank),
-                SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2",
-            )
-        for rank in range(2):
-            started.wait(f"node-{rank}")
-    check_account(tmp_path)
+    of_a_node = {
+        "HOME": str(tmp_path),
+        "TMPDIR": "/tmp",  # noqa: S108 short enough for sockets
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+    }
+    with Roles() as started:
+        for rank in ("0", "1"):
+            own = ENVIRONMENT | of_a_node | {"SKYPILOT_NODE_RANK": rank}
+            command = shlex.join(["bash", "-c", task["run"]])
+            started.start(Host("", tmp_path, own), f"node-{rank}", command)
+        started.wait("node-0", "node-1")
+    assert_complete(tmp_path / "runs" / "tiny", 16)

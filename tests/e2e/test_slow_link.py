@@ -5,18 +5,16 @@ How much of its rate a run keeps there is measured by benchmarks/bench_deltas.py
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
 from slipstream.broker.report.summary import PUBLISHES
-from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
-from tests.e2e.hosts import Link, end, toml_of, two_hosts
-from tests.support.tiny_run import tiny_inputs, tiny_settings
-from tests.support.waiting import HANG_S
+from slipstream.wire.files.run_folder import SUMMARY
+from tests.e2e.hosts import Link, Roles, toml_of, two_hosts
+from tests.support.tiny_run import assert_complete, tiny_inputs, tiny_settings
 
-# tests/integration/test_deltas.py has deltas without a link, test_remote_generator.py another host.
+# tests/integration/test_deltas.py has deltas without a link, test_remote_roles.py another host.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 FAR = "far/generator-7"
 STEPS = 12
@@ -42,24 +40,14 @@ def test_a_generator_behind_a_slow_link_fetches_what_changed(tmp_path: Path):
         shutil.copy(head.folder / "run.toml", far.folder)
         listen = "broker.listen=tcp://0.0.0.0:5555"
         reach = "run.broker=tcp://head:5555 run.key_file=far.key"
-        running = head.start(f"slipstream run --config run.toml {listen}", tmp_path / "run.log")
-        generator = far.start(
-            f"start-generator --config run.toml --name generator-7 {reach}", tmp_path / "far.log"
-        )
-        try:
-            deadline = time.monotonic() + 3 * HANG_S
-            while running.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.5)
-            logs = (tmp_path / "run.log").read_text() + (tmp_path / "far.log").read_text()
-            assert running.poll() == 0, logs
-            assert generator.wait(HANG_S) == 0, logs
-        finally:
-            for process in (running, generator):
-                if process.poll() is None:
-                    end(process)
+        with Roles() as roles:
+            roles.start(head, "run", f"slipstream run --config run.toml {listen}")
+            joining = f"start-generator --config run.toml --name generator-7 {reach}"
+            roles.start(far, "generator", joining)
+            roles.wait("run", "generator")
+            assert "is fetched whole" not in roles.log("generator")
         (folder,) = (head.folder / "runs").glob("tiny*")
-    account = json.loads((folder / ACCOUNT).read_text())
-    assert (account["finished"], account["unaccounted"]) == (True, 0)
+    assert_complete(folder)
     summary = json.loads((folder / SUMMARY).read_text())
     served = [one for one in summary[PUBLISHES] if FAR in one["adopted_by"]]
     assert len(served) > 1
@@ -69,4 +57,3 @@ def test_a_generator_behind_a_slow_link_fetches_what_changed(tmp_path: Path):
     assert first == served[0]["num_bytes"]
     assert max(later) < first
     assert sum(later) < 0.5 * first * len(later)
-    assert "is fetched whole" not in (tmp_path / "far.log").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.tiny_run import ROOT
+from tests.support.tiny_run import ROOT, python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -27,24 +27,10 @@ def unique_memory(process: psutil.Process) -> int:
 
 def test_smollm2_completes_three_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = ROOT / ".cache" / "smollm2" / "model"
-    unpack = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "slipstream.deploy.examples.smollm2",
-        "--out",
-        str(model),
-    ]
-    subprocess.run(unpack, cwd=ROOT, check=True)
-    command = [
-        sys.executable,
-        "-m",
-        "slipstream.deploy.main",
-        "run",
-        "--config",
-        "configs/smollm2.toml",
-    ]
+    unpacked = python("-W", "ignore", "-m", "slipstream.deploy.examples.smollm2", "--out", model)
+    assert unpacked.returncode == 0, unpacked.stderr
+    command = [sys.executable, "-m", "slipstream.deploy.main", "run"]
+    command += ["--config", "configs/smollm2.toml"]
     output = tmp_path / "output.txt"
     started, peak = time.monotonic(), 0
     with output.open("w") as file:

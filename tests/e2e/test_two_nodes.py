@@ -1,75 +1,32 @@
 """docs/clusters.md, followed word for word: a generator on another host than the rest."""
 
 import json
-import subprocess
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slipstream.deploy.commands.run import run
-from slipstream.wire.files.run_folder import ACCOUNT
-from tests.e2e.hosts import Host, end, toml_of, two_hosts
+from tests.e2e.hosts import Host, Roles, toml_of
 from tests.support import guide
 from tests.support.guide import fences
-from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
-from tests.support.waiting import HANG_S
+from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
 
 pytestmark = [pytest.mark.e2e]
 DOCUMENT = ROOT / "docs" / "clusters.md"
 STARTED = ROOT / "docs" / "getting_started.md"
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    with two_hosts(tmp_path) as both:
-        yield both
-
-
-def settings_of(head: Host) -> dict[str, object]:
-    tiny_inputs(head.folder)
-    return tiny_settings(head.folder) | {
-        "run.dir": "runs",
-        "run.socket_dir": head.folder.parent / "s",
-        "generators.count": 1,
-        "checkpoint.export_at_end": False,
-    }
-
-
 def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path:
     """Start roles by commands, the broker's first; return the run folder of the complete run."""
-    started: list[subprocess.Popen[bytes]] = []
-    logs: list[Path] = []
-
-    def start(host: Host, command: str) -> None:
-        log = host.folder / f"{len(started)}.log"
-        logs.append(log)
-        started.append(host.start(command, log))
-
-    try:
-        for command in on_head:
-            start(head, command)
-        for command in on_far:
-            start(far, command)
-        broker, *others = started
-        deadline = time.monotonic() + HANG_S
-        while any(one.poll() is None for one in others) and time.monotonic() < deadline:
-            failed = [one for one in started if one.poll() not in {None, 0}]
-            assert not failed, "\n".join(log.read_text() for log in logs)
-            time.sleep(0.2)
-        texts = "\n".join(log.read_text() for log in logs)
-        assert [one.poll() for one in others] == [0] * len(others), texts
-        broker.terminate()
-        assert broker.wait(HANG_S) == 0, texts
-    finally:
-        for one in started:
-            if one.poll() is None:
-                end(one)
+    with Roles() as roles:
+        for host, commands in ((head, on_head), (far, on_far)):
+            for command in commands:
+                name = str(len(roles.processes)) if roles.processes else "broker"
+                roles.start(host, name, command)
+        roles.end_broker()
     (folder,) = [one for one in (head.folder / "runs").iterdir() if one.name != "keys"]
-    account = json.loads((folder / ACCOUNT).read_text())
-    assert (account["finished"], account["unaccounted"]) == (True, 0)
+    assert_complete(folder)
     return folder
 
 
@@ -98,7 +55,14 @@ def test_two_hosts_run_by_the_printed_commands(
     head, far = hosts
     config = head.folder / "run.toml"
     places = {"deploy.hosts": ["head", "far"], "generators.device": "cpu"}
-    config.write_text(toml_of(settings_of(head) | places))
+    tiny_inputs(head.folder)
+    settings = tiny_settings(head.folder) | {
+        "run.dir": "runs",
+        "run.socket_dir": head.folder.parent / "s",
+        "generators.count": 1,
+        "checkpoint.export_at_end": False,
+    }
+    config.write_text(toml_of(settings | places))
     monkeypatch.chdir(head.folder)
     listen = ["broker.listen=tcp://10.77.0.1:5555", "weightbus.listen=tcp://10.77.0.1:5600"]
     assert run(config, listen, dry_run=False, place="hosts") == 0

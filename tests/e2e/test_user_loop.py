@@ -1,11 +1,15 @@
-"""What a user does in the first hour: evaluate, stop, resume, export, inspect, replay."""
+"""What a user does in the first hour: evaluate, stop, resume, export, inspect, replay.
+
+Model, prompts and checkpoints are in a bucket.
+"""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,17 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
+from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
+from slipstream.wire.files.remote import RemoteFolder
+from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.files.trajectory_file import read_groups
-from tests.support.tiny_run import ROOT, TinyRun, slipstream
-from tests.support.waiting import HANG_S
+from slipstream.wire.process.command_line import EXIT_INTERRUPTED
+from slipstream.wire.settings.load import load_table
+from tests.support.stores import BUCKET, s3_server
+from tests.support.tiny_run import ROOT, TinyRun, rows_of, slipstream, tiny_inputs
 
 pytestmark = [pytest.mark.e2e]
+UPLOAD = f"{BUCKET}/runs/tiny"
 GREEDY = """
 import json, sys
 import torch
@@ -52,10 +62,6 @@ def greedy_answers(folder: Path, prompts: Sequence[str], *, limit: int) -> list[
     return answers
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def curves(folder: Path, *names: str) -> dict[str, dict[int, float]]:
     """What TensorBoard shows, as float32, by step."""
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
@@ -66,43 +72,112 @@ def curves(folder: Path, *names: str) -> dict[str, dict[int, float]]:
     }
 
 
-def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[None]:
+    """A bucket with the model and the prompts of a run."""
+    tiny_inputs(tmp_path)
+    with s3_server():
+        for path in (tmp_path / "model").iterdir():
+            RemoteFolder(f"{BUCKET}/model", "test").put(path, path.name)
+        RemoteFolder(BUCKET, "test").put(tmp_path / "train.jsonl", "train.jsonl")
+        yield
+
+
+def move_inputs(folder: Path) -> None:
+    """Leave the model and the prompts to the bucket alone."""
+    shutil.rmtree(folder / "before", ignore_errors=True)
+    (folder / "model").rename(folder / "before")
+    (folder / "train.jsonl").unlink()
+
+
+def uploaded() -> list[str]:
+    return [one.version.label for one in RemoteCheckpoints(UPLOAD).known()]
+
+
+def newest_of(run: TinyRun) -> str:
+    newest = newest_checkpoint(run.folder)
+    assert newest is not None
+    return read_checkpoint_info(newest).version.label
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_run_is_stopped_resumed_exported_shown_replayed_lost_and_resumed_from_a_bucket(
+    tmp_path: Path,
+):
     settings: dict[str, object] = {
+        "run.model": f"{BUCKET}/model",
+        "data.file": f"{BUCKET}/train.jsonl",
+        "run.cache_dir": tmp_path / "cache",
         "run.steps": 8,
         "run.max_staleness_steps": 1,
         "generators.count": 1,
         "sampling.max_response_tokens": 24,
         "eval.file": tmp_path / "held_out.jsonl",
         "eval.every_steps": 2,
+        "checkpoint.every_steps": 1,
+        "checkpoint.upload": UPLOAD,
         "checkpoint.keep_best": "true",
         "checkpoint.keep_last": 1,
         "broker.record_batches": "true",
         "learner.deterministic": "true",
     }
-    first = TinyRun(tmp_path, settings)
+    first = TinyRun(tmp_path, settings, before=move_inputs)
     first.wait_until(lambda: first.steps() >= 3, "third learner step")
     first.process.send_signal(signal.SIGINT)
-    assert first.process.wait(HANG_S) == 130, first.output
+    assert first.wait() == EXIT_INTERRUPTED == 130, first.output
+    assert "stopped: SIGINT" in first.output
     assert "resume from it with --resume auto" in first.output
+    assert uploaded()[-1] == newest_of(first), "it ended before the last checkpoint was there"
+    assert "is not in" not in first.output
     first.assert_nothing_left()
     stopped_at = int(first.summary()["steps"])
-    before = {point["step"]: point for point in rows(first.folder / "eval/results.jsonl")}
+    before = {point["step"]: point for point in rows_of(first.folder / "eval/results.jsonl")}
     assert before
     assert 3 <= stopped_at < 8, "the run was over before Ctrl-C: make it longer"
 
-    second = TinyRun(tmp_path, settings, options=["--resume", "auto"])
+    second = TinyRun(tmp_path, settings, options=["--resume", "auto"], before=move_inputs)
     assert second.wait() == 0, second.output
     assert second.folder == first.folder
     summary = second.summary()
-    assert (summary["steps"], summary["trained"]) == (8, 32)
+    assert (summary["outcome"], summary["steps"], summary["trained"]) == ("finished", 8, 32)
     assert summary["equation"]["unaccounted"] == 0
-    points = {point["step"]: point for point in rows(second.folder / "eval/results.jsonl")}
+    contents = load_table(second.folder / "resolved.toml")["run"]["contents"]
+    assert set(contents) == {f"{BUCKET}/model", f"{BUCKET}/train.jsonl"}
+    assert_continued(second, before)
+    out = tmp_path / "exported"
+    slipstream("export", second.folder, "--out", out)
+    assert_answers_are_those_of_transformers(second, out)
+    assert_replayed_to_the_bit(second, tmp_path)
+
+    shutil.rmtree(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "cache")
+    settings |= {"run.steps": 1000}
+    third = TinyRun(tmp_path, settings, options=["--resume", "auto"], before=move_inputs)
+    third.wait_until(lambda: third.steps() >= 9, "a step from what the bucket has")
+    learner = third.process_with("slipstream.learner.main")
+    assert learner is not None
+    learner.terminate()
+    assert third.wait() == 1
+    assert "learner ended before the run was complete" in third.output
+    assert "resuming from" in third.output
+    assert "step-000008" in third.output
+    assert third.summary()["equation"]["unaccounted"] == 0
+    assert uploaded()[-1] == newest_of(third)
+    assert newest_of(third).startswith("v3.")
+    text = "".join(path.read_text(errors="replace") for path in third.folder.rglob("*.log"))
+    assert "not-a-secret" not in text + (third.folder / "resolved.toml").read_text()
+    third.assert_nothing_left()
+
+
+def assert_continued(second: TinyRun, before: dict[int, dict[str, Any]]) -> None:
+    """Both parts of a run are in its curves, its batches and its checkpoints, each step once."""
+    points = {point["step"]: point for point in rows_of(second.folder / "eval/results.jsonl")}
     assert sorted(points) == [0, 2, 4, 6, 8]
     assert {step: points[step] for step in before} == before, "the curve was rewritten"
     assert points[8]["overall"]["num_answers"] == 64
     steps = [group.step for group in read_groups(second.folder / "rollouts/batches.trajectories")]
     assert steps == [step for step in range(8) for _ in range(4)]
-    lines = rows(second.folder / "metrics.jsonl")
+    lines = rows_of(second.folder / "metrics.jsonl")
     trained = [row["step"] for row in lines if "eval/mean@1" not in row]
     assert trained == list(range(1, 9)), "a step is missing, or there twice"
     assert [row["step"] for row in lines if "eval/mean@1" in row] == [0, 2, 4, 6, 8]
@@ -114,9 +189,10 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     kept = {path.name for path in (second.folder / "checkpoints").glob("step-*")}
     assert kept == {"step-000008", best["checkpoint"]}
 
-    out = tmp_path / "exported"
-    slipstream("export", second.folder, "--out", out)
-    answered = rows(second.folder / "eval/step-000008.jsonl")
+
+def assert_answers_are_those_of_transformers(second: TinyRun, out: Path) -> None:
+    """The exported policy, and what `slipstream show` prints, have the run's last answers."""
+    answered = rows_of(second.folder / "eval/step-000008.jsonl")
     assert len(answered) == 64
     assert {version for row in answered for version in row["versions"]} == {"v2.8"}
     ours = [row["answer"] for row in answered]
@@ -129,14 +205,12 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     assert "2 of" in shown
     assert answered[-1]["answer"] in slipstream("show", second.folder, "--eval", "--last", 1)
 
-    assert_replayed_to_the_bit(second, tmp_path)
-
 
 def assert_replayed_to_the_bit(run: TinyRun, folder: Path) -> None:
     """Replay a run from the model that it started from: the same figures, the same weights."""
     slipstream("replay", run.folder, "--config", run.folder / "resolved.toml")
     replay = folder / "runs/tiny-replay"
-    replayed = {row["step"]: row for row in rows(replay / "replay/metrics.jsonl")}
+    replayed = {row["step"]: row for row in rows_of(replay / "replay/metrics.jsonl")}
     trained = curves(run.folder / "tensorboard", "policy/loss", "policy/grad_norm", "reward/mean")
     for name, curve in trained.items():
         assert sorted(curve) == list(range(1, 9))
@@ -145,61 +219,8 @@ def assert_replayed_to_the_bit(run: TinyRun, folder: Path) -> None:
     assert min(trained["policy/grad_norm"].values()) > 1e-4, "nothing was trained"
     exact = run.summary()["last_step_metrics"]
     assert all(exact[name] == replayed[8][name] for name in trained)
-    paths = (folder, run.folder, replay)
-    first, last, copy = (load_file(path / "model/model.safetensors") for path in paths)
+    paths = (folder / "before", run.folder / "model", replay / "model")
+    first, last, copy = (load_file(path / "model.safetensors") for path in paths)
     assert copy.keys() == last.keys()
     assert all(copy[name].equal(last[name]) for name in last)
     assert any(not first[name].equal(last[name]) for name in last)
-
-
-def test_several_sets_are_sampled_scored_and_end_the_run_at_the_target(
-    start_run: Callable[..., TinyRun], inputs: Path
-):
-    (inputs / "other.jsonl").write_text('{"prompt": "11+11=", "data_source": "other"}\n' * 3)
-    run = start_run(
-        run__steps=50,
-        generators__count=1,
-        sampling__max_response_tokens=16,
-        eval__sets__ours__file=inputs / "held_out.jsonl",
-        eval__sets__ours__max_rows=8,
-        eval__sets__more__file=inputs / "other.jsonl",
-        eval__samples=4,
-        eval__temperature=1.0,
-        eval__every_steps=2,
-        eval__metric="other:mean",
-        eval__target=0.01,
-    )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert "eval.target" in summary["stop_reason"]
-    assert summary["steps"] < 50
-    assert summary["total_steps"] == summary["steps"]
-    assert summary["equation"]["unaccounted"] == 0
-    newest = summary["eval"][-1]
-    assert newest["step"] == summary["steps"]
-    assert set(newest["by_source"]) == {"ours", "other"}
-    assert newest["by_source"]["other"]["num_answers"] == 12
-    assert newest["overall"]["num_problems"] == 11
-    assert set(newest["overall"]["metrics"]) == {
-        *("mean@4", "pass@1", "pass@2", "pass@4"),
-        *("response_tokens", "truncated"),
-    }
-    versions = json.loads((run.folder / "versions.json").read_text())
-    assert set(versions["packages"]) >= {"torch", "sglang", "megatron-core"}
-    run.assert_nothing_left()
-
-
-def test_sync_mode_trains_on_nothing_stale_and_the_data_may_end(start_run: Callable[..., TinyRun]):
-    run = start_run(
-        run__mode="sync",
-        run__steps=100,
-        run__epochs=0.5,
-        generators__count=1,
-        sampling__max_response_tokens=16,
-    )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert set(summary["staleness_histogram"]) == {"0"}
-    assert "run.epochs" in summary["stop_reason"]
-    assert (summary["issued"], summary["trained"], summary["steps"]) == (20, 20, 5)
-    run.assert_nothing_left()

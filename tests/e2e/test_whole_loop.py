@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -19,19 +20,23 @@ BOUND = 2
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 
 
-def differences_of_own_versions(run: TinyRun, *, most_versions: int = BOUND + 1) -> list[float]:
-    """Return how far engine and learner are apart where the learner still has that version.
-
-    ``most_versions`` is how many may have chosen an answer's tokens.
-    """
-    return [
-        difference
-        for row in run.rollouts()
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-        if version["step"] == row["step"] and len(row["version_runs"]) <= most_versions
-    ]
+def assert_trained_and_served(
+    run: TinyRun, holder: Holder, *, most_versions: int = BOUND + 1
+) -> dict[str, Any]:
+    """Wait for a run of three steps whose one engine holds what was learned; return its summary."""
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert summary["trained"] == 12
+    assert summary["equation"]["unaccounted"] == 0
+    final = load_file(run.folder / "model" / "model.safetensors")
+    expected = digest_of(expected_checksums(final, holder))
+    assert summary["last_publish"]["engine_digests"] == {"generator-0": expected}
+    fresh = [one for lag, one in run.differences(most_versions=most_versions) if lag == 0]
+    assert fresh, "no answer was trained by the step of its own version"
+    assert max(fresh) < SAME
+    run.assert_listens_here_alone()
+    run.assert_nothing_left()
+    return summary
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def differences_of_own_versions(run: TinyRun, *, most_versions: int = BOUND + 1)
         # tests/integration/test_transports.py has every transport with a real engine.
         pytest.param("tcp", 1.0, 1e-3, marks=pytest.mark.slow),
         pytest.param("disk", 1.0, 1e-3, marks=pytest.mark.slow),
-        # test_two_learner_ranks below compares at temperature 0.6 too.
+        # The layouts below compare at temperature 0.6 too.
         pytest.param("collective", 0.6, 0.0, marks=pytest.mark.slow),
     ],
 )
@@ -86,13 +91,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     }
     assert not rejected, "a healthy run sends nothing that is refused"
 
-    differences = [
-        (row["step"] - version["step"], difference)
-        for row in rollouts
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-    ]
+    differences = run.differences()
     unmoved = [d for lag, d in differences if lag == 0 or lr == 0]
     assert unmoved
     assert max(unmoved) < SAME
@@ -106,21 +105,6 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     assert set(publish["transports"].values()) == {transport}
     assert publish["engine_digests"] == {"generator-0": expected, "generator-1": expected}
     assert summary["eval"][0]["overall"]["num_answers"] == 64
-    run.assert_listens_here_alone()
-    run.assert_nothing_left()
-
-
-def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyRun]):
-    run = start_run(learner__ranks=2, generators__count=1, run__steps=3, sampling__temperature=0.6)
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert summary["trained"] == 12
-    assert summary["equation"]["unaccounted"] == 0
-    assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
-    fresh = differences_of_own_versions(run)
-    assert fresh, "no answer was trained by the step of its own version"
-    assert max(fresh) < SAME
-    assert summary["busy"]["learner"] > 0
     run.assert_listens_here_alone()
     run.assert_nothing_left()
 
@@ -197,22 +181,12 @@ def test_a_learner_of_any_layout_publishes_what_it_learned(
         **{f"learner__{name}_parallel": size for name, size in sizes.items()},
         **others,
     )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert summary["trained"] == 12
-    assert summary["equation"]["unaccounted"] == 0
-    publish = summary["last_publish"]
-    final = load_file(run.folder / "model" / "model.safetensors")
-    expected = digest_of(expected_checksums(final))
-    assert publish["version"] == [1, 3]
-    assert publish["engine_digests"] == {"generator-0": expected}
     # Replayed experts of older versions' tokens are not those that newer tokens attend to.
     most_versions = 1 if "run__routing_replay" in others else BOUND + 1
-    fresh = differences_of_own_versions(run, most_versions=most_versions)
-    assert fresh, "no answer was trained by the step of its own version"
-    assert max(fresh) < SAME
-    run.assert_listens_here_alone()
-    run.assert_nothing_left()
+    summary = assert_trained_and_served(run, Holder(), most_versions=most_versions)
+    assert summary["last_publish"]["version"] == [1, 3]
+    assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
+    assert summary["busy"]["learner"] > 0
 
 
 @pytest.mark.parametrize(
@@ -237,20 +211,8 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
         sampling__temperature=0.6,
         weightbus__transport=transport,
     )
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert summary["trained"] == 12
-    assert summary["equation"]["unaccounted"] == 0
-    publishes = summary[PUBLISHES]
+    publishes = assert_trained_and_served(run, Holder("cpu", 2, groups))[PUBLISHES]
     assert len(publishes) > 1
     for one in publishes:  # checked tensor by tensor on both ranks before it was committed
         assert (list(one["adopted_by"]), one["failed"]) == (["generator-0"], {})
-    final = load_file(run.folder / "model" / "model.safetensors")
-    expected = digest_of(expected_checksums(final, Holder("cpu", 2, groups)))
-    assert summary["last_publish"]["engine_digests"] == {"generator-0": expected}
     assert {one["transports"]["generator-0"] for one in publishes} == {"tcp", transport}
-    fresh = differences_of_own_versions(run)
-    assert fresh
-    assert max(fresh) < SAME
-    run.assert_listens_here_alone()
-    run.assert_nothing_left()

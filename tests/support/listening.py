@@ -38,12 +38,11 @@ def listeners_of(pids: Iterable[int]) -> set[Listener]:
                 tables[network] = _listening_sockets(Path(f"/proc/{pid}/net"))
         except OSError:  # it ended meanwhile
             continue
-        sockets = tables[network]
-        found |= {
-            Listener(_program(pid), *sockets[inode])
-            for inode in _sockets_of(pid)
-            if inode in sockets
-        }
+        sockets, program = tables[network], _program(pid)
+        mine = _sockets_of(pid) & sockets.keys()
+        if program != _program(pid):  # it was a fork of another, whose sockets it had until then
+            continue
+        found |= {Listener(program, *sockets[inode]) for inode in mine}
     return found
 
 

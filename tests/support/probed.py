@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.process.health import probe
-from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.tiny_run import ROOT, overrides_of, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 BROKER = "slipstream.broker.main"
@@ -72,7 +72,7 @@ class ProbedRun:
         self._roles: list[Probed] = []
         tiny_inputs(folder)
         (folder / "run.toml").write_text("")
-        settings = [f"{key}={_text(value)}" for key, value in tiny_settings(folder).items()]
+        settings = overrides_of(tiny_settings(folder))
         self._config = ("--config", str(folder / "run.toml"), *settings, *overrides)
 
     def start(self, module: str, *arguments: str, port: int = 0) -> Probed:
@@ -86,7 +86,3 @@ class ProbedRun:
     def __exit__(self, *_: object) -> None:
         for role in self._roles:
             role.kill()
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

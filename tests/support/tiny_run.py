@@ -16,8 +16,10 @@ import psutil
 
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.files.run_folder import ACCOUNT
 from tests.support.blank_model import write_blank_model
 from tests.support.listening import Listener, listeners_of
+from tests.support.processes import shared_memory_of
 from tests.support.random_llama import write_random_weights
 from tests.support.waiting import HANG_S, until
 
@@ -30,6 +32,14 @@ REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     digits = [int(c) for c in solution_str if c.isdigit()]
     return {"score": sum(digits) / (9 * max(1, len(digits))), "digits": len(digits)}
+"""
+_GATE = """
+import os, time
+
+def score(*arguments, **named):
+    while not os.path.exists(%r):
+        time.sleep(0.05)
+    return of_digits(*arguments, **named)
 """
 
 
@@ -68,6 +78,28 @@ def write_policy(folder: Path) -> None:
     write_random_weights(folder, scale=0.15, seed=3)
 
 
+def gated_reward(gate: Path) -> str:
+    """Return the reward as one that waits while there is no file ``gate``."""
+    return REWARD.replace("def score", "def of_digits") + _GATE % str(gate)
+
+
+def assert_rewards_are_true(run: "TinyRun") -> None:
+    """Every reward that was trained on is the function's value of that answer."""
+    rows = run.rollouts()
+    assert rows
+    for row in rows:
+        digits = [int(one) for one in row["answer"] if one.isdigit()]
+        assert row["parts"]["digits"] == len(digits)
+        assert abs(row["reward"] - sum(digits) / (9 * max(1, len(digits)))) < 1e-6
+
+
+def assert_complete(run: Path, trained: int | None = None) -> None:
+    """The run in a folder has ended with nothing unaccounted for, and trained so many groups."""
+    account = json.loads((run / ACCOUNT).read_text())
+    assert (account["finished"], account["unaccounted"]) == (True, 0)
+    assert trained in {None, account["trained"]}, account
+
+
 def tiny_inputs(folder: Path) -> None:
     """Write a policy, a reward and prompts."""
     write_policy(folder / "model")
@@ -101,14 +133,23 @@ def tiny_settings(folder: Path) -> dict[str, object]:
     }
 
 
-def _as_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def overrides_of(settings: Mapping[str, object]) -> list[str]:
+    """Return settings as a command line has them."""
+    return [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    ]
 
 
-def slipstream(*words: object) -> str:
-    """Return what a command prints that succeeds."""
-    done = subprocess.run(
-        [sys.executable, "-m", "slipstream.deploy.main", *map(str, words)],
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def python(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -116,6 +157,11 @@ def slipstream(*words: object) -> str:
         timeout=HANG_S,
         env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
     )
+
+
+def slipstream(*words: object) -> str:
+    """Return what a command prints that succeeds."""
+    done = python("-m", "slipstream.deploy.main", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -137,8 +183,7 @@ class TinyRun:
         tiny_inputs(folder)
         config = folder / "run.toml"
         config.write_text("")
-        merged = tiny_settings(folder) | dict(settings)
-        overrides = [f"{key}={_as_text(value)}" for key, value in merged.items()]
+        overrides = overrides_of(tiny_settings(folder) | dict(settings))
         before(folder)
         self.output_file = folder / "output.txt"
         self.shared_memory_before = _shared_memory()
@@ -196,12 +241,18 @@ class TinyRun:
         return None
 
     def kill_redis(self) -> None:
-        """Kill the broker's private server."""
-        broker = self.process_with("slipstream.broker.main")
-        assert broker is not None
-        names = ("redis", "valkey")
-        servers = [c for c in broker.children() if any(name in c.name() for name in names)]
-        assert servers, "the broker has no Redis"
+        """Kill the broker's private server, as soon as it has one."""
+        servers: list[psutil.Process] = []
+
+        def has_one() -> bool:
+            broker = self.process_with("slipstream.broker.main")
+            with suppress(psutil.NoSuchProcess):
+                children = broker.children() if broker is not None else []
+                names = ("redis", "valkey")
+                servers.extend(c for c in children if any(name in c.name() for name in names))
+            return bool(servers)
+
+        self.wait_until(has_one, "the broker's Redis")
         servers[0].kill()
 
     def log(self, role: str) -> str:
@@ -239,8 +290,22 @@ class TinyRun:
         return figures
 
     def rollouts(self) -> list[dict[str, Any]]:
-        lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return rows_of(self.folder / "rollouts" / "trained.jsonl")
+
+    def differences(self, *, most_versions: int | None = None) -> list[tuple[int, float]]:
+        """Return (lag, how far engine and learner are apart in nats) of each version of an answer.
+
+        Args:
+            most_versions: that may have chosen an answer's tokens; others are left out.
+        """
+        return [
+            (row["step"] - version["step"], difference)
+            for row in self.rollouts()
+            if most_versions is None or len(row["version_runs"]) <= most_versions
+            for version, difference in zip(
+                row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+            )
+        ]
 
     def assert_listens_here_alone(self) -> None:
         """No process of the run has listened beyond this machine."""
@@ -269,12 +334,7 @@ class TinyRun:
 
 def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
     """Return what living processes have mapped: other runs may be active beside this one."""
-    names: set[str] = set()
-    for process in processes:
-        with suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            names |= {Path(line.split(maxsplit=5)[5]).name for line in lines if "/shm/" in line}
-    return names
+    return {path.name for path in shared_memory_of(one.pid for one in processes)}
 
 
 def _shared_memory() -> set[str]:

@@ -1,0 +1,108 @@
+"""A target of staleness below the bound, and one of an evaluation, which ends the run.
+
+The run's learner is the narrow side, and its rewards are given by the generators, which ask again.
+"""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.tiny_run import TinyRun, assert_complete, rows_of
+
+pytestmark = [pytest.mark.e2e]
+STEPS, LAST = 32, 6
+WHIMSICAL = """
+import os, pathlib
+from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
+
+FOLDER = pathlib.Path(__file__).parent
+
+@reward(version="9")
+async def score(transcript: Transcript) -> dict:
+    first = FOLDER / f"tried-{transcript.prompt.row}"
+    if not first.exists():
+        first.touch()
+        raise Unavailable("ask me again")
+    digits = [int(c) for c in transcript.response if c.isdigit()]
+    return {"score": 1 + len(digits), "digits": len(digits), "process": os.getpid()}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
+    folder = tmp_path_factory.mktemp("targets")
+    (folder / "whimsical.py").write_text(WHIMSICAL)
+    (folder / "other.jsonl").write_text('{"prompt": "11+11=", "data_source": "other"}\n' * 3)
+    run = TinyRun(
+        folder,
+        {
+            "run.steps": STEPS + 20,
+            "run.max_staleness_steps": 5,
+            "run.staleness_target.p95_lag": 1,
+            "learner.max_tokens_per_microbatch": 80,  # an answer at a time: slow
+            "generators.max_sequences": 64,
+            "reward.function": f"{folder / 'whimsical.py'}:score",
+            "reward.inline": True,
+            "reward.workers": 0,
+            "eval.sets.ours.file": folder / "held_out.jsonl",
+            "eval.sets.ours.max_rows": 8,
+            "eval.sets.more.file": folder / "other.jsonl",
+            "eval.samples": 4,
+            "eval.temperature": 1.0,
+            "eval.before_train": False,
+            "eval.every_steps": STEPS,
+            "eval.metric": "other:mean",
+            "eval.target": 0.01,
+        },
+    )
+    assert run.wait() == 0, run.output
+    yield run
+    run.assert_nothing_left()
+
+
+def test_generators_ahead_of_a_slow_learner_are_held_back_to_the_target(run: TinyRun):
+    rows = rows_of(run.folder / "metrics.jsonl")
+    steps = [row for row in rows if "staleness/bound_in_force" in row]
+    assert [row["step"] for row in steps] == list(range(1, run.steps() + 1))
+    oldest: dict[int, int] = {}
+    for row in run.rollouts():
+        lags = [row["step"] - one["step"] for one in row["version_runs"]]
+        oldest[row["step"]] = max(oldest.get(row["step"], 0), *lags)
+    assert max(oldest.values()) >= 3, "nothing was to be held back"
+    last = [oldest[step] for step in range(STEPS - LAST, STEPS)]
+    assert sum(last) / LAST <= 1.5, f"{oldest}, {steps}"  # it tries more now and then
+    assert steps[0]["staleness/bound_in_force"] == 5
+    assert steps[STEPS - 1]["staleness/bound_in_force"] <= 2
+    assert "is above its target" in run.log("broker")
+
+
+def test_several_sets_are_sampled_and_scored_and_end_the_run_at_the_target(run: TinyRun):
+    summary = run.summary()
+    assert "eval.target" in summary["stop_reason"]
+    assert STEPS <= summary["steps"] < STEPS + 20
+    assert summary["total_steps"] == summary["steps"]
+    assert summary["equation"]["unaccounted"] == 0
+    newest = summary["eval"][-1]
+    assert newest["step"] == summary["steps"]
+    assert set(newest["by_source"]) == {"ours", "other"}
+    assert newest["by_source"]["other"]["num_answers"] == 12
+    assert newest["overall"]["num_problems"] == 11
+    assert set(newest["overall"]["metrics"]) == {
+        *("mean@4", "pass@1", "pass@2", "pass@4"),
+        *("response_tokens", "truncated"),
+    }
+    versions = json.loads((run.folder / "versions.json").read_text())
+    assert set(versions["packages"]) >= {"torch", "sglang", "megatron-core"}
+
+
+def test_generators_score_their_own_answers_and_try_again_what_others_could_not(run: TinyRun):
+    assert_complete(run.folder)
+    assert "reward_unavailable" not in run.summary()["dropped"]
+    rows = run.rollouts()
+    assert rows
+    for row in rows:
+        digits = sum(one.isdigit() for one in row["answer"])
+        assert (row["parts"]["digits"], row["reward"]) == (digits, 1 + digits)
+    assert "no reward for trajectory" in run.log("broker")
+    assert "ask me again" in run.log("broker")
