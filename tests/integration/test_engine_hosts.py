@@ -176,62 +176,59 @@ async def holds(engine: SglangEngine, hosts: Hosts, step: int) -> None:
     check_same(expected_checksums(version, Holder(num_ranks=2)), await engine.checksums())
 
 
-def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_engine(
+async def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_engine(
     hosts: Hosts,
 ):
     follower = hosts.follow()
 
-    async def scenario() -> None:
-        async with (
-            hosts.leader() as leader,
-            relay_of(hosts) as relay,
-            engine_of(hosts, leader) as (process, engine),
-        ):
-            watching = asyncio.create_task(watch_all(process, leader))
-            async with agent_of(hosts, leader, engine, relay) as subscriber:
-                for step in range(3):
-                    relay.publish(step)
-                    await adopts(subscriber, step)
-                    await holds(engine, hosts, step)
-                params = SamplingParams(temperature=1.0, max_new_tokens=8, top_k=8, max_kept=8)
-                (answer,) = await engine.sample([1, 2, 3], params, count=1)
-                assert answer.version_starts == [(0, PolicyVersion(EPOCH, 2))]
-                assert answer.kept is not None
-                assert max(map(len, answer.kept)) <= 8
-                fetched = [one.fetched_bytes["gpu-7/generator-0"] for one in relay.records]
-                whole = 2 * relay.records[0].num_bytes  # each host all of it, deltas afterwards
-                assert fetched[0] == whole > max(fetched[1:]) > 0
-                # An order that was given up comes late, unchecked: that version is there no more.
-                (received,) = hosts.folder.glob(f"{NAME}-weights-*")
-                with pytest.raises(EngineError, match=r"load: .*[Cc]annot find any model weights"):
-                    await engine.adopt_folder(received / "v1.1", PolicyVersion(1, 1), digest="")
-                # Rank 1 cannot load the next version, and rank 0 can: nothing is answered by both.
-                (weights,) = hosts.folder.glob("sockets/*-node-1-*/memory")
-                weights.unlink()
-                relay.publish(3)
-                await until_async(lambda: subscriber.adopted is None)
-                answering = asyncio.create_task(engine.sample([1, 2, 3], params, count=1))
-                await adopts(subscriber, 3)  # repaired, from other memory on both hosts
-                await holds(engine, hosts, 3)
-                assert any("rank 1 of this engine failed" in why for why in failures(relay))
-                (answer,) = await answering
-                assert answer.version_starts == [(0, PolicyVersion(EPOCH, 3))]
+    async with (
+        hosts.leader() as leader,
+        relay_of(hosts) as relay,
+        engine_of(hosts, leader) as (process, engine),
+    ):
+        watching = asyncio.create_task(watch_all(process, leader))
+        async with agent_of(hosts, leader, engine, relay) as subscriber:
+            for step in range(3):
+                relay.publish(step)
+                await adopts(subscriber, step)
+                await holds(engine, hosts, step)
+            params = SamplingParams(temperature=1.0, max_new_tokens=8, top_k=8, max_kept=8)
+            (answer,) = await engine.sample([1, 2, 3], params, count=1)
+            assert answer.version_starts == [(0, PolicyVersion(EPOCH, 2))]
+            assert answer.kept is not None
+            assert max(map(len, answer.kept)) <= 8
+            fetched = [one.fetched_bytes["gpu-7/generator-0"] for one in relay.records]
+            whole = 2 * relay.records[0].num_bytes  # each host all of it, deltas afterwards
+            assert fetched[0] == whole > max(fetched[1:]) > 0
+            # An order that was given up comes late, unchecked: that version is there no more.
+            (received,) = hosts.folder.glob(f"{NAME}-weights-*")
+            with pytest.raises(EngineError, match=r"load: .*[Cc]annot find any model weights"):
+                await engine.adopt_folder(received / "v1.1", PolicyVersion(1, 1), digest="")
+            # Rank 1 cannot load the next version, and rank 0 can: nothing is answered by both.
+            (weights,) = hosts.folder.glob("sockets/*-node-1-*/memory")
+            weights.unlink()
+            relay.publish(3)
+            await until_async(lambda: subscriber.adopted is None)
+            answering = asyncio.create_task(engine.sample([1, 2, 3], params, count=1))
+            await adopts(subscriber, 3)  # repaired, from other memory on both hosts
+            await holds(engine, hosts, 3)
+            assert any("rank 1 of this engine failed" in why for why in failures(relay))
+            (answer,) = await answering
+            assert answer.version_starts == [(0, PolicyVersion(EPOCH, 3))]
 
-                beyond = [one for one in listeners_of(tree_of(follower.pid)) if not one.on_loopback]
-                assert not beyond
+            beyond = [one for one in listeners_of(tree_of(follower.pid)) if not one.on_loopback]
+            assert not beyond
 
-                follower.send_signal(signal.SIGSTOP)
-                relay.publish(4)
-                await until_async(lambda: relay.publisher.states()[0].state == "receiving")
-                await asyncio.sleep(0.5)  # node 0 has it by now
-                assert subscriber.adopted == PolicyVersion(EPOCH, 3)
-                follower.kill()
-                with pytest.raises(PeerLostError) as lost:
-                    await watching
-        named = f"node 1 (host {socket.gethostname()}, rank 1) ended: a server of the engine failed"
-        assert str(lost.value).startswith(f"{named} and it gave no sign of life for 3 s")
-
-    asyncio.run(scenario())
+            follower.send_signal(signal.SIGSTOP)
+            relay.publish(4)
+            await until_async(lambda: relay.publisher.states()[0].state == "receiving")
+            await asyncio.sleep(0.5)  # node 0 has it by now
+            assert subscriber.adopted == PolicyVersion(EPOCH, 3)
+            follower.kill()
+            with pytest.raises(PeerLostError) as lost:
+                await watching
+    named = f"node 1 (host {socket.gethostname()}, rank 1) ended: a server of the engine failed"
+    assert str(lost.value).startswith(f"{named} and it gave no sign of life for 3 s")
     until(lambda: not servers(), lambda: f"servers are left: {servers()}")
 
 
@@ -262,41 +259,35 @@ def test_node_0_admits_one_process_that_agrees_and_proves_its_key(hosts: Hosts):
     assert difference in hosts.log(4).read_text()
 
 
-def test_a_follower_that_was_asked_to_end_waits_for_node_0(hosts: Hosts):
+async def test_a_follower_that_was_asked_to_end_waits_for_node_0(hosts: Hosts):
     follower = hosts.follow()
     stop = asyncio.Event()
 
-    async def scenario() -> None:
-        async with hosts.leader(stop=stop) as leader:
-            node, store = await leader.start()
-            with store:
-                watching = asyncio.create_task(leader.watch())
-                await until_async(lambda: "starting" in states(leader))
-                follower.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(HANG_S):
-                    await stop.wait()
-                assert follower.poll() is None
-                watching.cancel()
-        assert node.node == 0
-
-    asyncio.run(scenario())
+    async with hosts.leader(stop=stop) as leader:
+        node, store = await leader.start()
+        with store:
+            watching = asyncio.create_task(leader.watch())
+            await until_async(lambda: "starting" in states(leader))
+            follower.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(HANG_S):
+                await stop.wait()
+            assert follower.poll() is None
+            watching.cancel()
+    assert node.node == 0
     assert follower.wait(HANG_S) == 0, hosts.log(0).read_text()
     assert_gone(hosts)
 
 
-def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
+async def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
     follower = hosts.follow("generators.node_silence_s=3")
 
-    async def scenario() -> None:
-        async with hosts.leader() as leader:
-            _, store = await leader.start()
-            with store:
-                await until_async(lambda: "starting" in states(leader))
-                await until_async(lambda: len(tree_of(follower.pid)) > 1)
-                # Nothing is heard or said while this loop is held up.
-                assert follower.wait(HANG_S) == 1, hosts.log(0).read_text()
-
-    asyncio.run(scenario())
+    async with hosts.leader() as leader:
+        _, store = await leader.start()
+        with store:
+            await until_async(lambda: "starting" in states(leader))
+            await until_async(lambda: len(tree_of(follower.pid)) > 1)
+            # Nothing is heard or said while this loop is held up.
+            assert follower.wait(HANG_S) == 1, hosts.log(0).read_text()
     silence = "ended: it gave no sign of life for 3 s (generators.node_silence_s)"
     assert silence in hosts.log(0).read_text()
     assert_gone(hosts)
