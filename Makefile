@@ -56,15 +56,17 @@ test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loo
 	$(PYTEST) -n $(WORKERS) -m '(integration or redis or e2e) and $(TESTED)' $(PROCESS_TESTS)
 LINTED := .cache/lint.log
 test: setup  ## lint, unit and test-integration at once: what the README names and CI runs
-	@$(MAKE) --no-print-directory lint >$(LINTED) 2>&1 & lint=$$!; failed=0; \
+	@mkdir -p .cache; make --no-print-directory lint >$(LINTED) 2>&1 & lint=$$!; failed=0; \
 		$(PYTEST) -n $(WORKERS) -m '$(TESTED)' tests || failed=$$?; \
 		wait $$lint || { failed=$$?; echo "make lint failed:"; cat $(LINTED); }; exit $$failed
-BUSY := 15  # loops on each core
+# Busy loops on each core; hundreds of kills (make chaos) would take a day beside them.
+BUSY := 15
+LOADED := tests/chaos tests/integration/test_environment_servers.py \
+	tests/unit/generators/environments/remote
 test-loaded: setup  ## kills and environment servers on a machine of load 30, an hour on two cores
-	@busy=; for n in $$(seq $$(($(BUSY) * $(CORES)))); do \
+	@busy=; trap 'kill $$busy' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; for n in $$(seq $$(($(BUSY) * $(CORES)))); do \
 		timeout 3h sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
-		trap "kill $$busy" EXIT; \
-		$(PYTEST) -n 1 -m '$(TESTED)' tests/chaos tests/integration/test_environment_servers.py
+		$(PYTEST) -n 1 -m '$(TESTED)' $(LOADED)
 # The versions that a GPU machine has (CPython 3.12, torch 2.11 with CUDA, megatron-core 0.19), on a CPU:
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \

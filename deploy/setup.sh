@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 case "${1:-cpu}" in
 cpu)
     venv=.venv target=setup wanted='3.11, 3.12 or 3.13'
-    pythons=(python3.11 python3.12 python3.13 python3 python)
+    pythons=(python3.11 python3.12 python3 python python3.13)
     ;;
 gpu)
     venv=.venv target=setup-gpu wanted='3.11 or 3.12'
@@ -114,7 +114,7 @@ new=$venv/bin/python
 alone=(env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL -u PIP_INDEX_URL -u UV_FIND_LINKS
     -u UV_EXTRA_INDEX_URL -u UV_INDEX_URL -u UV_INDEX -u UV_DEFAULT_INDEX
     PIP_CONFIG_FILE=/dev/null UV_NO_CONFIG=1)
-apart=()
+apart=(env)
 with_pip() { "${apart[@]}" "$new" -m pip install --disable-pip-version-check --no-compile \
     "$@" >>"$log" 2>&1; }
 by=pip sources=()
@@ -132,7 +132,7 @@ find_uv() { # which works here, and where it is to look
 if [ "${SETUP_WITH:-uv}" != pip ] && ! find_uv; then
     echo "setup: uv cannot be used here ($log); pip installs"
 fi
-install() { # what for, arguments that uv and pip have in common
+try_install() { # what for, arguments that uv and pip have in common
     part=$1
     shift
     local began=$SECONDS who=$by
@@ -140,33 +140,50 @@ install() { # what for, arguments that uv and pip have in common
     if [ "$by" = pip ] ||
         ! "${apart[@]}" "$uv" pip install --python "$new" "${sources[@]}" "$@" >>"$log" 2>&1; then
         [ "$by" = pip ] || who="pip, as uv could not"
-        with_pip "$@" || { echo failed && failed; }
+        with_pip "$@" || { echo failed && return 1; }
     fi
     printf '%d s (%s)\n' $((SECONDS - began)) "$who"
 }
+install() { try_install "$@" || failed; }
 
-offers_torch() { # index: it has the pinned torch for this Python; what does not answer is left soon
-    local pin
-    pin=$(sed -n 's/^torch==//p' "$constraints")
-    "${alone[@]}" "$new" -m pip index versions torch --index-url "$1" --timeout 5 --retries 0 2>>"$log" |
-        grep -qE "[ ,]${pin//./\\.}(\\+[a-z0-9.]+)?(,|\$)"
+offers_torch() { # index: it has both for this Python; one that does not answer is left soon
+    local pin name
+    for name in torch torchvision; do
+        pin=$(sed -n "s/^$name==//p" "$constraints")
+        "${alone[@]}" "$new" -m pip index versions "$name" --index-url "$1" --timeout 5 --retries 0 \
+            2>>"$log" | grep -qE "[ ,]${pin//./\\.}(\\+[a-z0-9.]+)?(,|\$)" || return 1
+    done
 }
 install_torch() { # torch and torchvision from one place: their operators fit each other
-    local index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} why
-    if [ "$target" != setup ] || [ -z "$index" ] || [ -n "${PIP_NO_INDEX:-}" ]; then
-        why=''
+    local index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} configured name value why
+    configured=$("$new" -m pip config list 2>>"$log" || true)
+    if [ "$target" != setup ] || [ -z "$index" ]; then
+        why='no index of CPU builds is asked'
+    elif grep -qiE "no.index='?(1|true|yes|on)" <<<"$configured"; then
+        why='pip is to ask no index'
     elif [ -z "${TORCH_INDEX:-}" ] && [ -e /dev/nvidiactl ]; then
         why='this machine has a GPU'
-    elif offers_torch "$index"; then
-        local sources=() apart=("${alone[@]}")
-        install "1 of 5, torch for CPUs, from $index" \
-            --no-deps --index-url "$index" -c "$constraints" torch torchvision
-        return
     else
+        for name in cert proxy trusted-host; do # how indexes are reached
+            value=$(sed -n "s/^[a-z:]*\.$name='\(.*\)'\$/\1/p" <<<"$configured" | tail -n 1)
+            name=${name^^}
+            [ -z "$value" ] || alone+=("PIP_${name//-/_}=$value")
+        done
         why="$index does not answer or has no such torch"
+        if offers_torch "$index"; then
+            if from_index_alone "$index"; then
+                return
+            fi
+            why="$index failed"
+        fi
     fi
-    [ -z "$why" ] || echo "setup: $why: torch comes from the package index, $(size_of_torch)"
+    echo "setup: $why: torch comes from the package index, $(size_of_torch)"
     install "1 of 5, torch" -c "$constraints" torch torchvision
+}
+from_index_alone() {
+    local sources=() apart=("${alone[@]}")
+    try_install "1 of 5, torch for CPUs, from $1" \
+        --no-deps --index-url "$1" -c "$constraints" torch torchvision
 }
 size_of_torch() { # to download, as far as the index says it
     local lock=$venv/pylock.toml
@@ -177,9 +194,12 @@ size_of_torch() { # to download, as far as the index says it
 compile() { # once, so that no role does at its start
     local began=$SECONDS
     printf 'setup: %s, bytecode: ' "$1"
-    # Libraries have templates that are no Python, which it names and passes over.
-    env -u PYTHONPYCACHEPREFIX "$new" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages \
-        >>"$log" 2>&1 || true
+    # Libraries have templates that are no Python, which it names and passes over, and tests of
+    # their own, which nobody runs.
+    env -u PYTHONPYCACHEPREFIX "$new" -m compileall -q -j 0 -x '/tests?/' \
+        "$venv"/lib/python3.*/site-packages >>"$log" 2>&1 || true
+    compgen -G "$venv/lib/python3.*/site-packages/*/__pycache__/*.pyc" >/dev/null ||
+        printf 'none could be written (%s); ' "$log"
     printf '%d s\n' $((SECONDS - began))
 }
 
@@ -202,8 +222,8 @@ else
     install "3 of 5, sglang without its CUDA requirements" \
         --no-deps -c "$constraints" -r deploy/requirements-cpu-nodeps.txt
     install "4 of 5, slipstream" --no-deps --no-build-isolation --editable .
-    "$new" deploy/torchvision_operators.py >>"$log" 2>&1 || { part=torchvision && failed; }
     compile "5 of 5"
+    "$new" deploy/torchvision_operators.py >>"$log" 2>&1 || { part=torchvision && failed; }
 fi
 echo "$stamp" >"$venv/.slipstream-setup"
 echo "setup: done in $((SECONDS - started)) s"

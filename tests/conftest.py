@@ -61,10 +61,10 @@ class FileSeconds:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        long = {file: round(s) for file, s in sorted(self._seconds.items()) if s >= 1}
         if len(self._seconds) > 300:  # all files there are, not some
+            seconds = {file: round(s) for file, s in sorted(self._seconds.items())}
             SECONDS_HERE.parent.mkdir(exist_ok=True)
-            SECONDS_HERE.write_text(json.dumps(long, indent=1) + "\n")
+            SECONDS_HERE.write_text(json.dumps(seconds, indent=0) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)

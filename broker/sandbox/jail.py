@@ -47,6 +47,9 @@ def jailed(
             covered.append(real)
         elif real.exists():
             arguments += ["--dev-bind", "/dev/null", str(real)]
+    if sys.pycache_prefix is not None and Path(sys.pycache_prefix).is_dir():
+        # Roles import what lies there: a jailed program reads it, and writes none.
+        arguments += ["--ro-bind", sys.pycache_prefix, sys.pycache_prefix]
     if shared_bytes:
         arguments += ["--unshare-ipc", "--perms", "1777", "--size", str(shared_bytes)]
         arguments += ["--tmpfs", SHARED_MEMORY]

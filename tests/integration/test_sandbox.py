@@ -728,6 +728,28 @@ def test_a_jailed_command_keeps_descriptors_environment_and_exit_code(tmp_path: 
 
 
 @needs_namespaces
+def test_a_jailed_command_reads_the_bytecode_of_roles_and_writes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    (tmp_path / "role.pyc").write_text("compiled")
+    script = f"""
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+print((folder / "role.pyc").read_text())
+for change in ((folder / "new.pyc").touch, (folder / "role.pyc").unlink):
+    try:
+        change()
+    except OSError as error:
+        print(error.strerror)
+"""
+    command = jailed([sys.executable, "-B", "-c", script])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["compiled", *["Read-only file system"] * 2], done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["role.pyc"]
+
+
+@needs_namespaces
 def test_a_jailed_command_that_closes_a_descriptor_is_seen_to():
     read, write = os.pipe()
     script = f"import os, time; os.close({write}); time.sleep(1000)"

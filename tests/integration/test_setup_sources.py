@@ -110,20 +110,43 @@ def test_torch_index_without_an_answer_is_left_for_the_package_index(
     assert "torch comes from the package index, size unknown" in output
 
 
-def test_torch_index_with_another_version_is_left_for_the_package_index(
-    checkout: Path, package_index: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("offered", "others", "broken", "why"),
+    [
+        ("2.13.00.1+cpu", True, False, "does not answer or has no such torch"),
+        (CPU, False, False, "does not answer or has no such torch"),
+        (CPU, True, True, "failed"),
+    ],
+    ids=["another version", "torch alone", "broken"],
+)
+def test_torch_index_that_lacks_something_is_left_for_the_package_index(
+    checkout: Path,
+    package_index: str,
+    tmp_path: Path,
+    *,
+    offered: str,
+    others: bool,
+    broken: bool,
+    why: str,
 ):
-    add_wheel(tmp_path / "torch-index" / "torch", "torch", "2.13.00.1+cpu")
-    with serving(tmp_path / "torch-index") as url:
+    """Nor is one used that has torch alone, or names a file that it does not give."""
+    folder = tmp_path / "torch-index"
+    add_wheel(folder / "torch", "torch", offered)
+    if others:
+        add_wheel(folder / "torchvision", "torchvision", "0.28.0+cpu")
+    if broken:
+        (wheel,) = (folder / "torch").iterdir()
+        wheel.write_bytes(b"no archive")
+    with serving(folder) as url:
         output, version = set_up(checkout, package_index, TORCH_INDEX=url)
     assert version == ORDINARY
-    assert f"{url} does not answer or has no such torch" in output
+    assert f"setup: {url} {why}: torch comes from the package index" in output
 
 
 def test_no_torch_index_is_asked_where_none_is_wanted(checkout: Path, package_index: str):
     output, version = set_up(checkout, package_index, TORCH_INDEX="")
     assert version == ORDINARY
-    assert "package index," not in output
+    assert "no index of CPU builds is asked: torch comes from the package index" in output
     bytecode = [*checkout.glob(".venv/lib/python3.*/site-packages/library/__pycache__/*.pyc")]
     assert len(bytecode) == 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
 _PREFIX = "PYTHONPYCACHEPREFIX"
-_LIBRARY = "msgspec"  # any library of the environment
+_LIBRARIES = ("msgspec", "torch", "sglang")  # installed apart, perhaps
 
 
 def write_bytecode() -> None:
@@ -24,7 +24,7 @@ def write_bytecode() -> None:
     """
     sys.dont_write_bytecode = False
     os.environ.pop(_FORBIDDEN, None)  # noqa: TID251 children inherit it
-    if sys.pycache_prefix is None and not _lies_beside(_LIBRARY):
+    if sys.pycache_prefix is None and not all(map(_lies_beside, _LIBRARIES)):
         folder = Path(tempfile.gettempdir()) / f"slipstream-bytecode-{os.getuid()}"
         if is_private(folder):
             sys.pycache_prefix = os.environ[_PREFIX] = str(folder)  # noqa: TID251 the same

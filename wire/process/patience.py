@@ -127,6 +127,7 @@ class Silence:
 
     def heard(self) -> None:
         """Note a sign of life."""
+        self._seen_s = self._now()
         self._silent_s = 0.0
 
     def is_over(self) -> bool:

@@ -61,6 +61,7 @@ _malformed = Rarely(_log)
 _waits = Rarely(_log)
 _LINGER_MS = 1_000
 _LOOK_S = SIGN_S / 4
+_MOST_AT_ONCE = 1_024  # messages between two looks
 _MAX_WAITING = 1_024  # messages to a server that does not read
 _PART_BYTES = 1 << 16  # of an answer to an agent
 _SETTING = "environment.servers"
@@ -341,7 +342,7 @@ class EnvironmentServers:
         while True:
             await link.poll(int(_LOOK_S * 1e3))
             with suppress(zmq.Again):
-                while True:
+                for _ in range(_MOST_AT_ONCE):  # a flood does not keep it here
                     self._take(server, await link.recv_multipart(flags=zmq.NOBLOCK))
                     await asyncio.sleep(0)  # others run between any two messages
             if server.silence.is_over() and server.incarnation:

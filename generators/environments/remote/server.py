@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 _unread = Rarely(_log)
 _LOOK_S = 0.25
+_MOST_AT_ONCE = 1_024  # messages between two looks, more than there are generators
+_MOST_CLIENTS = 512
 
 
 @dataclass(slots=True)
@@ -59,10 +61,13 @@ class _Trajectory:
     is_ending: bool = False
 
     def end(self) -> None:
-        """Have its process killed; it takes room until that is done."""
-        self.is_ending = True
-        if self.task is not None:
+        """Have its process killed, once; it takes room until that is done.
+
+        A second cancellation would end the wait for that, not hasten it.
+        """
+        if not self.is_ending and self.task is not None:
             self.task.cancel()
+        self.is_ending = True
 
 
 @dataclass(slots=True)
@@ -106,9 +111,8 @@ class EnvironmentServer:
         self._now = now
         self._name = secrets.token_hex(8)
         self._clients: dict[str, _Client] = {}
-        self._tasks: set[asyncio.Task[None]] = (
-            set()
-        )  # one per trajectory, until its process is gone
+        # One for each trajectory, until its process is gone.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._socket: zmq.asyncio.Socket | None = None
 
     @property
@@ -130,9 +134,9 @@ class EnvironmentServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        """Handle all messages that are waiting."""
+        """Handle what is waiting, of each connection in turn; a flood does not keep it here."""
         with suppress(zmq.Again):
-            while True:
+            for _ in range(_MOST_AT_ONCE):
                 peer, *frames = await socket.recv_multipart(flags=zmq.NOBLOCK)
                 await self._handle(peer, frames)
                 await asyncio.sleep(0)  # others run between any two messages
@@ -147,9 +151,9 @@ class EnvironmentServer:
             await self._hello(peer, message)
             return
         client = self._clients.get(message.client)
-        if client is None:
+        if client is None or client.peer != peer:
             return  # its next Hello names what it has here, and the answer does not
-        self._hear(client, peer)
+        client.silence.heard()
         match message:
             case Open(number=number):
                 await self._open(client, number)
@@ -164,23 +168,20 @@ class EnvironmentServer:
                 if (one := client.trajectories.get(number)) is not None:
                     one.end()
 
-    def _hear(self, client: _Client, peer: bytes) -> None:
-        """Note a sign of life. Over another connection: what was sent over the last may be lost."""
-        client.silence.heard()
-        if client.peer != peer:
-            client.peer = peer
-            for one in client.trajectories.values():
-                one.end()
-
     async def _hello(self, peer: bytes, message: Hello) -> None:
         client = self._clients.get(message.client)
         if client is None:
+            if len(self._clients) >= _MOST_CLIENTS:
+                _unread.say("generator %s is one too many", message.client)
+                return
             silence = Silence(self._silence_s, look_s=2 * _LOOK_S, now=self._now)
             client = _Client(message.client, peer, silence)
             self._clients[message.client] = client
             _log.info("generator %s is there", message.client)
-        self._hear(client, peer)
-        kept = frozenset(message.open)
+        client.silence.heard()
+        # What was sent over another connection may be lost, and with it what it was about.
+        kept = frozenset(message.open if client.peer == peer else ())
+        client.peer = peer
         for number, one in client.trajectories.items():
             if number not in kept:
                 one.end()

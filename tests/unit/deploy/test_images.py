@@ -77,6 +77,20 @@ def test_a_lock_has_what_the_project_asks_for(python: str, kind: str, extras: li
         assert requirement.specifier.contains(versions[name], prereleases=True), name
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_cpu_lock_has_the_versions_of_the_constraints(python: str):
+    text = (ROOT / "deploy" / "constraints-cpu.txt").read_text("utf-8")
+    pinned = {
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
+        for requirement in map(Requirement, text.splitlines())
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+    }
+    of_torch = {name for name in pinned if name.startswith(("cuda-", "nvidia-"))}
+    for name in of_torch | {"torch", "torchvision"}:
+        del pinned[name]
+    assert locked(f"cpu-{python}.txt") == pinned
+
+
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: str(image.stem))
 def test_an_image_is_built_in_stages_by_hash_and_runs_without_rights(image: Path):
     text = image.read_text("utf-8").replace("\\\n", " ")

@@ -73,6 +73,7 @@ NOTING_PYTHON = """#!/bin/sh
 case "$*" in
     *implementation*) echo "CPython ${VERSION:-3.11}" ;;
     *'-m venv'*) for venv; do :; done; mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" ;;
+    *'pip config'*) ;;
     *'-m pip'*) echo "pip $*" >>calls; [ -z "$PIP_FAILS" ] ;;
     *uv_sources*)
         [ -z "$SOURCES_FAIL" ] && printf '%s\\n' --index-url 'https://an.example/with space' ;;
@@ -81,6 +82,7 @@ esac
 """
 NOTING_UV = """#!/bin/sh
 case "$*" in
+    *compile*) exit 1 ;;
     --version) [ -z "$UV_IS_BROKEN" ] && echo 'uv 9.9.9 (of a test)' ;;
     *) for word in "$@"; do printf '<%s>' "$word"; done >>calls; echo >>calls
        case "$*" in *requirements-cpu.txt*) [ -z "$UV_FAILS_LIBRARIES" ] ;; esac ;;

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.process.bytecode import is_private, write_bytecode
+from slipstream.wire.process.environment import handed_on
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +23,12 @@ def inherited(name: str) -> str | None:
 
 
 def library_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_writable: bool) -> None:
-    """Let the library that stands for all others lie in a folder, without bytecode."""
-    package = folder / "msgspec"
+    """Let a library lie in a folder, without bytecode."""
+    package = folder / "sglang"
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "msgspec", raising=False)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
     access = os.access
     may = {package: is_writable}
     monkeypatch.setattr(os, "access", lambda path, mode: may.get(Path(path), access(path, mode)))
@@ -51,6 +52,9 @@ def test_libraries_that_cannot_be_written_to_have_a_private_folder(
     folder = tmp_path / f"slipstream-bytecode-{os.getuid()}"
     assert sys.pycache_prefix == inherited("PYTHONPYCACHEPREFIX") == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
+    variables = handed_on(os.environ)  # noqa: TID251 as to a reward's process, or an environment's
+    assert variables["PYTHONPYCACHEPREFIX"] == str(folder)
+    assert "PYTHONDONTWRITEBYTECODE" not in variables
 
 
 def test_folder_that_a_user_chose_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

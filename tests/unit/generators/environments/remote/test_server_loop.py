@@ -41,8 +41,7 @@ class SlowToEnd:
         try:
             yield object()
         finally:
-            while not self.may_end.is_set():
-                await self.may_end.wait()
+            await asyncio.shield(self.may_end.wait())  # a kill goes on whoever gives up waiting
 
 
 class NoAgents:
@@ -119,9 +118,11 @@ def test_killing_trajectories_of_one_generator_delays_no_answer_to_another():
         given_up = await first.hello()
         assert given_up.open == ()
         assert given_up.room == MOST - 3, "processes that are being killed take room"
+        await first.tell(Close(client="a", number=2))
+        again = await first.hello()
+        assert (again.open, again.room) == ((), MOST - 3), "asked again, it is as before"
         assert (await second.hello(1)).open == (1,)
         assert not await first.open(1), "its number is taken until its process is gone"
-        await first.tell(Close(client="a", number=2))
         host.may_end.set()
         await until_async(lambda: server.num_trajectories == 1)
         assert await first.open(1)
@@ -151,3 +152,43 @@ def test_silent_generator_loses_its_trajectories_and_another_keeps_its_own():
         assert (await silent.hello(1)).open == ()
 
     serve(body, silence_s=3.0, now=lambda: now_s)
+
+
+def test_flood_of_one_generator_keeps_no_silent_one_there():
+    now_s = 0.0
+
+    async def body(
+        server: EnvironmentServer, host: SlowToEnd, context: zmq.asyncio.Context
+    ) -> None:
+        nonlocal now_s
+        silent, flooding = Generator(context, "a"), Generator(context, "b")
+        await silent.hello()
+        assert await silent.open(1)
+        await flooding.hello()
+        host.may_end.set()
+        while server.num_trajectories:
+            now_s += 0.2
+            assert now_s < 1000.0
+            for _ in range(100):
+                await flooding.tell(Close(client="b", number=7))
+            await asyncio.sleep(0)
+
+    serve(body, silence_s=3.0, now=lambda: now_s)
+
+
+def test_late_message_of_an_older_connection_changes_nothing():
+    async def body(
+        server: EnvironmentServer, host: SlowToEnd, context: zmq.asyncio.Context
+    ) -> None:
+        older, newer = Generator(context, "a"), Generator(context, "a")
+        await older.hello()
+        await newer.hello()
+        assert await newer.open(1)
+        await older.tell(Close(client="a", number=1))
+        await older.tell(Open(client="a", number=2))
+        await asyncio.sleep(0.1)
+        assert (await newer.hello(1)).open == (1,)
+        assert server.num_trajectories == 1
+        host.may_end.set()
+
+    serve(body, now=lambda: 0.0)
