@@ -26,7 +26,7 @@ from tests.support.waiting import HANG_S, until
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.2  # until something that a test waits for
 _OF_ENGINES = "sglang_loads_"  # an engine of another test that was killed leaves one for good
-_END_POLL_S = 0.5  # each check goes through all processes of the machine
+_LOOK_S = 1.0  # a look at a run's processes takes a twentieth of a second of a core
 _WHOLE_RUN_S = 3 * HANG_S
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -202,6 +202,7 @@ class TinyRun:
         self.descendants: set[psutil.Process] = set()
         self.listeners: set[Listener] = set()  # of all its processes, at any time
         self.mapped: set[str] = set()  # shared memory, the same
+        self._next_look_s = 0.0
         self._scratch: Path | None = None
 
     @property
@@ -217,10 +218,15 @@ class TinyRun:
             self.mapped |= _mapped(now)
         return self.descendants
 
+    def _look_now_and_then(self) -> None:
+        if time.monotonic() >= self._next_look_s:
+            self.remember_children()
+            self._next_look_s = time.monotonic() + _LOOK_S
+
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + HANG_S
         while not condition():
-            self.remember_children()
+            self._look_now_and_then()
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {what} in {HANG_S} s:\n{self.output}"
             time.sleep(_POLL_S)
@@ -271,8 +277,8 @@ class TinyRun:
         """Return the exit code."""
         deadline = time.monotonic() + _WHOLE_RUN_S
         while self.process.poll() is None and time.monotonic() < deadline:
-            self.remember_children()
-            time.sleep(_END_POLL_S)
+            self._look_now_and_then()
+            time.sleep(_POLL_S)
         if self.process.poll() is None:
             self.kill()
             raise AssertionError(f"the run did not end in {_WHOLE_RUN_S} s:\n{self.output}")
