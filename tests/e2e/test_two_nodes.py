@@ -30,6 +30,7 @@ def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path
     return folder
 
 
+@pytest.mark.slow  # the next one, and tests/e2e/test_remote_roles.py: a generator on another host
 def test_two_nodes_run_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
     own = guide.steps(guide.blocks(STARTED, "A task of your own"))

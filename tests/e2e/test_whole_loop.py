@@ -153,6 +153,8 @@ def as_deepseek(folder: Path) -> None:
                 "sampling__top_p": 0.9,
             },
             id="ep2-offload-replay",
+            # Each of them with a real learner: tests/integration/test_{policy,routing_replay}.py
+            marks=pytest.mark.slow,
         ),
         pytest.param(2, as_qwen3, {"tensor": 2}, {}, id="tp2", marks=pytest.mark.slow),
         pytest.param(2, as_qwen3, {"pipeline": 2}, {}, id="pp2", marks=pytest.mark.slow),
