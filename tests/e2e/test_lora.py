@@ -32,7 +32,7 @@ def few(inputs: Path) -> dict[str, object]:
     return {"eval__file": inputs / "few.jsonl", "eval__before_train": "false"}
 
 
-@pytest.mark.slow  # one version and no pause: tests/integration/test_lora_versions.py; a run: the next
+@pytest.mark.slow  # tests/integration/test_lora_versions.py has it; a whole run: the next one
 def test_every_answer_is_of_one_version_and_no_engine_pauses(
     start_run: Callable[..., TinyRun], inputs: Path
 ):

@@ -124,7 +124,7 @@ def test_docker_accepts_the_compose_file(tmp_path: Path):
     subprocess.run(check, check=True)
 
 
-@pytest.mark.slow  # compose runs above, the printed commands of hosts in tests/e2e/test_two_nodes.py
+@pytest.mark.slow  # compose runs above, commands of two hosts in tests/e2e/test_two_nodes.py
 def test_the_task_of_skypilot_runs_on_two_nodes(tmp_path: Path):
     port = free_port()
     overrides = (f"deploy.skypilot.port={port}", "generators.count=2")
