@@ -17,6 +17,8 @@ from slipstream.wire.errors import ChildDiedError
 from slipstream.wire.process.patience import Patience, signs_of
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
+# A look leaves nothing beside the modules of a user; the bytecode that libraries have is read.
+_NO_FILES = {"PYTHONDONTWRITEBYTECODE": "1"}
 _IDLE_S = 60.0  # without a sign of life, besides the limit of what it waits for itself
 _END_S = 5.0  # to remove what it made; nothing that it would lose
 _POLL_S = 0.2
@@ -60,7 +62,7 @@ class HostProgram:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=folder,
-                env={**inherited, "TMPDIR": str(self._scratch), **(environment or {})},
+                env={**inherited, "TMPDIR": str(self._scratch), **_NO_FILES, **(environment or {})},
                 preexec_fn=bound_to_me(),
                 start_new_session=True,  # Ctrl-C ends it by `close`
             )

@@ -211,6 +211,7 @@ def _serve(door: socket.socket) -> list[str]:
                 _fork_ranks(Nursery(ours))
                 return asked["argv"]
             bind()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the learner
             ours.close()
             with Path(os.devnull).open("r+") as nothing:
                 for number in range(3):  # who reads what the learner prints waits for it alone
