@@ -2,9 +2,9 @@
 PY := .venv/bin/python
 # Bytecode lies beside the sources: without it every process of a test compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
-# Processes that run tests; tests that wait for others leave room for half as many more.
+# Processes that run tests: those that wait leave room for as many more (tests/conftest.py, in_turn).
 CORES := $(shell nproc)
-WORKERS ?= $(shell echo $$(($(CORES) * 3 / 2)))
+WORKERS ?= $(shell echo $$(($(CORES) * 2)))
 PARALLEL := --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(PARALLEL)
 AUDIT := pip-audit==2.10.1

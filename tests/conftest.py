@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test that sets none a limit by its kind; hermetic ones have that of pyproject."""
     seconds: dict[str, float] = json.loads(SECONDS.read_bytes()) if SECONDS.exists() else {}
-    # The longest files first: they are what the others run beside.
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 10.0))
+    by_file: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_file[item.nodeid.partition("::")[0]].append(item)
+    order = in_turn(sorted(by_file, key=lambda file: -seconds.get(file, 10.0)))
+    items[:] = [item for file in order for item in by_file[file]]
     for item in items:
         limits = [limit for kind, limit in HANGS_AFTER_S.items() if item.get_closest_marker(kind)]
         if limits and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(limits[0]))
+
+
+def in_turn(files: list[str]) -> list[str]:
+    """Return files in the order in which they are begun: one of whole runs, one of others.
+
+    The longest come first, so that the last ones end together. Whole runs keep the cores busy; most
+    of the others wait.
+    """
+    runs = [file for file in files if file.startswith("tests/e2e/")]
+    others = [file for file in files if not file.startswith("tests/e2e/")]
+    pairs = zip_longest(runs, others)
+    return [file for pair in pairs for file in pair if file is not None]
 
 
 class FileSeconds:
