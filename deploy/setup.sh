@@ -194,9 +194,10 @@ size_of_torch() { # to download, as far as the index says it
 compile() { # once, so that no role does at its start
     local began=$SECONDS
     printf 'setup: %s, bytecode: ' "$1"
-    # Libraries have templates that are no Python, which it names and passes over, and tests of
-    # their own, which nobody runs.
-    env -u PYTHONPYCACHEPREFIX "$new" -m compileall -q -j 0 -x '/tests?/' \
+    # Libraries have templates that are no Python, which it names and passes over. What no role
+    # imports is left out: it is compiled where it is imported.
+    env -u PYTHONPYCACHEPREFIX "$new" -m compileall -q -j 0 \
+        -x '/(tests?|moto|selenium|rllib|multimodal_gen)/|/transformers/models/' \
         "$venv"/lib/python3.*/site-packages >>"$log" 2>&1 || true
     compgen -G "$venv/lib/python3.*/site-packages/*/__pycache__/*.pyc" >/dev/null ||
         printf 'none could be written (%s); ' "$log"
