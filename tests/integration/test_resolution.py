@@ -23,6 +23,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 DEPLOY, LOCKS = ROOT / "deploy", ROOT / "deploy" / "locks"
+UV = shutil.which("uv") or ROOT / ".venv" / "bin" / "uv"
 INDEX = "https://pypi.org/simple"  # the default of pip and uv
 PLATFORM = ("--python-platform", "x86_64-manylinux_2_35")
 CPU = (os.fspath(DEPLOY / "requirements-cpu.txt"), "torch", "torchvision")
@@ -82,8 +83,7 @@ def uv_resolves(
     named = "\n".join(word for word in requirements if not word.startswith(("-", "/")))
     options = ["--no-config", "--quiet", "--no-annotate", "--no-header", *PLATFORM]
     options += ["--python-version", python, "-c", os.fspath(constraints)]
-    uv = shutil.which("uv") or ROOT / ".venv" / "bin" / "uv"
-    chosen = call([uv, "pip", "compile", *options, *files, "-"], folder, named)
+    chosen = call([UV, "pip", "compile", *options, *files, "-"], folder, named)
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", chosen, flags=re.MULTILINE))
 
 
@@ -131,11 +131,10 @@ def test_pins_that_contradict_what_torch_requires_are_seen(tmp_path: Path):
 @pytest.mark.parametrize("lock", sorted(LOCKS.glob("[cg]pu-*.txt")), ids=lambda lock: lock.stem)
 def test_lock_resolves_with_every_hash(tmp_path: Path, lock: Path):
     python = lock.stem.rpartition("-")[2]
-    uv = shutil.which("uv") or ROOT / ".venv" / "bin" / "uv"
-    command = [uv, "pip", "install", "--no-config", "--dry-run", "--require-hashes", *PLATFORM]
+    command = [UV, "pip", "install", "--no-config", "--dry-run", "--require-hashes", *PLATFORM]
     command += ["--quiet", "--python-version", python, "--target", tmp_path / "site", "-r", lock]
     command += ["--no-deps"] if lock.stem.startswith("cpu") else []
-    call([*command], tmp_path)
+    call(command, tmp_path)
 
 
 def test_flash_attn_is_what_the_index_has():
