@@ -28,6 +28,7 @@ from slipstream.generators.environments.messages import (
     Unable,
 )
 from slipstream.generators.environments.remote.messages import (
+    LOOK_S,
     MAX_BYTES,
     MOST_CALLS,
     REVISION,
@@ -47,6 +48,7 @@ from slipstream.generators.environments.remote.messages import (
     Welcome,
     encoded,
     from_server,
+    waiting,
 )
 from slipstream.weightbus.net.curve import connect
 from slipstream.weightbus.net.listening import endpoint_of
@@ -60,8 +62,6 @@ _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 _waits = Rarely(_log)
 _LINGER_MS = 1_000
-_LOOK_S = SIGN_S / 4
-_MOST_AT_ONCE = 1_024  # messages between two looks
 _MAX_WAITING = 1_024  # messages to a server that does not read
 _PART_BYTES = 1 << 16  # of an answer to an agent
 _SETTING = "environment.servers"
@@ -166,7 +166,7 @@ class EnvironmentServers:
         self._silence_s = silence_s
         self._client = secrets.token_hex(8)
         self._servers = [
-            _Server(address, key, self._client, Silence(silence_s, look_s=2 * _LOOK_S, now=now))
+            _Server(address, key, self._client, Silence(silence_s, look_s=2 * LOOK_S, now=now))
             for address in addresses
         ]
         self._numbers = itertools.count(1)
@@ -340,11 +340,8 @@ class EnvironmentServers:
     async def _read(self, server: _Server, link: zmq.asyncio.Socket) -> None:
         """Handle messages; a server is silent only once all that was waiting has been read."""
         while True:
-            await link.poll(int(_LOOK_S * 1e3))
-            with suppress(zmq.Again):
-                for _ in range(_MOST_AT_ONCE):  # a flood does not keep it here
-                    self._take(server, await link.recv_multipart(flags=zmq.NOBLOCK))
-                    await asyncio.sleep(0)  # others run between any two messages
+            async for frames in waiting(link):
+                self._take(server, frames)
             if server.silence.is_over() and server.incarnation:
                 self._lost(server, f"silent for {self._silence_s:g} s")
 

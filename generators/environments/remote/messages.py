@@ -4,11 +4,15 @@ What a trajectory's process and its generator say to each other goes through as 
 an agent that drives itself come to the server's own endpoint and are carried to the generator's.
 """
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Annotated, TypeAlias
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
@@ -26,6 +30,8 @@ MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # of a message; larger requests o
 MOST_CALLS = 256  # of one trajectory's agent at a time
 MAX_PATH = 200  # characters, with the method
 SIGN_S = 1.0  # between two signs of life of a generator
+LOOK_S = SIGN_S / 4  # between two looks at who is silent
+_MOST_AT_ONCE = 1_024  # messages between two looks, more than there are generators
 Number = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
@@ -174,3 +180,16 @@ def from_server(data: bytes) -> FromServer:
         return _from_server.decode(data)
     except UNREADABLE as error:
         raise ProtocolError(f"no message of an environment server: {error}") from error
+
+
+async def waiting(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
+    """Wait for a message, but ``LOOK_S`` at most; yield the frames of all that are waiting.
+
+    They are those of each connection in turn, and a flood of one does not keep the caller from
+    looking who is silent. Others run between any two messages.
+    """
+    await socket.poll(int(LOOK_S * 1e3))
+    with suppress(zmq.Again):
+        for _ in range(_MOST_AT_ONCE):
+            yield await socket.recv_multipart(flags=zmq.NOBLOCK)
+            await asyncio.sleep(0)

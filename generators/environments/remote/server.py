@@ -21,6 +21,7 @@ import zmq.asyncio
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost
 from slipstream.generators.environments.messages import Begin, Replied, Turned, Unable
 from slipstream.generators.environments.remote.messages import (
+    LOOK_S,
     REVISION,
     Answered,
     Asked,
@@ -36,6 +37,7 @@ from slipstream.generators.environments.remote.messages import (
     Welcome,
     encoded,
     to_server,
+    waiting,
 )
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.wire.errors import ProtocolError
@@ -45,8 +47,6 @@ from slipstream.wire.process.rarely import Rarely
 _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 _unread = Rarely(_log)
-_LOOK_S = 0.25
-_MOST_AT_ONCE = 1_024  # messages between two looks, more than there are generators
 _MOST_CLIENTS = 512
 
 
@@ -125,21 +125,13 @@ class EnvironmentServer:
         self._socket = socket
         try:
             while True:
-                await socket.poll(int(_LOOK_S * 1e3))
-                await self._read(socket)
+                async for peer, *frames in waiting(socket):
+                    await self._handle(peer, frames)
                 self._look()
         finally:
             for client in list(self._clients.values()):
                 self._forget(client)
             await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        """Handle what is waiting, of each connection in turn; a flood does not keep it here."""
-        with suppress(zmq.Again):
-            for _ in range(_MOST_AT_ONCE):
-                peer, *frames = await socket.recv_multipart(flags=zmq.NOBLOCK)
-                await self._handle(peer, frames)
-                await asyncio.sleep(0)  # others run between any two messages
 
     async def _handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -174,7 +166,7 @@ class EnvironmentServer:
             if len(self._clients) >= _MOST_CLIENTS:
                 _unread.say("generator %s is one too many", message.client)
                 return
-            silence = Silence(self._silence_s, look_s=2 * _LOOK_S, now=self._now)
+            silence = Silence(self._silence_s, look_s=2 * LOOK_S, now=self._now)
             client = _Client(message.client, peer, silence)
             self._clients[message.client] = client
             _log.info("generator %s is there", message.client)
