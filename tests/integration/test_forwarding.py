@@ -167,6 +167,11 @@ class OtherHost:
         return last if last is not None and last.command_id == number else None
 
 
+def _fetched_by(name: str, relay: Relay) -> list[int]:
+    """Bytes by record of a publish; the record of the last one is written after engines have it."""
+    return [one.fetched_bytes[name] for one in relay.records if one.fetched_bytes.get(name)]
+
+
 async def test_every_host_of_an_engine_stands_behind_the_same_one_in_a_chain(
     folder: Path, bulk: Bulk
 ):
@@ -182,8 +187,8 @@ async def test_every_host_of_an_engine_stands_behind_the_same_one_in_a_chain(
         assert bus.relay.publisher.traffic.sent_bytes == 2 * SIZE
         assert first.traffic.sent_bytes == 2 * 2 * SIZE
         assert (second.traffic.relay_bytes, second.traffic.forwarded_bytes) == (0, 2 * SIZE)
-        fetched = [one.fetched_bytes.get("host-1/generator-1") for one in bus.relay.records]
-        assert [one for one in fetched if one] == [2 * SIZE] * 2
+        await until_async(lambda: len(_fetched_by("host-1/generator-1", bus.relay)) == 2)
+        assert _fetched_by("host-1/generator-1", bus.relay) == [2 * SIZE] * 2
 
 
 @pytest.mark.parametrize("digests", ["xxh3", "keyed", "blake2b"])
