@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import inspect
 import json
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all is imported: it lives to the end
 # Hypothesis has deadlines of its own, 200 ms for an example.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any")
@@ -53,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         limits = [limit for kind, limit in HANGS_AFTER_S.items() if item.get_closest_marker(kind)]
         if limits and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(limits[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def in_turn(files: list[str]) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -429,6 +428,8 @@ def compiled(
     function: Callable[..., Tensor], *, whole: bool = True
 ) -> tuple[Callable[..., Tensor], object]:
     """Return a function compiled (whole: without graph breaks), and what counts its graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # a second of every collection
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     inner = torch.compile(function, backend=counter, fullgraph=whole)
