@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode,
 
 CALL = '{"name": "look", "arguments": {"at": "it"}}'
 VOCABULARY = 2_000
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client reads certificates otherwise
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -120,7 +122,8 @@ async def served(
     )
     await server.start()
     key = server.open(session)
-    client = openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0)
+    http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+    client = openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0, http_client=http)
     try:
         yield Served(engine, session, server, key, client)
     finally:
