@@ -68,15 +68,15 @@ def rank_parameters(
         ConfigError: the settings do not divide the layers.
     """
     sizes, family = learner.sizes, hf.family
-    dense, of_experts = [], []
-    for number in _numbers_of_rank(hf, learner, stage):
-        table = family.layer_of(hf, number)
-        dense += _shares(
-            {name: one for name, one in table.items() if "*" not in name}, hf.sizes, sizes.tensor
-        )
-        of_experts += _shares(
-            {name: one for name, one in table.items() if "*" in name}, hf.sizes, sizes.expert_tensor
-        )
+    num_dense, num_expert, largest = 0, 0, [0]
+    for layer, count in family.layers_of(hf, _numbers_of_rank(hf, learner, stage)):
+        shared = {name: one for name, one in layer.items() if "*" not in name}
+        of_experts = {name: one for name, one in layer.items() if "*" in name}
+        dense = _shares(shared, hf.sizes, sizes.tensor)
+        expert = _shares(of_experts, hf.sizes, sizes.expert_tensor)
+        num_dense += count * sum(dense)
+        num_expert += count * sum(expert)
+        largest += dense + expert
     ends = []
     if stage == 0:
         ends.append(_EMBEDDING)
@@ -89,11 +89,7 @@ def rank_parameters(
     if is_critic and stage == sizes.pipeline - 1:
         of_ends += [hf.hidden_size, 1]  # the value head
     experts = hf.num_routed_experts // sizes.expert
-    return RankParameters(
-        sum(dense) + sum(of_ends),
-        experts * sum(of_experts),
-        max([*dense, *of_experts, *of_ends], default=0),
-    )
+    return RankParameters(num_dense + sum(of_ends), experts * num_expert, max([*largest, *of_ends]))
 
 
 def adapter_parameters(

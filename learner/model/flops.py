@@ -29,15 +29,13 @@ def num_multiplied_parameters(hf: HfConfig) -> int:
     """
     sizes = hf.sizes
 
-    def of_layer(number: int) -> int:
-        return sum(
-            math.prod(tensor.whole_shape(sizes)) * (hf.experts_per_token if "*" in name else 1)
-            for name, parameter in hf.family.layer_of(hf, number).items()
-            for tensor in parameter.tensors
-            if len(tensor.shape) > 1
-        )
-
-    layers = sum(map(of_layer, range(hf.num_hidden_layers)))
+    layers = sum(
+        count * math.prod(tensor.whole_shape(sizes)) * (hf.experts_per_token if "*" in name else 1)
+        for layer, count in hf.family.layers_of(hf, range(hf.num_hidden_layers))
+        for name, parameter in layer.items()
+        for tensor in parameter.tensors
+        if len(tensor.shape) > 1
+    )
     return layers + sizes["vocabulary"] * sizes["hidden"]
 
 

@@ -8,6 +8,7 @@ import difflib
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -141,9 +142,14 @@ def _parse_value(text: str) -> object:
         return text
 
 
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[dict[str, object], list[str]]:
+    """Return the types and the names of a section's settings."""
+    return get_type_hints(kind), [one.encode_name for one in msgspec.structs.fields(kind)]
+
+
 def _refuse_unknown(values: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    hints = get_type_hints(kind)
-    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    hints, known = _fields(kind)
     for key, value in values.items():
         if key not in known:
             raise ConfigError(f"unknown setting {where}.{key}{_nearest(key, known)}")

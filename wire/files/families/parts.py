@@ -12,7 +12,8 @@ an expert.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -193,6 +194,16 @@ class Family:
                 table |= option.layer
         return table | dict(self.sparse if architecture.is_sparse(number) else self.mlp)
 
+    def layers_of(
+        self, architecture: Architecture, numbers: Iterable[int]
+    ) -> Iterator[tuple[dict[str, Parameter], int]]:
+        """Yield the parameters of each kind of layer among these, and how many there are of it."""
+        alike: defaultdict[bool, list[int]] = defaultdict(list)
+        for number in numbers:
+            alike[architecture.is_sparse(number)].append(number)
+        for same in alike.values():
+            yield self.layer_of(architecture, same[0]), len(same)
+
     def tables(self) -> Iterator[Table]:
         """Yield all its tables: what any of its models may hold."""
         yield from (self.ends, self.layer, self.mlp, self.sparse)
@@ -237,9 +248,8 @@ class Family:
                 for tensor in parameter.tensors
             )
 
-        layers = range(architecture.num_hidden_layers)
-        of_layers = sum(elements(self.layer_of(architecture, layer)) for layer in layers)
-        return of_layers + elements(self.ends)
+        layers = self.layers_of(architecture, range(architecture.num_hidden_layers))
+        return sum(count * elements(layer) for layer, count in layers) + elements(self.ends)
 
 
 def without_expert(name: str) -> tuple[str, str]:
