@@ -51,43 +51,45 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def test_mutants_are_killed_end_in_time_or_survive_and_the_repository_stays_as_it_is(
-    repository: Path, tmp_path: Path
+@pytest.fixture
+def tree(repository: Path, tmp_path: Path) -> Path:
+    return copied_tree(repository, tmp_path / "copy")
+
+
+LINES = {"limited": [2, 3, 4], "spin": [8, 9, 10]}
+RECORD = Record(
+    tests={
+        f"tests/test_limits.py::test_{name}": Reached(0.0, {"wire/limits.py": lines})
+        for name, lines in LINES.items()
+    }
+)
+MUTANTS = mutants_of("wire/limits.py", TESTED)
+
+
+def test_mutants_are_killed_or_survive_and_the_repository_stays_as_it_is(
+    repository: Path, tree: Path
 ):
-    tree = copied_tree(repository, tmp_path / "copy")
-    lines = {
-        "tests/test_limits.py::test_limited": [2, 3, 4],
-        "tests/test_limits.py::test_spin": [8, 9, 10],
-    }
-    record = Record(
-        tests={name: Reached(0.0, 0.0, {"wire/limits.py": at}) for name, at in lines.items()}
-    )
+    limited, spin = (f"tests/test_limits.py::test_{name}" for name in LINES)
     expected = {
-        "value > most -> value >= most": Verdict.SURVIVED,  # is the same
-        "value > most -> value <= most": Verdict.KILLED,
-        "n -= 1 -> n += 1": Verdict.TIMED_OUT,  # does not end
-        "n > 0 -> n >= 0": Verdict.KILLED,
+        "value > most -> value >= most": (Verdict.SURVIVED, ""),  # is the same
+        "value > most -> value <= most": (Verdict.KILLED, limited),
+        "n -= 1 -> n += 1": (Verdict.KILLED, spin),  # does not end
+        "n > 0 -> n >= 0": (Verdict.KILLED, spin),
+        "un -> reached": (Verdict.UNREACHED, ""),
     }
-    mutants = [one for one in mutants_of("wire/limits.py", TESTED) if one.mutation in expected]
-    unreached = replace(mutants[0], line=99, first_line=99)
-    runner = Runner(record, repository, [tree], 10.0, start_s=4.0)
+    mutants = [one for one in MUTANTS if one.mutation in expected]
+    runner = Runner(RECORD, repository, [tree], 10.0, hangs_s=8.0)
     runner.check(mutants[:1])
     outcomes: list[Outcome] = []
+    unreached = replace(mutants[0], line=99, first_line=99, before="un", after="reached")
     runner.run([*mutants, unreached], outcomes.append)
-    assert [one.mutant for one in outcomes if one.verdict is Verdict.UNREACHED] == [unreached]
-    ran = [one for one in outcomes if one.verdict is not Verdict.UNREACHED]
-    assert {one.mutant.mutation: one.verdict for one in ran} == expected
-    killed = {one.mutant.mutation: one.remark for one in ran if one.verdict is Verdict.KILLED}
-    assert killed["value > most -> value <= most"] == "tests/test_limits.py::test_limited"
+    found = {one.mutant.mutation: (one.verdict, one.remark) for one in outcomes}
+    assert found == expected
     assert (repository / "wire" / "limits.py").read_text() == TESTED
     assert (tree / "wire" / "limits.py").read_text() == TESTED
 
 
-def test_tests_that_fail_without_a_mutant_end_the_program(repository: Path, tmp_path: Path):
-    tree = copied_tree(repository, tmp_path / "copy")
+def test_tests_that_fail_without_a_mutant_end_the_program(repository: Path, tree: Path):
     (tree / "tests" / "test_limits.py").write_text("def test_limited():\n    assert False\n")
-    name = "tests/test_limits.py::test_limited"
-    record = Record(tests={name: Reached(0.0, 0.0, {"wire/limits.py": [2]})})
-    (mutant, *_) = [one for one in mutants_of("wire/limits.py", TESTED) if one.line == 2]
     with pytest.raises(RuntimeError, match=r"tests of wire/limits\.py:2 fail without a mutant"):
-        Runner(record, repository, [tree], 10.0).check([mutant])
+        Runner(RECORD, repository, [tree], 10.0).check([one for one in MUTANTS if one.line == 2])

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.mutation.equivalent import Equivalent, judged
+from tests.mutation.equivalent import judged
 from tests.mutation.mutants import PACKAGES, Mutant, drawn, mutants_of
 from tests.mutation.record import up_to_date
 from tests.mutation.run import Outcome, Runner, Verdict
@@ -35,7 +35,7 @@ is not equivalent was killed.
 """
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Draw, run, print; return the exit code."""
     options = _parser().parse_args(words)
     began_s = time.monotonic()
@@ -44,28 +44,7 @@ def main(words: Sequence[str]) -> int:
             _show(f"{one.file}:{one.line} [{one.scope}] {one.mutation}\n    {one.statement}")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-        tree = copied_tree(ROOT, Path(folder, "0"))
-        mutants, known = _chosen(tree, options), judged()
-        record = up_to_date(ROOT, tree, ROOT / ".cache/mutation/record.json", _show)
-        trees = [
-            tree,
-            *(copied_tree(ROOT, Path(folder, str(n))) for n in range(1, options.workers)),
-        ]
-        outcomes = [Outcome(one, Verdict.EQUIVALENT) for one in mutants if _is_known(one, known)]
-        to_run = [one for one in mutants if not _is_known(one, known)]
-
-        def note(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            mutant = outcome.mutant
-            if options.verbose or outcome.verdict is Verdict.SURVIVED:
-                _show(
-                    f"{outcome.verdict}: {mutant.file}:{mutant.line} {mutant.mutation} "
-                    f"[{mutant.scope}] {outcome.remark}".rstrip()
-                )
-
-        runner = Runner(record, ROOT, trees, options.seconds)
-        runner.check(list({one.file.split("/")[0]: one for one in to_run}.values()))
-        runner.run(to_run, note)
+        outcomes = _run([Path(folder, str(n)) for n in range(options.workers)], options)
     for line in table(outcomes):
         _show(line)
     share = killed_share(outcomes)
@@ -76,37 +55,56 @@ def main(words: Sequence[str]) -> int:
     return 0 if share >= options.least else 1
 
 
+def _run(trees: list[Path], options: argparse.Namespace) -> list[Outcome]:
+    for tree in trees:
+        copied_tree(ROOT, tree)
+    _show("recording what tests execute where files have changed; minutes")
+    record, failed = up_to_date(ROOT, trees[0], ROOT / ".cache/mutation/reached.json")
+    for name in failed:
+        _show(f"fails without a mutant, so it is not used: {name}")
+    outcomes: list[Outcome] = []
+    to_run: list[Mutant] = []
+    known = judged()
+    for mutant in _chosen(trees[0], options):
+        if any(one.is_about(mutant) for one in known):
+            outcomes.append(Outcome(mutant, Verdict.EQUIVALENT))
+        else:
+            to_run.append(mutant)
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        one = outcome.mutant
+        if options.verbose or outcome.verdict is Verdict.SURVIVED:
+            place = f"{one.file}:{one.line} {one.mutation} [{one.scope}]"
+            _show(f"{outcome.verdict}: {place} {outcome.remark}".rstrip())
+
+    runner = Runner(record, ROOT, trees, options.seconds)
+    runner.check(list({one.file.split("/")[0]: one for one in to_run}.values()))
+    runner.run(to_run, note)
+    return outcomes
+
+
 def _chosen(tree: Path, options: argparse.Namespace) -> list[Mutant]:
-    mutants = [one for one in all_mutants(tree) if is_chosen(one, options.only)]
+    """Draw from the mutants of what is chosen: packages, folders, files or lines, if any."""
+    places = [one.partition(":") for one in options.only]
+    mutants: list[Mutant] = []
+    for path in [path for package in PACKAGES for path in sorted((tree / package).rglob("*.py"))]:
+        file = path.relative_to(tree).as_posix()
+        lines = {
+            line for place, _, line in places if f"{file}/".startswith(f"{place.rstrip('/')}/")
+        }
+        if lines or not places:
+            every = not lines or "" in lines
+            found = mutants_of(file, path.read_text())
+            mutants += [one for one in found if every or str(one.line) in lines]
     return drawn(mutants, count=options.sample, seed=options.seed) if options.sample else mutants
 
 
-def all_mutants(tree: Path) -> list[Mutant]:
-    """Return every mutant of the product."""
-    files = [file for package in PACKAGES for file in sorted((tree / package).rglob("*.py"))]
-    return [
-        mutant
-        for file in files
-        for mutant in mutants_of(file.relative_to(tree).as_posix(), file.read_text())
-    ]
-
-
-def is_chosen(mutant: Mutant, only: Sequence[str]) -> bool:
-    """Return whether a mutant is in one of these packages, folders, files or lines, if any."""
-    for one in only:
-        place, _, line = one.partition(":")
-        is_there = mutant.file == place or mutant.file.startswith(place.rstrip("/") + "/")
-        if is_there and (not line or int(line) == mutant.line):
-            return True
-    return not only
-
-
 def killed_share(outcomes: Sequence[Outcome]) -> float:
-    """Return the killed and timed out of what was executed and is not equivalent; 1 of nothing."""
+    """Return the killed of what was executed and is not equivalent; 1 of nothing."""
     count = Counter(one.verdict for one in outcomes)
-    killed = count[Verdict.KILLED] + count[Verdict.TIMED_OUT]
-    executed = killed + count[Verdict.SURVIVED]
-    return killed / executed if executed else 1.0
+    executed = count[Verdict.KILLED] + count[Verdict.SURVIVED]
+    return count[Verdict.KILLED] / executed if executed else 1.0
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
@@ -119,10 +117,6 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
             figures = [f"{count[verdict]:>12}" for verdict in Verdict]
             lines.append(" ".join([f"{package:<12}", *figures, f"{killed_share(those):>8.1%}"]))
     return lines
-
-
-def _is_known(mutant: Mutant, known: Sequence[Equivalent]) -> bool:
-    return any(one.is_about(mutant) for one in known)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,4 +144,4 @@ def _show(line: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

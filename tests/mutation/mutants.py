@@ -9,7 +9,7 @@ wrong already feels), and what would end processes other than those of a test.
 import ast
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PACKAGES = ("wire", "broker", "weightbus", "algos", "learner", "generators")
 
@@ -41,7 +41,11 @@ _COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
 _CALLED = {"any": "all", "all": "any", "min": "max", "max": "min"}
 _LOGS = frozenset({"_log", "log", "logger", "_logger", "logging"})
 _ENDS_PROCESSES = frozenset({"kill", "killpg", "send_signal", "rmtree", "unlink"})
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Fields of nodes in which nothing is changed: declarations, and what is assigned to.
+_LEFT_ALONE = frozenset(
+    {"annotation", "target", "targets", "type", "pattern", "optional_vars", "decorator_list"}
+)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +56,15 @@ class Mutant:
     line: int  # of the change
     first_line: int  # of the statement
     scope: str  # function or class around it, dotted; "" in the module itself
-    statement: (
-        str  # the innermost statement around it, white space made one; of a compound its head
-    )
-    kind: str
+    # The innermost statement around it, white space made one; of a compound its head.
+    statement: str
     before: str
     after: str
     start: int  # bytes of the file that are replaced
     end: int
     new: bytes
-    body: tuple[int, int] | None = None  # lines of the function whose default it changes
-    is_declared: bool = False  # executed when the file is imported, not when something is called
+    body: tuple[int, int] | None  # lines of the function whose default it changes
+    is_declared: bool  # executed when the file is imported, not when something is called
 
     @property
     def mutation(self) -> str:
@@ -81,11 +83,29 @@ def one_spaced(text: str) -> str:
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
     """Return every mutant of a file, in the order of its text."""
-    finder = _Finder(file, source)
-    finder.visit_body(ast.parse(source).body)
+    text = _Text(source)
     found: dict[tuple[int, int, bytes], Mutant] = {}
-    for mutant in finder.found:
-        found.setdefault((mutant.start, mutant.end, mutant.new), mutant)
+    for statement in ast.parse(source).body:
+        for node, new, place in _of_statement(statement, _Place(statement=statement)):
+            start, end = text.span(node)
+            after = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
+            is_whole = isinstance(node, ast.stmt | ast.Constant)
+            owner = place.default_of
+            mutant = Mutant(
+                file=file,
+                line=node.lineno,
+                first_line=place.statement.lineno,
+                scope=".".join(place.scope),
+                statement=one_spaced(text.of_head(place.statement)),
+                before=one_spaced(text.between(start, end)),
+                after=one_spaced(after),
+                start=start,
+                end=end,
+                new=(after if is_whole else f"({after})").encode(),
+                body=(owner.body[0].lineno, owner.end_lineno or 0) if owner else None,
+                is_declared=not place.is_called,
+            )
+            found.setdefault((start, end, mutant.new), mutant)
     return sorted(found.values(), key=lambda one: (one.start, one.end))
 
 
@@ -119,242 +139,194 @@ def _rank(mutant: Mutant, seed: int) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-class _Finder:
-    """Walks a module and keeps what statement and scope it is in."""
+# ---- where a change is -------------------------------------------------------
 
-    def __init__(self, file: str, source: str) -> None:
-        self.found: list[Mutant] = []
-        self._file = file
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    statement: ast.stmt
+    scope: tuple[str, ...] = ()
+    default_of: _Function | None = None
+    is_called: bool = False
+
+
+class _Text:
+    def __init__(self, source: str) -> None:
         self._source = source.encode()
         self._line_starts = [0]
         for line in self._source.split(b"\n"):
             self._line_starts.append(self._line_starts[-1] + len(line) + 1)
-        self._scope: list[str] = []
-        self._statement = ""
-        self._first_line = 1
-        self._function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
-        self._default_of: ast.FunctionDef | ast.AsyncFunctionDef | None = None
 
-    # ---- statements
-
-    def visit_body(self, body: list[ast.stmt]) -> None:
-        for statement in body:
-            self._visit_statement(statement)
-
-    def _visit_statement(self, node: ast.stmt) -> None:
-        outer = (self._statement, self._first_line)
-        self._statement = one_spaced(self._text(node, head_only=True))
-        self._first_line = node.lineno
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._visit_function(node)
-            case ast.ClassDef():
-                self._scope.append(node.name)
-                self.visit_body(node.body)
-                self._scope.pop()
-            case ast.Import() | ast.ImportFrom() | ast.Global() | ast.Nonlocal():
-                pass
-            case ast.If() if _declares_only(node.test):
-                pass
-            case _:
-                self._visit_acting(node)
-        self._statement, self._first_line = outer
-
-    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._default_of = node
-        for default in [*node.args.defaults, *node.args.kw_defaults]:
-            if default is not None:
-                self._visit_expression(default)
-        self._default_of = None
-        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
-            self._visit_bounds(argument.annotation)
-        outer, self._function = self._function, node
-        self._scope.append(node.name)
-        self.visit_body(node.body)
-        self._scope.pop()
-        self._function = outer
-
-    def _visit_acting(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.Expr) and (_is_text(node.value) or _is_log(node.value)):
-            return
-        self._delete(node)
-        match node:
-            case ast.Raise():
-                return  # the message of an error is text
-            case ast.Return(value=value) if value is not None and not _is_none(value):
-                self._replace(value, "None", "return value made None")
-            case ast.If(test=test) | ast.While(test=test):
-                self._invert(test)
-            case ast.AugAssign(op=op):
-                self._compute(node, op)
-            case ast.AnnAssign(annotation=annotation):
-                self._visit_bounds(annotation)
-        for name, value in ast.iter_fields(node):
-            if name in {"annotation", "target", "targets", "op"}:
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                self._visit_child(child)
-
-    def _visit_child(self, child: object) -> None:
-        match child:
-            case ast.stmt():
-                self._visit_statement(child)
-            case ast.expr():
-                self._visit_expression(child)
-            case ast.ExceptHandler():
-                self.visit_body(child.body)
-            case ast.match_case():
-                if child.guard is not None:
-                    self._invert(child.guard)
-                    self._visit_expression(child.guard)
-                self.visit_body(child.body)
-            case ast.withitem():
-                self._visit_expression(child.context_expr)
-
-    def _delete(self, node: ast.stmt) -> None:
-        match node:
-            case ast.Expr(value=ast.Call() | ast.Await() as value):
-                call = value.value if isinstance(value, ast.Await) else value
-                kind = "call deleted"
-                if isinstance(call, ast.Call) and _name(call.func) in _ENDS_PROCESSES:
-                    return
-            case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]) | ast.AugAssign():
-                kind = "assignment deleted"
-            case ast.Raise() | ast.Delete() | ast.Continue() | ast.Break():
-                kind = "statement deleted"
-            case _:
-                return
-        self._replace(node, "pass", kind)
-
-    # ---- expressions
-
-    def _visit_bounds(self, annotation: ast.expr | None) -> None:
-        """Change what an annotation calls: the bounds of ``Meta(ge=0)``."""
-        for node in ast.walk(annotation) if annotation is not None else ():
-            if isinstance(node, ast.Call):
-                self._visit_expression(node)
-
-    def _visit_expression(self, node: ast.expr) -> None:
-        is_text = isinstance(node, ast.JoinedStr) or _is_log(node)
-        if is_text or (isinstance(node, ast.Call) and _name(node.func) in _ENDS_PROCESSES):
-            return
-        self._change(node)
-        for child in ast.iter_child_nodes(node):
-            match child:
-                case ast.expr():
-                    self._visit_expression(child)
-                case ast.keyword(arg=name) if name != "strict":
-                    self._visit_expression(child.value)
-                case ast.comprehension():
-                    self._visit_expression(child.iter)
-                    for test in child.ifs:
-                        self._invert(test)
-                        self._visit_expression(test)
-
-    def _change(self, node: ast.expr) -> None:
-        match node:
-            case ast.Compare(ops=ops):
-                self._compare(node, ops)
-            case ast.BoolOp(op=op):
-                other = ast.Or() if isinstance(op, ast.And) else ast.And()
-                self._replace(node, ast.BoolOp(other, node.values), "and / or swapped")
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                self._replace(node, operand, "boolean inverted")
-            case ast.UnaryOp(op=ast.USub(), operand=operand) if not _is_number(operand):
-                self._replace(node, operand, "arithmetic changed")
-            case ast.BinOp(op=op):
-                self._compute(node, op)
-            case ast.IfExp(test=test):
-                self._invert(test)
-            case ast.Constant(value=bool() | int() | float() as value):
-                self._constant(node, value)
-            case ast.Call(func=ast.Name(id=name)) if name in _CALLED:
-                new = ast.Call(ast.Name(_CALLED[name]), node.args, node.keywords)
-                self._replace(node, new, "any / all, min / max swapped")
-            case _:
-                pass
-
-    def _compare(self, node: ast.Compare, ops: list[ast.cmpop]) -> None:
-        for at, op in enumerate(ops):
-            for other in _COMPARED[type(op)]:
-                changed = [*ops[:at], other(), *ops[at + 1 :]]
-                self._replace(
-                    node, ast.Compare(node.left, changed, node.comparators), "comparison changed"
-                )
-
-    def _compute(self, node: ast.BinOp | ast.AugAssign, op: ast.operator) -> None:
-        other = _COMPUTED.get(type(op))
-        is_type = isinstance(op, ast.BitOr) and self._function is None
-        if other is None or is_type:
-            return
-        new: ast.AST = (
-            ast.BinOp(node.left, other(), node.right)
-            if isinstance(node, ast.BinOp)
-            else ast.AugAssign(node.target, other(), node.value)
-        )
-        self._replace(node, new, "arithmetic changed")
-
-    def _constant(self, node: ast.Constant, value: float) -> None:
-        new: float
-        if isinstance(value, bool):
-            new = not value
-        elif isinstance(value, int):
-            new = value + 1
-        else:
-            new = value * 2 if value else 1.0
-        kind = "default changed" if self._default_of is not None else "constant changed"
-        self._replace(node, repr(new), kind)
-
-    def _invert(self, test: ast.expr) -> None:
-        """Invert a test, but for what other mutants invert: a comparison, ``not x``."""
-        is_inverted = isinstance(test, ast.Compare) and len(test.ops) == 1
-        if not is_inverted and not isinstance(test, ast.UnaryOp | ast.Constant):
-            self._replace(test, ast.UnaryOp(ast.Not(), test), "boolean inverted")
-
-    # ---- text
-
-    def _replace(self, node: ast.stmt | ast.expr, new: ast.AST | str, kind: str) -> None:
-        after = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
-        start, end = self._span(node)
-        is_whole = isinstance(node, ast.stmt | ast.Constant)
-        owner = self._default_of
-        self.found.append(
-            Mutant(
-                file=self._file,
-                line=node.lineno,
-                first_line=self._first_line,
-                scope=".".join(self._scope if owner is None else [*self._scope, owner.name]),
-                statement=self._statement,
-                kind=kind,
-                before=one_spaced(self._text(node)),
-                after=one_spaced(after),
-                start=start,
-                end=end,
-                new=(after if is_whole else f"({after})").encode(),
-                body=None if owner is None else (owner.body[0].lineno, owner.end_lineno or 0),
-                is_declared=self._function is None,
-            )
-        )
-
-    def _span(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
+    def span(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
+        """Return the bytes of a node, from and to."""
         last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return (
             self._line_starts[node.lineno - 1] + node.col_offset,
             self._line_starts[last - 1] + column,
         )
 
-    def _text(self, node: ast.stmt | ast.expr, *, head_only: bool = False) -> str:
-        start, end = self._span(node)
-        if head_only:
-            blocks: Iterator[int] = (
-                self._span(block[0])[0]
-                for name in ("body", "cases")
-                if isinstance(block := getattr(node, name, None), list)
-                and block
-                and isinstance(block[0], ast.stmt)
-            )
-            end = min(blocks, default=end)
+    def of_head(self, node: ast.stmt) -> str:
+        """Return the text of a statement, without the statements it contains."""
+        start, end = self.span(node)
+        match getattr(node, "body", None):
+            case [ast.stmt() as first, *_]:
+                end = self.span(first)[0]
+        return self.between(start, end)
+
+    def between(self, start: int, end: int) -> str:
+        """Return the text from one byte to another."""
         return self._source[start:end].decode()
+
+
+# ---- changes: a node, what replaces it, where it is --------------------------
+
+_Changes = Iterator[tuple[ast.stmt | ast.expr, ast.AST | str, _Place]]
+
+
+def _of_statement(node: ast.stmt, place: _Place) -> _Changes:
+    place = replace(place, statement=node)
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            yield from _of_signature(node, place)
+            inner = replace(place, scope=(*place.scope, name), is_called=True)
+            for statement in node.body:
+                yield from _of_statement(statement, inner)
+        case ast.ClassDef(name=name):
+            for statement in node.body:
+                yield from _of_statement(statement, replace(place, scope=(*place.scope, name)))
+        case ast.Import() | ast.ImportFrom() | ast.Global() | ast.Nonlocal():
+            pass
+        case ast.If(test=test) if _declares_only(test):
+            pass
+        case ast.Expr(value=value) if _is_text(value) or _is_log(value):
+            pass
+        case _:
+            yield from _of_acting(node, place)
+
+
+def _of_signature(node: _Function, place: _Place) -> _Changes:
+    of_default = replace(place, scope=(*place.scope, node.name), default_of=node)
+    for default in [*node.args.defaults, *node.args.kw_defaults]:
+        if default is not None:
+            yield from _of_expression(default, of_default)
+    for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+        yield from _of_bounds(argument.annotation, place)
+
+
+def _of_bounds(annotation: ast.expr | None, place: _Place) -> _Changes:
+    """Change what an annotation calls: the bounds of ``Meta(ge=0)``."""
+    for node in ast.walk(annotation) if annotation is not None else ():
+        if isinstance(node, ast.Call):
+            yield from _of_expression(node, place)
+
+
+def _of_acting(node: ast.stmt, place: _Place) -> _Changes:
+    if _may_be_deleted(node):
+        yield node, "pass", place
+    match node:
+        case ast.Raise():
+            return  # the message of an error is text
+        case ast.Return(value=value) if value and ast.unparse(value) != "None":
+            yield value, "None", place
+        case ast.If(test=test) | ast.While(test=test):
+            yield from _inverted(test, place)
+        case ast.AugAssign(target=target, op=op, value=value):
+            for other in _computed(op, place):
+                yield node, ast.AugAssign(target, other, value), place
+        case ast.AnnAssign(annotation=annotation):
+            yield from _of_bounds(annotation, place)
+    yield from _of_fields(node, place)
+
+
+def _of_fields(node: ast.AST, place: _Place) -> _Changes:
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            match child:
+                case _ if name in _LEFT_ALONE:
+                    pass
+                case ast.stmt():
+                    yield from _of_statement(child, place)
+                case ast.expr():
+                    yield from _of_expression(child, place)
+                case ast.keyword(arg="strict"):
+                    pass
+                case ast.keyword() | ast.ExceptHandler() | ast.withitem():
+                    yield from _of_fields(child, place)
+                case ast.match_case(guard=guard):
+                    yield from _inverted(guard, place) if guard else ()
+                    yield from _of_fields(child, place)
+                case ast.comprehension(ifs=tests):
+                    for test in tests:
+                        yield from _inverted(test, place)
+                    yield from _of_fields(child, place)
+
+
+def _may_be_deleted(node: ast.stmt) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=call) | ast.Await(value=ast.Call(func=call))):
+            return _name(call) not in _ENDS_PROCESSES
+        case ast.Expr(value=ast.Await()) | ast.AugAssign():
+            return True
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            return True
+        case _:
+            return isinstance(node, ast.Raise | ast.Delete | ast.Continue | ast.Break)
+
+
+def _of_expression(node: ast.expr, place: _Place) -> _Changes:
+    is_text = isinstance(node, ast.JoinedStr) or _is_log(node)
+    if is_text or (isinstance(node, ast.Call) and _name(node.func) in _ENDS_PROCESSES):
+        return
+    match node:
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            for at, op in enumerate(ops):
+                for other in _COMPARED[type(op)]:
+                    yield (
+                        node,
+                        ast.Compare(left, [*ops[:at], other(), *ops[at + 1 :]], others),
+                        place,
+                    )
+        case ast.BoolOp(op=op, values=values):
+            yield (
+                node,
+                ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values),
+                place,
+            )
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield node, operand, place
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.Constant):
+            yield node, operand, place
+        case ast.BinOp(left=left, op=op, right=right):
+            for computed in _computed(op, place):
+                yield node, ast.BinOp(left, computed, right), place
+        case ast.IfExp(test=test):
+            yield from _inverted(test, place)
+        case ast.Constant(value=bool() | int() | float() as value):
+            yield node, repr(_other_number(value)), place
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _CALLED:
+            yield node, ast.Call(ast.Name(_CALLED[name]), args, words), place
+    yield from _of_fields(node, place)
+
+
+def _other_number(value: float) -> float:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return value * 2 if value else 1.0
+
+
+def _computed(op: ast.operator, place: _Place) -> Iterator[ast.operator]:
+    is_type = isinstance(op, ast.BitOr) and not place.is_called
+    if type(op) in _COMPUTED and not is_type:
+        yield _COMPUTED[type(op)]()
+
+
+def _inverted(test: ast.expr, place: _Place) -> _Changes:
+    """Invert a test, but for what other mutants invert: a comparison, ``not x``."""
+    is_inverted = isinstance(test, ast.Compare) and len(test.ops) == 1
+    if not is_inverted and not isinstance(test, ast.UnaryOp | ast.Constant):
+        yield test, ast.UnaryOp(ast.Not(), test), place
 
 
 def _name(node: ast.expr) -> str:
@@ -375,14 +347,6 @@ def _is_log(node: ast.expr) -> bool:
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant)
 
 
 def _declares_only(test: ast.expr) -> bool:
