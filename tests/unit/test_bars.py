@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.broker.baselines import python_with_ray
 
 
 @pytest.mark.parametrize(("cost", "exit_code", "verdict"), [(1.3, 0, "ok"), (1.301, 1, "short")])
@@ -35,10 +34,3 @@ def test_a_bar_that_is_not_a_number_is_short():
         bars = Bars()
         compare(bars, "speed", float("nan"), "x", needs=1)
         assert bars.exit_code == 1
-
-
-def test_without_ray_its_bar_is_not_run():
-    nowhere = "/nowhere/bin/python"
-    assert python_with_ray(nowhere) == NotRun(
-        f"{nowhere}: No such file or directory (--ray-python)"
-    )

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.broker.baselines import lists_of
-from benchmarks.broker.roles import BYTES_PER_TOKEN, header_of, pack, trajectory_bytes, unpack
+from benchmarks.broker.roles import header_of, pack, trajectory_bytes, unpack
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
@@ -24,11 +23,3 @@ def test_a_simulated_trajectory_has_a_header_that_the_wire_accepts(payload_bytes
     assert header.num_response_tokens > 0
     assert len(sent.payload) == payload_bytes
     assert sent.response.decode().startswith("the sum is")
-
-
-def test_every_transport_carries_the_same_number_of_tokens():
-    payload_bytes = 16 * 1024
-    tokens = lists_of(payload_bytes)["token_ids"]
-    assert isinstance(tokens, list)
-    assert len(tokens) == trajectory_bytes(payload_bytes).num_tokens
-    assert len(tokens) == payload_bytes // BYTES_PER_TOKEN

@@ -1,6 +1,5 @@
 """The estimators' figures are those of docs/staleness.md, and are what they claim to be."""
 
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -57,18 +56,6 @@ def test_the_picture_is_the_program_s(figures: Figures):
     assert (DOCS / "images" / "bench_corrections.svg").read_text("utf-8") == svg(figures)
 
 
-def test_the_picture_names_every_estimator_in_every_panel_without_overlap(figures: Figures):
-    picture = ElementTree.fromstring(svg(figures))  # noqa: S314 the program's own output
-    texts = picture.iter("{http://www.w3.org/2000/svg}text")
-    labels = [text for text in texts if text.get("class") == "label"]
-    assert len(labels) == len(CASES) * len(ESTIMATORS)
-    for panel in range(len(CASES)):
-        mine = labels[panel * len(ESTIMATORS) : (panel + 1) * len(ESTIMATORS)]
-        assert {label.text for label in mine} == set(ESTIMATORS)
-        heights = [int(label.get("y", "")) for label in mine]
-        assert all(below - above >= 13 for above, below in pairwise(heights))
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("horizon", HORIZONS)
 def test_the_whole_sequence_s_weight_is_unbiased_however_stale(horizon: int, case: Case):
@@ -107,12 +94,6 @@ def test_the_exact_gradient_agrees_with_finite_differences():
             for sign in (1, -1)
         )
         assert (above - below) / (2 * step) == pytest.approx(slope, abs=1e-9)
-
-
-def test_every_version_is_better_than_the_one_before():
-    given = problem(10, seed=3)
-    rewards = [float(given.expected_reward(version)) for version in given.versions]
-    assert all(later > earlier for earlier, later in pairwise(rewards))
 
 
 def test_a_sequence_s_gradient_is_its_capped_weight_times_advantage_times_score():

@@ -1,8 +1,6 @@
 """CPU clocks of functions and processes, and what the benchmark of observability makes of them."""
 
-import asyncio
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -28,24 +26,6 @@ class Page:
     def look(self):
         work(0.02)
         return "looked"
-
-    @classmethod
-    def made(cls):
-        return cls()
-
-    @staticmethod
-    def words():
-        yield "one"
-
-    @property
-    def name(self):
-        return "page"
-
-    async def serve(self, wait):
-        work(0.02)
-        said = await wait
-        work(0.02)
-        return said
 """
 
 
@@ -68,44 +48,6 @@ def test_the_outermost_call_counts_once(clocks: Clocks):
     assert clocks.spent_s["page"] >= 0.02
     made.other()
     assert clocks.spent_s["work"] >= 0.02
-
-
-def test_time_that_a_function_waits_is_not_cpu_time(clocks: Clocks):
-    made = module(clocks, {"page": "made:serve"})
-
-    async def main() -> str:
-        waiting = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(made.Page().serve(waiting))
-        await asyncio.sleep(0)
-        made.work(0.05)  # not the page's, though it waits meanwhile
-        before = clocks.spent_s["page"]
-        waiting.set_result("said")
-        said = await serving
-        assert 0.02 <= before < clocks.spent_s["page"]
-        return said
-
-    began_s = time.thread_time()
-    assert asyncio.run(main()) == "said"
-    assert 0.04 <= clocks.spent_s["page"] <= time.thread_time() - began_s - 0.05
-
-
-def test_what_a_function_waited_for_may_fail(clocks: Clocks):
-    made = module(clocks, {"page": "made:serve"})
-
-    async def main() -> None:
-        waiting = asyncio.get_running_loop().create_future()
-        waiting.set_exception(ValueError("no"))
-        await made.Page().serve(waiting)
-
-    with pytest.raises(ValueError, match="no"):
-        asyncio.run(main())
-
-
-def test_other_methods_stay_what_they_are(clocks: Clocks):
-    page = module(clocks, {"page": "made:"}).Page
-    assert isinstance(page.made(), page)
-    assert list(page.words()) == ["one"]
-    assert page().name == "page"
 
 
 def clocked(folder: Path, reported_s: float) -> Clocked:

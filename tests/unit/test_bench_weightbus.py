@@ -2,15 +2,7 @@
 
 import pytest
 
-from benchmarks.weightbus.figures import (
-    best,
-    growth,
-    loss_beyond_pause,
-    mean_of,
-    pause_s,
-    share,
-    table,
-)
+from benchmarks.weightbus.figures import growth, loss_beyond_pause, mean_of, pause_s, share
 from benchmarks.weightbus.late_join import JoinFigures
 from benchmarks.weightbus.learner_side import StepFigures
 from benchmarks.weightbus.many_members import ManyFigures
@@ -96,14 +88,6 @@ PAUSED = {"pause": 0.1, "transfer": 0.2, "load": 0.3, "verify": 0.4, "commit": 0
 )
 def test_a_figure_is_of_what_it_is_named_for(found: object, expected: object):
     assert found == pytest.approx(expected)
-
-
-def test_the_best_setting_is_the_one_with_the_smallest_median():
-    assert best({4: [1.0, 9.0, 2.0], 8: [3.0, 3.0, 0.1], 16: [1.9, 1.8, 50.0]}) == (16, 1.9)
-
-
-def test_a_table_is_markdown():
-    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
 def test_a_mean_comes_with_what_it_could_have_seen_and_a_verdict():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.guide import Block, GuideFailedError, Step, before_command, blocks, follow, steps
+from tests.support.guide import Block, GuideFailedError, Step, blocks, follow, steps
 
 PAGE = """# Guide
 
@@ -81,11 +81,6 @@ def test_blocks_of_a_section_are_those_below_its_heading(page: Path):
     assert len(blocks(page)) == 8
 
 
-def test_a_section_that_is_not_there_is_an_error(page: Path):
-    with pytest.raises(ValueError, match=r"guide\.md has no section 'Sum'"):
-        blocks(page, "Sum")
-
-
 def test_a_named_block_is_a_file_a_bash_block_commands_and_the_others_nothing(page: Path):
     assert steps(blocks(page, "Sums")) == [
         Step("# no heading\nprint(1)\n", "Sums", "sums.py"),
@@ -93,29 +88,6 @@ def test_a_named_block_is_a_file_a_bash_block_commands_and_the_others_nothing(pa
         Step("[eval]\n", "Settings", "run.toml", is_added=True),
         Step("python sums.py\nslipstream run\n", "Settings"),
     ]
-
-
-def test_steps_before_a_command_end_above_its_block(page: Path):
-    found = steps(blocks(page, "Sums"))
-    assert before_command("slipstream run", found) == found[:3]
-    with pytest.raises(ValueError, match="no command of the guide has 'export'"):
-        before_command("export", found)
-
-
-def test_steps_are_done_in_one_shell_in_a_home_of_its_own(tmp_path: Path):
-    home = tmp_path / "a b" / "ü"
-    text = 'x = "$HOME" # `not` \\ run\n'
-    printed = follow(
-        [
-            Step("mkdir ~/sums\ncd ~/sums\n"),
-            Step(text, file="my x.py"),
-            Step("y\n", file="my x.py", is_added=True),
-            Step("pwd\ncat 'my x.py'\necho wrong >&2\n"),
-        ],
-        home,
-    )
-    assert printed == ["", "", "", f"{home}/sums\n{text}y\nwrong\n"]
-    assert (home / "sums" / "my x.py").read_text() == f"{text}y\n"
 
 
 def test_a_step_that_fails_is_named_with_what_was_printed(tmp_path: Path):

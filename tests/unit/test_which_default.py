@@ -1,28 +1,21 @@
 """The statistics behind the choice of a default, against values from tables."""
 
-import math
 import statistics
 from dataclasses import replace
 
 import msgspec
 import pytest
 
-from benchmarks.bench_corrections import Case
 from benchmarks.which_default import (
-    CANDIDATES,
     RECORDED,
     ROOT,
     RUNS,
     SEEDS,
     Result,
-    detectable,
-    errors,
-    exact_tables,
     holm,
     read,
     report,
     sign_flip_p,
-    standings,
     student_t,
 )
 from slipstream.algos.config import choice_of
@@ -51,40 +44,6 @@ def test_holm_multiplies_the_least_p_by_the_number_of_tests():
 )
 def test_quantiles_of_students_t_are_those_of_the_tables(share: float, degrees: int, value: float):
     assert student_t(share, degrees) == pytest.approx(value, rel=1e-5)
-
-
-def test_what_can_be_detected_grows_with_the_deviation_and_shrinks_with_the_seeds():
-    four = [0.0, 0.2, 0.0, 0.2]
-    deviation = math.sqrt(4 * 0.1**2 / 3)
-    expected = (student_t(0.975, 3) + student_t(0.8, 3)) * deviation / 2
-    assert detectable(four) == pytest.approx(expected)
-    assert detectable(four * 2) < detectable(four)
-
-
-def test_standings_compare_each_cell_with_its_best():
-    even = dict.fromkeys(CANDIDATES, 1.0)
-    found = {
-        (4, Case(lag=1)): even | {"none": 2.0, "m2po": 1.01},
-        (4, Case(lag=2)): even | {"none": 0.5},
-    }
-    by_name = {one.name: one for one in standings(found)}
-    assert by_name["none"].mean == pytest.approx(math.sqrt(2.0))
-    assert by_name["none"].worst == 2.0
-    assert by_name["none"].near_best == 0.5
-    assert by_name["m2po"].near_best == 0.5
-    assert by_name["cispo at mu"].worst == 2.0
-
-
-def test_the_exact_study_has_every_candidate_in_every_cell():
-    found = errors({4: 2}, lags=(1, 3), mismatches=(0.02, 0.5), num_problems=2)
-    assert len(found) == 4
-    assert all(set(cell) == set(CANDIDATES) for cell in found.values())
-    assert all(0 < error < 10 for cell in found.values() for error in cell.values())
-    table = exact_tables(found).splitlines()
-    assert len(table) == 2 * (2 + len(CANDIDATES)) + 1
-    assert table[3 + len(CANDIDATES)] == (
-        "| mean | tokens 4 | lag 1 | lag 3 | mismatch 0.02 | mismatch 0.5 |"
-    )
 
 
 def test_the_report_pairs_runs_by_seed():

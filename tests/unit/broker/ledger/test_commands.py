@@ -140,11 +140,6 @@ def test_generators_share_what_there_is_and_whoever_asks_again_gets_more():
     assert [len(lease(ledger, "generator-3", num_sharing=4)) for _ in range(3)] == [1, 1, 0]
 
 
-def test_no_more_groups_than_max_in_flight():
-    ledger = begun(max_staleness_steps=4, max_in_flight=3)
-    assert len(lease(ledger)) == 3
-
-
 # ---- leases that end ---------------------------------------------------------
 
 
@@ -533,17 +528,6 @@ def test_the_same_step_asked_again_gets_the_same_batch():
     assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
 
 
-def test_learner_that_took_over_gets_the_batch_of_its_step():
-    ledger = begun()
-    make_ready(ledger, lease(ledger))
-    ledger.training.deliver(V0)
-    version = ledger.training.take_over(0)
-    batch = delivered(ledger, version)
-    assert [g.group_id for g in batch] == [0, 1]
-    ledger.training.commit(version.next(), {})
-    assert ledger.book.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
-
-
 def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
     ledger = begun()
     make_ready(ledger, lease(ledger, max_sequences=8))
@@ -853,15 +837,6 @@ def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
     assert ledger.book.state.issued == 4
 
 
-def test_the_run_ends_with_exactly_the_groups_it_trained():
-    ledger = begun()
-    while not ledger.book.finished:
-        trained_steps(ledger, 1)
-    state = ledger.book.state
-    assert (ledger.book.step, state.issued, state.trained, ledger.book.groups) == (3, 6, 6, {})
-    assert lease(ledger) == []
-
-
 def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
     ledger = begun(max_staleness_steps=1, groups_per_step=1)
     first, second = lease(ledger)
@@ -901,20 +876,6 @@ def test_replaying_the_stored_events_rebuilds_an_equal_state():
         assert read == event
         apply(rebuilt.book, read)
     assert state_of(rebuilt) == state_of(ledger)
-
-
-def test_replayed_ledger_resumes_the_run_where_it_was():
-    ledger = begun(total_steps=2)
-    make_ready(ledger, lease(ledger, max_sequences=4))
-    ledger.training.deliver(V0)
-    rebuilt = make_ledger(ledger.book.rules)
-    for event in ledger.drain()[0]:
-        apply(rebuilt.book, event)
-    rebuilt.drain()
-    rebuilt.training.commit(PolicyVersion(1, 1), {})
-    trained_steps(rebuilt, 1)
-    assert rebuilt.book.finished
-    assert rebuilt.book.state.trained == 4
 
 
 def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
@@ -957,14 +918,6 @@ def test_nothing_is_leased_and_nothing_has_ended_while_a_resumed_run_awaits_its_
     assert not resumed.book.over
     resumed.training.leave()
     assert resumed.book.over
-
-
-def test_draining_hands_out_each_event_once():
-    ledger = begun()
-    lease(ledger, max_sequences=2)
-    events, _ = ledger.drain()
-    assert [type(event).__name__ for event in events] == ["TakenOver", "Issued", "Leased"]
-    assert ledger.drain() == ([], [])
 
 
 def test_a_take_over_does_not_open_an_open_round_again():
@@ -1101,23 +1054,6 @@ def test_a_generator_with_many_lanes_is_given_no_more_held_out_problems_than_fit
     reward(ledger, first.group_id, [1.0])
     ledger.book.state.untrained_bytes += 200  # others have filled it
     assert len([one for one in lease(ledger, max_sequences=80) if one.item == "eval"]) == 1
-
-
-def test_past_the_high_water_one_held_out_problem_at_a_time_is_answered():
-    ledger = begun(
-        total_steps=1,
-        groups_per_step=1,
-        max_staleness_steps=0,
-        max_in_flight=8,
-        high_water_bytes=100,
-        plan=eval_plan(4, samples=1),
-    )
-    first, second = (lease(ledger, max_sequences=1)[0] for _ in range(2))
-    for group in (first, second):
-        submit(ledger, header(group.group_id, 0, ledger.book.version, lease_id=group.lease_id), 80)
-    assert lease(ledger, max_sequences=1) == []
-    reward(ledger, first.group_id, [1.0])
-    assert len(lease(ledger, max_sequences=1)) == 1  # 80 bytes are below the high water
 
 
 def test_what_waits_for_rewards_is_counted_the_same_by_a_broker_that_takes_over():
