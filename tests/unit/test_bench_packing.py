@@ -62,17 +62,14 @@ def test_the_greedy_rule_leaves_replicas_with_few_long_trajectories_unequal():
     assert worth(greedy("multi_turn", FEW_EACH), "multi_turn", FEW_EACH).balance > 1.2
 
 
-@pytest.mark.parametrize(
-    ("name", "median", "longest", "cut"),
-    [
+def test_the_arrays_are_what_the_program_says():
+    for name, median, longest, cut in [
         ("short_math", 578, 3_044, 0.0002),
         ("long_cot", 10_451, 32_768, 0.074),
         ("multi_turn", 9_102, 65_536, 0.021),
-    ],
-)
-def test_the_arrays_are_what_the_program_says(name: str, median: int, longest: int, cut: float):
-    lengths = recorded()[name]
-    assert len(lengths) == DATA_PARALLEL.trajectories == len(lengths_of(name, DATA_PARALLEL))
-    assert max(lengths) == longest <= MAX_TOKENS[name]
-    assert np.median(lengths) == pytest.approx(median, abs=1)
-    assert lengths.count(longest) / len(lengths) == pytest.approx(cut, abs=0.001)
+    ]:
+        lengths = recorded()[name]
+        assert len(lengths) == DATA_PARALLEL.trajectories == len(lengths_of(name, DATA_PARALLEL))
+        assert max(lengths) == longest <= MAX_TOKENS[name]
+        assert np.median(lengths) == pytest.approx(median, abs=1)
+        assert lengths.count(longest) / len(lengths) == pytest.approx(cut, abs=0.001)

@@ -60,9 +60,8 @@ WAITS = {"digest": 5.0, "offer": 5.0, "receive": 5.0, "group": 5.0}
 PAUSED = {"pause": 0.1, "transfer": 0.2, "load": 0.3, "verify": 0.4, "commit": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
+def test_a_figure_is_of_what_it_is_named_for():
+    for found, expected in [
         (share(0.17, 0.2), 0.85),
         (growth(2.2, 2.0), 0.1),
         (BEST_OF_EACH_ROUND.raw_best, (64 * MIB, 0.1)),
@@ -84,10 +83,8 @@ PAUSED = {"pause": 0.1, "transfer": 0.2, "load": 0.3, "verify": 0.4, "commit": 0
         (MANY.median_cpu_s, 0.4),
         (PLAIN.wire_share, 0.25),
         (PLAIN.received_share, 0.8),
-    ],
-)
-def test_a_figure_is_of_what_it_is_named_for(found: object, expected: object):
-    assert found == pytest.approx(expected)
+    ]:
+        assert found == pytest.approx(expected)
 
 
 def test_a_mean_comes_with_what_it_could_have_seen_and_a_verdict():

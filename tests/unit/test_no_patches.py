@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 PACKAGE = "slipstream"
 
@@ -38,19 +36,16 @@ def is_ours(arguments: list[ast.expr], ours: set[str]) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("source", "is_found"),
-    [
+def test_a_patch_of_a_private_name_is_found():
+    for source, is_found in [
         ('monkeypatch.setattr("slipstream.broker.client.MAX", 1)', True),
         ("from slipstream.broker import client as one\nmonkeypatch.setattr(one, '_MAX', 1)", True),
         ("from slipstream.broker.client import A\nsetattr(A.b, '_max', 1)", True),
         ("import slipstream.broker\nmock.patch.object(slipstream.broker, '_max', 1)", True),
         ("import os\nmonkeypatch.setattr(os, '_exit', 1)", False),
         ("from slipstream.broker import client\nmonkeypatch.setattr(client.os, 'link', 1)", False),
-    ],
-)
-def test_a_patch_of_a_private_name_is_found(source: str, is_found: bool):
-    assert bool(patches(source)) is is_found
+    ]:
+        assert bool(patches(source)) is is_found
 
 
 def test_no_test_patches_a_private_name_of_ours():

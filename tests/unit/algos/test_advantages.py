@@ -129,13 +129,11 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(name: str, reward: flo
     assert part(step, options).tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(AMONG_SIBLINGS) - {"pass-at-k", "pass-at-k, not divided"})
-)
-def test_a_group_of_one_has_the_baseline_0(name: str):
-    part, options = ALL[name]
-    step = outcomes([2.0, 1.0, 0.0], [1, 0, 0])
-    assert part(step, options)[0].item() == pytest.approx(2.0, rel=2e-6)
+def test_a_group_of_one_has_the_baseline_0():
+    for name in sorted(set(AMONG_SIBLINGS) - {"pass-at-k", "pass-at-k, not divided"}):
+        part, options = ALL[name]
+        step = outcomes([2.0, 1.0, 0.0], [1, 0, 0])
+        assert part(step, options)[0].item() == pytest.approx(2.0, rel=2e-6)
 
 
 def test_pass_at_k_needs_a_second_best():
@@ -175,9 +173,8 @@ def test_remax_without_greedy_rewards_is_refused():
         remax(outcomes([1.0, 0.0]), NONE)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_outcomes_that_do_not_fit_are_refused():
+    for change, message in [
         ({"rewards": torch.zeros(2, 2)}, r"rewards must be \[N\]"),
         (
             {"groups": torch.zeros(3, dtype=torch.int64)},
@@ -187,17 +184,15 @@ def test_remax_without_greedy_rewards_is_refused():
         ({"greedy_rewards": torch.zeros(1)}, "greedy_rewards has shape"),
         ({"groups": torch.tensor([0, 2])}, r"groups must be 0 to 1 .* got 0 to 2"),
         ({"groups": torch.tensor([-1, 0])}, r"got -1 to 0"),
-    ],
-)
-def test_outcomes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str):
-    fitting = {
-        "rewards": torch.zeros(2),
-        "groups": torch.tensor([0, 1]),
-        "lengths": torch.ones(2),
-        "greedy_rewards": None,
-    }
-    with pytest.raises(ValueError, match=message):
-        Outcomes(num_groups=2, **{**fitting, **change})
+    ]:
+        fitting = {
+            "rewards": torch.zeros(2),
+            "groups": torch.tensor([0, 1]),
+            "lengths": torch.ones(2),
+            "greedy_rewards": None,
+        }
+        with pytest.raises(ValueError, match=message):
+            Outcomes(num_groups=2, **{**fitting, **change})
 
 
 # ---- over the batch, by the mean, of parts ----
@@ -305,22 +300,17 @@ def test_a_reward_that_is_no_number_makes_none_of_its_group(epsilon: float):
         assert all(math.isnan(value) for value in found.tolist()[:2])
 
 
-@pytest.mark.parametrize(
-    ("parts", "weights", "message"),
-    [
+def test_gdpo_names_the_missing_parts():
+    for parts, weights, message in [
         ({}, {"right": 1.0}, "names right; the parts of these rewards are none"),
         (
             {"right": RIGHT, "score": RIGHT},
             {"rihgt": 1.0, "shrot": 1.0},
             "weights names rihgt, shrot; the parts of these rewards are right, score",
         ),
-    ],
-)
-def test_gdpo_names_the_missing_parts(
-    parts: dict[str, Any], weights: dict[str, float], message: str
-):
-    with pytest.raises(ValueError, match=message):
-        gdpo(several(RIGHT, **parts), GdpoOptions(weights=weights))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gdpo(several(RIGHT, **parts), GdpoOptions(weights=weights))
 
 
 @proves(zero, against=DEFINITION)

@@ -1,6 +1,5 @@
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -312,9 +311,8 @@ def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
     assert list(corrections(choice)) == ["importance-sampling"]
 
 
-@pytest.mark.parametrize(
-    ("part", "needs", "message"),
-    [
+def test_a_part_cannot_need_what_there_is_not():
+    for part, needs, message in [
         (surrogate, ("luck",), r"surrogate mine: needs \['luck'\]; known of this kind are"),
         *(
             (advantage, (name,), f"{name} are of tokens, so it needs tokens, too")
@@ -325,13 +323,9 @@ def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
             ("tokens", "reward_parts"),
             "reward_parts are of trajectories, and tokens have none",
         ),
-    ],
-)
-def test_a_part_cannot_need_what_there_is_not(
-    part: Callable[..., object], needs: tuple[str, ...], message: str
-):
-    with pytest.raises(PartError, match=message):
-        part("mine", needs=needs)
+    ]:
+        with pytest.raises(PartError, match=message):
+            part("mine", needs=needs)
 
 
 # ---- what a choice needs ----

@@ -103,17 +103,14 @@ def test_every_preset_is_explained(preset: str):
     assert re.search(rf"^\| `{re.escape(preset)}` \|", TEXT, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
+def test_every_example_of_settings_is_an_algorithm():
+    for example in [
         found
         for found in re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
         if "my_losses" not in found
-    ],
-)
-def test_every_example_of_settings_is_an_algorithm(example: str):
-    section = msgspec.convert(tomllib.loads(example)["algo"], AlgoSection)
-    assert choice_of(section).preset == section.preset
+    ]:
+        section = msgspec.convert(tomllib.loads(example)["algo"], AlgoSection)
+        assert choice_of(section).preset == section.preset
 
 
 def test_needs_that_a_part_can_have_are_listed():

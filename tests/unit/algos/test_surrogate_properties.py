@@ -435,17 +435,14 @@ def test_a_correction_by_staleness_asks_for_the_lags(name: str):
         corrected(name, correction_inputs(three, three, three))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_a_rejection_without_meaning_is_refused():
+    for overrides, message in [
         ({"high": None}, "needs a bound"),
         ({"low": 2.0, "high": 1.0}, "needs low <= high"),
         ({"measure": "k3", "level": "geometric"}, 'level "geometric" is of ratios'),
-    ],
-)
-def test_a_rejection_without_meaning_is_refused(overrides: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        RejectionOptions(**overrides)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            RejectionOptions(**overrides)
 
 
 # ---- KL and critic ----

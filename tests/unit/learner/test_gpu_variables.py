@@ -1,19 +1,14 @@
-import pytest
-
 from slipstream.learner.gpu_variables import gpu_variables
 
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.parametrize(
-    ("found", "added"),
-    [
+def test_what_the_user_has_set_stays():
+    for found, added in [
         ({"PATH": "/bin"}, CONNECTIONS | SEGMENTS),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, SEGMENTS),
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, CONNECTIONS),
         ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, CONNECTIONS),
-    ],
-)
-def test_what_the_user_has_set_stays(found: dict[str, str], added: dict[str, str]):
-    assert gpu_variables(found) == added
+    ]:
+        assert gpu_variables(found) == added

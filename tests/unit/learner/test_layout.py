@@ -18,9 +18,8 @@ def test_no_ranks_per_node_is_one_node():
     assert (layout.nodes, list(layout.ranks_of(0))) == (1, [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_node", "tensor", "why"),
-    [
+def test_nodes_that_cannot_be_are_refused():
+    for ranks, per_node, tensor, why in [
         (4, 3, 1, "learner.ranks = 4 is not a multiple of learner.ranks_per_node = 3"),
         (2, 4, 1, "learner.ranks = 2 is not a multiple of learner.ranks_per_node = 4"),
         (
@@ -30,12 +29,10 @@ def test_no_ranks_per_node_is_one_node():
             "learner.ranks_per_node = 1 is not a multiple of learner.tensor_parallel = 2: the "
             "shards of a layer exchange tensors all the time, and stay on one node",
         ),
-    ],
-)
-def test_nodes_that_cannot_be_are_refused(ranks: int, per_node: int, tensor: int, why: str):
-    with pytest.raises(ConfigError) as refusal:
-        Layout.of(ranks=ranks, ranks_per_node=per_node, tensor_parallel=tensor)
-    assert str(refusal.value) == why
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            Layout.of(ranks=ranks, ranks_per_node=per_node, tensor_parallel=tensor)
+        assert str(refusal.value) == why
 
 
 def test_a_node_is_named_with_its_ranks():

@@ -44,9 +44,8 @@ def test_replicas_divide_the_ranks_and_no_two_ranks_have_one_place(
         assert sizes.place(leader, ranks) == Coordinates(0, 0, replica, 0)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "why"),
-    [
+def test_sizes_that_do_not_fit_are_refused_with_both_numbers():
+    for sizes, ranks, why in [
         (
             ParallelSizes(tensor=2),
             3,
@@ -75,14 +74,10 @@ def test_replicas_divide_the_ranks_and_no_two_ranks_have_one_place(
             "learner.interleaved_chunks = 2 needs learner.pipeline_parallel > 1, got 1: there is "
             "nothing to interleave",
         ),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_with_both_numbers(
-    sizes: ParallelSizes, ranks: int, why: str
-):
-    with pytest.raises(ConfigError) as refusal:
-        sizes.check(ranks)
-    assert str(refusal.value) == why
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            sizes.check(ranks)
+        assert str(refusal.value) == why
 
 
 @given(SIZES, st.integers(1, 3), st.integers(0, 40))

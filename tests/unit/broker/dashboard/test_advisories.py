@@ -303,21 +303,16 @@ def test_a_column_of_unknown_figures_is_no_figure():
     assert advise(HERE, trends) == []
 
 
-@pytest.mark.parametrize(
-    ("learner", "generators", "waiting", "setting"),
-    [
+def test_advice_for_a_starved_pool_depends_on_what_else_waits():
+    for learner, generators, waiting, setting in [
         (0.5, 1.0, 0.0, "generators.count"),
         (0.5, 0.5, 0.0, "run.max_staleness_steps"),
         (0.5, 0.5, 16.0, "reward.workers"),
         (1.0, 0.5, 0.0, "learner.ranks"),
         (1.0, 0.5, 16.0, "reward.workers"),
-    ],
-)
-def test_advice_for_a_starved_pool_depends_on_what_else_waits(
-    learner: float, generators: float, waiting: float, setting: str
-):
-    columns = busy(learner, generators, **{"queue:waiting_for_reward": flat(waiting)})
-    assert {advisory.setting for advisory in advise(HERE, history(columns))} == {setting}
+    ]:
+        columns = busy(learner, generators, **{"queue:waiting_for_reward": flat(waiting)})
+        assert {advisory.setting for advisory in advise(HERE, history(columns))} == {setting}
 
 
 def test_the_sentence_has_the_number_the_time_and_the_setting():

@@ -367,9 +367,8 @@ async def test_a_page_of_another_address_is_reached_by_the_machine_s_names_and_n
         assert [reply.status for reply in replies] == [200, 200, 403, 403]
 
 
-@pytest.mark.parametrize(
-    ("authority", "name"),
-    [
+def test_the_name_in_a_host_header_is_read():
+    for authority, name in [
         ("127.0.0.1:8000", "127.0.0.1"),
         ("[::1]:8000", "::1"),
         ("[::ffff:10.0.0.1]", "10.0.0.1"),
@@ -377,10 +376,8 @@ async def test_a_page_of_another_address_is_reached_by_the_machine_s_names_and_n
         ("127.0.0.1@evil.example", ""),
         ("[::1", ""),
         ("", ""),
-    ],
-)
-def test_the_name_in_a_host_header_is_read(authority: str, name: str):
-    assert name_of(authority) == name
+    ]:
+        assert name_of(authority) == name
 
 
 async def test_refusals_carry_the_headers_of_the_page():
@@ -729,18 +726,15 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
     assert recorder.history.columns().time.at_s == []
 
 
-@pytest.mark.parametrize(
-    ("durability", "fsync"),
-    [
+def test_fsync_policy_is_parsed_from_the_durability_text():
+    for durability, fsync in [
         ("appendfsync always", "always"),
         ("appendfsync everysec: a crash can lose the last second", "everysec"),
         ("appendfsync no: a crash of the machine can lose acknowledged work", "no"),
         ("no append-only file: acknowledged work is lost when the server ends", "no"),
         ("unknown (CONFIG is not permitted)", ""),
-    ],
-)
-def test_fsync_policy_is_parsed_from_the_durability_text(durability: str, fsync: str):
-    assert fsync_of(durability) == fsync
+    ]:
+        assert fsync_of(durability) == fsync
 
 
 def test_the_steps_among_events_are_those_that_count_in_the_end():

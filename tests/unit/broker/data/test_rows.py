@@ -76,9 +76,8 @@ def test_another_column_may_hold_the_prompt():
     assert prompt_from_row({"question": "x", "prompt": "y"}, rules, number=0).prompt == "x"
 
 
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
+def test_what_is_no_prompt_is_refused_with_the_reason():
+    for row, why in [
         ({}, "no prompt"),
         ({"prompt": None}, "no prompt"),
         ({"prompt": ""}, "prompt is empty"),
@@ -98,11 +97,9 @@ def test_another_column_may_hold_the_prompt():
         ({"prompt": "x", "extra_info": [1]}, "extra_info must be an object, got a list"),
         ({"prompt": "x", "reward_model": "72"}, "reward_model must be an object"),
         ({"prompt": "x", "ground_truth": b"72"}, "ground_truth holds bytes"),
-    ],
-)
-def test_what_is_no_prompt_is_refused_with_the_reason(row: dict[str, object], why: str):
-    with pytest.raises(BadRowError, match=why):
-        prompt_from_row(row, RULES, number=0)
+    ]:
+        with pytest.raises(BadRowError, match=why):
+            prompt_from_row(row, RULES, number=0)
 
 
 def test_a_system_prompt_does_not_vanish_beside_plain_text():

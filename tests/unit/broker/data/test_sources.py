@@ -140,9 +140,8 @@ def test_sources_are_named_mixed_and_limited(tmp_path: Path):
     assert prompts[2].prompt == "h"
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
+def test_settings_that_contradict_each_other_are_refused():
+    for settings, why in [
         ({}, r"neither data\.file nor data\.sources is set"),
         ({"file": "a.jsonl", "sources": {"x": {"file": "b.jsonl"}}}, "exclude each other"),
         ({"sources": {"x": {}}}, r"data\.sources\.x needs either file or reasoning_gym"),
@@ -150,11 +149,9 @@ def test_sources_are_named_mixed_and_limited(tmp_path: Path):
             {"sources": {"x": {"file": "a.jsonl", "weight": 1}, "y": {"file": "b.jsonl"}}},
             r"data\.sources\.y\.weight is not set",
         ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], why: str):
-    with pytest.raises(ConfigError, match=why):
-        load_training_prompts(data(**settings), seed=0)
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            load_training_prompts(data(**settings), seed=0)
 
 
 def test_held_out_problems_are_named_by_their_set_and_keep_their_order(tmp_path: Path):

@@ -418,19 +418,17 @@ def test_stop_drops_untrained_groups_and_accounts_for_them():
     assert ledger.book.state.stop_reason == "run.max_hours"
 
 
-@pytest.mark.parametrize(("min_groups", "trained"), [(1, 5), (2, 4)])
-def test_the_last_step_of_the_data_takes_what_is_ready_if_that_is_enough(
-    min_groups: int, trained: int
-):
-    ledger = begun(groups_per_step=2, total_steps=9, max_prompts=5, min_groups=min_groups)
-    while not ledger.book.finished:
-        make_ready(ledger, lease(ledger))
-        if ledger.training.deliver(ledger.book.version) is not None:
-            train_step(ledger)
-    assert (ledger.book.state.issued, ledger.book.state.trained) == (5, trained)
-    assert ledger.book.state.dropped == Counter({"end_of_data": 5 - trained})
-    assert ledger.book.unaccounted() == 0
-    assert "all 5 prompts" in ledger.book.state.stop_reason
+def test_the_last_step_of_the_data_takes_what_is_ready_if_that_is_enough():
+    for min_groups, trained in [(1, 5), (2, 4)]:
+        ledger = begun(groups_per_step=2, total_steps=9, max_prompts=5, min_groups=min_groups)
+        while not ledger.book.finished:
+            make_ready(ledger, lease(ledger))
+            if ledger.training.deliver(ledger.book.version) is not None:
+                train_step(ledger)
+        assert (ledger.book.state.issued, ledger.book.state.trained) == (5, trained)
+        assert ledger.book.state.dropped == Counter({"end_of_data": 5 - trained})
+        assert ledger.book.unaccounted() == 0
+        assert "all 5 prompts" in ledger.book.state.stop_reason
 
 
 def test_data_that_ends_waits_for_what_is_still_being_answered():
@@ -793,24 +791,21 @@ def test_rewards_of_turns_reach_the_learner():
     assert again == events
 
 
-@pytest.mark.parametrize(
-    ("turns", "why"),
-    [
+def test_rewards_of_other_turns_are_no_reward_and_say_why():
+    for turns, why in [
         ((1.0,), "turn_rewards has 1 numbers, the trajectory 2 turns"),
         ((1.0, 2.0, 3.0), "turn_rewards has 3 numbers, the trajectory 2 turns"),
         ((1.0, float("nan")), "the reward of turn 2 is nan; it may be at most 1e+15"),
         ((1e16, 0.0), "the reward of turn 1 is 1e+16; it may be at most 1e+15"),
-    ],
-)
-def test_rewards_of_other_turns_are_no_reward_and_say_why(turns: tuple[float, ...], why: str):
-    ledger = begun(max_attempts=2)
-    group_id = of_two_turns(ledger)
-    score = Score(group_id=group_id, sibling=0, lease_id=0, reward=1.0, turn_rewards=turns)
-    ledger.score(score)
-    (failure,) = ledger.book.groups[group_id].failures
-    assert failure.reason == f"invalid: {why}"
-    ledger.score(score)
-    assert ledger.book.state.dropped == {"reward_unavailable": 1}
+    ]:
+        ledger = begun(max_attempts=2)
+        group_id = of_two_turns(ledger)
+        score = Score(group_id=group_id, sibling=0, lease_id=0, reward=1.0, turn_rewards=turns)
+        ledger.score(score)
+        (failure,) = ledger.book.groups[group_id].failures
+        assert failure.reason == f"invalid: {why}"
+        ledger.score(score)
+        assert ledger.book.state.dropped == {"reward_unavailable": 1}
 
 
 def test_attempts_that_were_handed_back_are_not_called_poison():

@@ -21,18 +21,15 @@ def answers(*rewards: float, tokens: int = 4, truncated: bool = False) -> list[E
     return [EvalAnswer(reward, tokens, truncated) for reward in rewards]
 
 
-@pytest.mark.parametrize(
-    ("plan", "due"),
-    [
+def test_rounds_are_due_before_during_and_after_training():
+    for plan, due in [
         (eval_plan(5), [0, 10]),
         (eval_plan(5, every_steps=4), [0, 4, 8, 10]),
         (eval_plan(5, before_train=False), [10]),
         (eval_plan(5, every_steps=5, at_end=False), [0, 5]),
         (eval_plan(0, every_steps=1), []),
-    ],
-)
-def test_rounds_are_due_before_during_and_after_training(plan: EvalPlan, due: list[int]):
-    assert [step for step in range(11) if plan.is_due(step, last_step=10)] == due
+    ]:
+        assert [step for step in range(11) if plan.is_due(step, last_step=10)] == due
 
 
 def test_a_round_is_complete_when_every_problem_was_answered_or_dropped():
@@ -104,33 +101,25 @@ def test_pass_counts_are_powers_of_two_and_the_number_itself():
     assert [pass_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
+def test_a_metric_that_no_round_would_have_is_refused():
+    for metric, message in [
         ("accuracy", r"eval.metric = 'accuracy': with eval.samples = 4 there are mean, pass@1"),
         ("pass@3", "pass@3"),
         ("letters:mean", "the data sources are sums"),
-    ],
-)
-def test_a_metric_that_no_round_would_have_is_refused(metric: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        check_metric(metric, samples=4, sources={"sums"})
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check_metric(metric, samples=4, sources={"sums"})
 
 
-@pytest.mark.parametrize(
-    ("scores", "min_gain", "barren"),
-    [
+def test_rounds_without_gain_are_counted_since_the_best():
+    for scores, min_gain, barren in [
         ([0.1, 0.2, 0.3], 0.0, 0),
         ([0.3, 0.2, 0.3], 0.0, 2),
         ([0.3, 0.31, 0.32], 0.05, 2),
         ([0.1, 0.5, 0.2, 0.1], 0.0, 2),
         ([], 0.0, 0),
-    ],
-)
-def test_rounds_without_gain_are_counted_since_the_best(
-    scores: list[float], min_gain: float, barren: int
-):
-    assert rounds_without_gain(list(enumerate(scores)), min_gain) == barren
+    ]:
+        assert rounds_without_gain(list(enumerate(scores)), min_gain) == barren
 
 
 def points(*means: float) -> list[EvalPoint]:

@@ -68,16 +68,14 @@ def test_every_call_has_one_function():
     assert calls == [(0, [0, 2], True), (1, [1], False)]
 
 
-@pytest.mark.parametrize(
-    ("idle", "sizes"), [(1, [7]), (2, [3, 4]), (3, [2, 2, 3]), (7, [1] * 7), (9, [1] * 7)]
-)
-def test_a_batch_splits_evenly_and_loses_nothing(idle: int, sizes: list[int]):
-    work = [pair(number, 0) for number in range(7)]
-    (call,) = request_of(work, RewardChoice(RewardSection()), [info("batch")]).waiting
-    split = call.split(idle)
-    assert [len(part.work) for part in split] == sizes
-    assert [p for part in split for p in part.work] == work
-    assert not any(part.divisible for part in split)
+def test_a_batch_splits_evenly_and_loses_nothing():
+    for idle, sizes in [(1, [7]), (2, [3, 4]), (3, [2, 2, 3]), (7, [1] * 7), (9, [1] * 7)]:
+        work = [pair(number, 0) for number in range(7)]
+        (call,) = request_of(work, RewardChoice(RewardSection()), [info("batch")]).waiting
+        split = call.split(idle)
+        assert [len(part.work) for part in split] == sizes
+        assert [p for part in split for p in part.work] == work
+        assert not any(part.divisible for part in split)
 
 
 def test_every_answer_of_a_call_gets_its_own_score():
@@ -258,9 +256,8 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
     child.measure(table)
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
+def test_exit_code_is_described_in_words():
+    for code, text in [
         (3, "ended with exit code 3"),
         (0, "ended with exit code 0"),
         (139, "was killed by SIGSEGV"),
@@ -268,10 +265,8 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
         (-1, "was killed by SIGHUP"),
         (255, "ended with exit code 255"),
         (None, "sent nonsense"),
-    ],
-)
-def test_exit_code_is_described_in_words(code: int | None, text: str):
-    assert how_it_ended(code) == text
+    ]:
+        assert how_it_ended(code) == text
 
 
 @pytest.mark.parametrize("root", [0, -1])

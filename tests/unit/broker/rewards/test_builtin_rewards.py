@@ -51,9 +51,8 @@ async def _awaited(result: Awaitable[object]) -> object:
 # ---- the final answer ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "marked"),
-    [
+def test_the_marked_answer_is_found():
+    for text, marked in [
         (r"first \boxed{1}, then \boxed{\frac{1}{2}} .", r"\frac{1}{2}"),
         ("<answer>1</answer> no, <answer> 2\n</answer>", "2"),
         ("48 + 24 = 72\n#### 72\nbye", "72"),
@@ -61,18 +60,15 @@ async def _awaited(result: Awaitable[object]) -> object:
         (r"cut off \boxed{12", None),
         ("just 12", None),
         ("<answer>12", None),
-    ],
-)
-def test_the_marked_answer_is_found(text: str, marked: str | None):
-    assert marked_answer(text) == marked
+    ]:
+        assert marked_answer(text) == marked
 
 
 # ---- numeric -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
+def test_a_number_is_right_however_it_is_written():
+    for answer, truth in [
         ("It is 1,234.50 dollars", 1234.5),
         ("so $-1,000$", "-1000"),
         ("-$5", -5),
@@ -90,15 +86,12 @@ def test_the_marked_answer_is_found(text: str, marked: str | None):
         (r"50\%", 0.5),
         ("0.5", "50%"),
         ("12345678901234567890", 12345678901234567890),
-    ],
-)
-def test_a_number_is_right_however_it_is_written(answer: str, truth: Json):
-    assert numeric.score(transcript(answer, truth)) == {"score": 1.0, "parsed": 1.0}
+    ]:
+        assert numeric.score(transcript(answer, truth)) == {"score": 1.0, "parsed": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "parsed"),
-    [
+def test_another_number_and_no_number_are_wrong():
+    for answer, truth, parsed in [
         ("13", 12, 1.0),
         ("12345678901234567891", 12345678901234567890, 1.0),
         ("none", 12, 0.0),
@@ -107,10 +100,8 @@ def test_a_number_is_right_however_it_is_written(answer: str, truth: Json):
         ("9" * 10_000, 9, 0.0),
         ("50%", 500, 1.0),
         ("nan inf", 0, 0.0),
-    ],
-)
-def test_another_number_and_no_number_are_wrong(answer: str, truth: Json, parsed: float):
-    assert numeric.score(transcript(answer, truth)) == {"score": 0.0, "parsed": parsed}
+    ]:
+        assert numeric.score(transcript(answer, truth)) == {"score": 0.0, "parsed": parsed}
 
 
 def test_tolerances_are_relative_and_absolute():
@@ -142,9 +133,8 @@ def test_a_row_without_a_number_gets_no_reward(truth: Json):
 # ---- mathematics ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "score"),
-    [
+def test_mathematics_is_compared_by_value():
+    for answer, truth, score in [
         (r"Thus $x = \frac{2}{4}$.", "1/2", 1.0),
         (r"\boxed{(x+1)^2}", "$x^2 + 2x + 1$", 1.0),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
@@ -172,10 +162,8 @@ def test_a_row_without_a_number_gets_no_reward(truth: Json):
         (r"\boxed{2 ** 3}", 8, 1.0),
         (r"Far less than $10^{100000}$: \boxed{3}", 3, 1.0),
         ("Far less than $10^{100000}$, hence\n#### 3", 3, 1.0),
-    ],
-)
-def test_mathematics_is_compared_by_value(answer: str, truth: Json, score: float):
-    assert math_answer.score(transcript(answer, truth), limit_s=HANG_S)["score"] == score
+    ]:
+        assert math_answer.score(transcript(answer, truth), limit_s=HANG_S)["score"] == score
 
 
 # The alarm may ring in a callback of the garbage collector, which swallows it; it rings again.
@@ -274,9 +262,8 @@ def test_a_wrong_pattern_is_refused_when_it_is_loaded(options: dict[str, Json]):
         load_function("slipstream.broker.rewards.pattern:Pattern", options)
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
+def test_thought_and_answer_must_be_in_their_tags():
+    for text, score in [
         ("<think>a</think><answer>b</answer>", 1.0),
         ("\n<think>a\n</think>\n<answer>\nb</answer>\n", 1.0),
         ("<think>a</think><answer>b</answer> bye", 0.0),
@@ -287,10 +274,8 @@ def test_a_wrong_pattern_is_refused_when_it_is_loaded(options: dict[str, Json]):
         ("<think>a</think><answer>b", 0.0),
         ("<think><think>a</think><answer>b</answer>", 0.0),
         ("a</think><answer>b</answer>", 0.0),
-    ],
-)
-def test_thought_and_answer_must_be_in_their_tags(text: str, score: float):
-    assert think_answer(transcript(text)) == score
+    ]:
+        assert think_answer(transcript(text)) == score
 
 
 def test_first_tag_may_be_in_the_prompt():
@@ -450,20 +435,17 @@ def test_a_sum_of_very_many_parts_keeps_its_own_numbers(tmp_path: Path):
     assert [found.parts[name] for name in ("unshaped", "wide", "right")] == [2.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
+def test_a_wrong_sum_is_refused_when_it_is_loaded():
+    for options, names in [
         ({"parts": {}}, "empty"),
         ({"parts": {"score": RIGHT}}, "must not be called"),
         ({"parts": {"a": {"functoin": "x"}}}, r"parts\.a"),
         ({"parts": {"a": RIGHT}, "shaping": ["b"]}, "shaping"),
         ({"parts": {"a": {**RIGHT, "options": {"tol": 1}}}}, r"parts\.a\.options\.tol"),
         ({"parts": {"a": {**RIGHT, "weight": "much"}}}, r"parts\.a.*weight"),
-    ],
-)
-def test_a_wrong_sum_is_refused_when_it_is_loaded(options: dict[str, Json], names: str):
-    with pytest.raises(ConfigError, match=names):
-        load_function(WEIGHTED, options)
+    ]:
+        with pytest.raises(ConfigError, match=names):
+            load_function(WEIGHTED, options)
 
 
 def test_a_sum_of_groups_is_refused(tmp_path: Path):
@@ -484,19 +466,16 @@ def test_policy_text_is_fenced_by_tags_it_cannot_close():
     assert fence not in answer
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_a_wrong_judge_is_refused_when_it_is_loaded():
+    for options in [
         {"url": "127.0.0.1:3000"},
         {"url": "http://h/v1", "template": "no field"},
         {"url": "http://h/v1", "pattern": "no group"},
         {"url": "http://h/v1", "scale": 0},
         {"url": "http://h/v1", "api": "grpc"},
-    ],
-)
-def test_a_wrong_judge_is_refused_when_it_is_loaded(options: dict[str, Json]):
-    with pytest.raises(ConfigError, match="cannot be made"):
-        load_function("slipstream.broker.rewards.judge:LlmJudge", options)
+    ]:
+        with pytest.raises(ConfigError, match="cannot be made"):
+            load_function("slipstream.broker.rewards.judge:LlmJudge", options)
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path):
@@ -517,9 +496,8 @@ async def test_a_judge_that_cannot_be_reached_gives_no_reward():
         await judge.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "is_big"),
-    [
+def test_an_exponent_ends_where_its_bracket_or_its_word_does():
+    for text, is_big in [
         ("2^3 12345678", False),
         ("2^3, 12345678", False),
         ("2^{3} + 12345678", False),
@@ -529,7 +507,5 @@ async def test_a_judge_that_cannot_be_reached_gives_no_reward():
         ("2^{(12345)}", True),
         ("2^{3}^{4}", True),  # a power of a power
         ("2^{3} 4^x", False),
-    ],
-)
-def test_an_exponent_ends_where_its_bracket_or_its_word_does(text: str, is_big: bool):
-    assert math_answer.is_too_big(text) is is_big
+    ]:
+        assert math_answer.is_too_big(text) is is_big

@@ -66,19 +66,16 @@ def transcript(answer: str, truth: Json) -> Transcript:
 # ---- reading answers and test cases --------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
+def test_the_last_program_is_taken():
+    for answer, expected in [
         ("```python\na\n```\nbetter:\n```python\nb\n```", "b"),
         ("```python\na\n```\nwhich prints\n```\n3\n```", "a"),
         ("```\na\nb\n```", "a\nb"),
         ("```py\na\n```", "a"),
         ("no fence", None),
         ("```python\nnever closed", None),
-    ],
-)
-def test_the_last_program_is_taken(answer: str, expected: str | None):
-    assert find_program(answer, require_fence=True) == expected
+    ]:
+        assert find_program(answer, require_fence=True) == expected
 
 
 def test_without_fences_all_of_the_answer_is_the_program():
@@ -99,9 +96,8 @@ def test_test_cases_are_read_in_all_their_shapes():
     assert len(parse_tests("s = Stack()\ns.push(1)\nassert s.pop() == 1")) == 1
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
+def test_what_is_no_test_case_is_refused():
+    for truth in [
         "",
         "no python",
         [],
@@ -110,26 +106,19 @@ def test_test_cases_are_read_in_all_their_shapes():
         {"inputs": [], "outputs": []},
         {"inputs": ["1"], "outputs": []},
         {"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]},
-    ],
-)
-def test_what_is_no_test_case_is_refused(truth: Json):
-    with pytest.raises(ValueError, match="ground_truth"):
-        parse_tests(truth)
+    ]:
+        with pytest.raises(ValueError, match="ground_truth"):
+            parse_tests(truth)
 
 
-@pytest.mark.parametrize(
-    ("printed", "expected", "same"),
-    [
+def test_lines_are_compared_without_white_space_at_their_ends():
+    for printed, expected, same in [
         ("3\n", "3", True),
         (" 3 \r\n4\n\n", "3\n4", True),
         ("3\n\n4", "3\n4", False),
         ("3 4", "3\n4", False),
-    ],
-)
-def test_lines_are_compared_without_white_space_at_their_ends(
-    printed: str, expected: str, same: bool
-):
-    assert same_lines(printed, expected) is same
+    ]:
+        assert same_lines(printed, expected) is same
 
 
 def test_a_wrapped_expected_value_is_unwrapped():

@@ -62,19 +62,16 @@ def test_exact_match_ignores_white_space_at_both_ends(response: str, value: floa
     assert function.info.name == "slipstream.broker.rewards.exact_match:score"
 
 
-@pytest.mark.parametrize(
-    ("truth", "response", "value"),
-    [
+def test_exact_match_compares_with_any_json_truth():
+    for truth, response, value in [
         (122, "122", 1.0),
         (0.5, " 0.5", 1.0),
         (True, "true", 1.0),
         (["122", 122.5, " x "], "x", 1.0),
         (["122"], '["122"]', 0.0),
         ({"a": [1]}, '{"a": [1]}', 1.0),
-    ],
-)
-def test_exact_match_compares_with_any_json_truth(truth: object, response: str, value: float):
-    assert exact_match.score("s", response, truth, {}) == value
+    ]:
+        assert exact_match.score("s", response, truth, {}) == value
 
 
 @pytest.mark.parametrize("truth", [None, [], ["122", None]])
@@ -118,9 +115,8 @@ class TextlessError(Exception):
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize(
-    ("result", "value"),
-    [
+def test_a_number_is_the_reward():
+    for result, value in [
         (2, 2.0),
         (True, 1.0),
         (-0.5, -0.5),
@@ -128,11 +124,9 @@ class TextlessError(Exception):
         (Scalar(0.25), 0.25),
         (Decimal("0.5"), 0.5),
         ({"score": Scalar(0.75)}, 0.75),
-    ],
-)
-def test_a_number_is_the_reward(result: object, value: float):
-    outcome = outcome_of(result)
-    assert (outcome.reward, outcome.unavailable) == (value, "")
+    ]:
+        outcome = outcome_of(result)
+        assert (outcome.reward, outcome.unavailable) == (value, "")
 
 
 def test_a_mapping_carries_its_parts_as_far_as_they_are_finite_numbers():
@@ -144,9 +138,8 @@ def test_a_mapping_carries_its_parts_as_far_as_they_are_finite_numbers():
     assert outcome.parts == {"score": 0.5, "format": 1.0, "t": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("result", "why"),
-    [
+def test_what_is_no_reward_is_unavailable_and_never_zero():
+    for result, why in [
         (math.nan, "invalid: returned nan"),
         (-math.inf, "invalid: returned -inf"),
         (Scalar(math.nan), "invalid: returned tensor"),
@@ -161,39 +154,31 @@ def test_a_mapping_carries_its_parts_as_far_as_they_are_finite_numbers():
         ({"score": None}, "invalid: returned {'score': None}"),
         ([1.0], "invalid: returned [1.0]"),
         (Unprintable(), "invalid: returned a Unprintable"),
-    ],
-)
-def test_what_is_no_reward_is_unavailable_and_never_zero(result: object, why: str):
-    outcome = outcome_of(result)
-    assert outcome.reward is None
-    assert outcome.unavailable.startswith(why)
-    assert len(outcome.unavailable) <= 500
-    assert outcome.parts == {}
+    ]:
+        outcome = outcome_of(result)
+        assert outcome.reward is None
+        assert outcome.unavailable.startswith(why)
+        assert len(outcome.unavailable) <= 500
+        assert outcome.parts == {}
 
 
-@pytest.mark.parametrize(
-    ("result", "reward", "turns"),
-    [
+def test_turns_may_have_rewards_of_their_own():
+    for result, reward, turns in [
         ({"turn_rewards": [0.5, Scalar(0.25)], "m": 1}, 0.75, (0.5, 0.25)),
         ({"turn_rewards": (1, True), "score": 0.5}, 0.5, (1.0, 1.0)),
         ({"turn_rewards": iter([0, -1])}, -1.0, (0.0, -1.0)),
         ({"score": 1.0}, 1.0, ()),
-    ],
-)
-def test_turns_may_have_rewards_of_their_own(
-    result: object, reward: float, turns: tuple[float, ...]
-):
-    outcome = outcome_of(result, 2)
-    assert (outcome.reward, outcome.turn_rewards, outcome.unavailable) == (reward, turns, "")
-    assert "turn_rewards" not in outcome.parts
-    score = score_of(ITEM, transcript("a"), outcome, FUNCTION)
-    assert score.turn_rewards == turns
-    assert clamped(score, 2) == score
+    ]:
+        outcome = outcome_of(result, 2)
+        assert (outcome.reward, outcome.turn_rewards, outcome.unavailable) == (reward, turns, "")
+        assert "turn_rewards" not in outcome.parts
+        score = score_of(ITEM, transcript("a"), outcome, FUNCTION)
+        assert score.turn_rewards == turns
+        assert clamped(score, 2) == score
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
+def test_rewards_of_other_turns_are_no_reward_at_all():
+    for given, why in [
         ([1.0], "turn_rewards has 1 numbers, the answer 2 turns"),
         ([], "turn_rewards has 0 numbers, the answer 2 turns"),
         (itertools.repeat(1.0), "turn_rewards has more than 2 numbers, the answer 2 turns"),
@@ -202,12 +187,10 @@ def test_turns_may_have_rewards_of_their_own(
         ("12", "turn_rewards is '12', expected a list of numbers"),
         (3.0, "turn_rewards is 3.0, expected a list of numbers"),
         (None, "turn_rewards is None, expected a list of numbers"),
-    ],
-)
-def test_rewards_of_other_turns_are_no_reward_at_all(given: object, why: str):
-    outcome = outcome_of({"score": 1.0, "turn_rewards": given}, 2)
-    assert (outcome.reward, outcome.unavailable) == (None, f"invalid: {why}")
-    assert outcome.turn_rewards == ()
+    ]:
+        outcome = outcome_of({"score": 1.0, "turn_rewards": given}, 2)
+        assert (outcome.reward, outcome.unavailable) == (None, f"invalid: {why}")
+        assert outcome.turn_rewards == ()
 
 
 def test_a_batch_is_judged_by_the_turns_of_each_answer():
@@ -237,9 +220,8 @@ def for_ever():
         yield 1.0
 
 
-@pytest.mark.parametrize(
-    ("results", "why"),
-    [
+def test_a_batch_of_the_wrong_count_or_kind_is_invalid_as_a_whole():
+    for results, why in [
         ([1.0], "invalid: returned 1 results for 2 answers"),
         ([], "invalid: returned 0 results for 2 answers"),
         ([1.0] * 3, "invalid: returned more than 2 results for 2 answers"),
@@ -248,12 +230,10 @@ def for_ever():
         ("11", "invalid: returned '11', expected a list of 2 results"),
         ({0: 1.0, 1: 1.0}, "invalid: returned {0: 1.0, 1: 1.0}, expected a list of 2 results"),
         (None, "invalid: returned None, expected a list of 2 results"),
-    ],
-)
-def test_a_batch_of_the_wrong_count_or_kind_is_invalid_as_a_whole(results: object, why: str):
-    with pytest.raises(InvalidResultsError) as caught:
-        outcomes_of(results, [1, 1])
-    assert failure(caught.value).unavailable == why
+    ]:
+        with pytest.raises(InvalidResultsError) as caught:
+            outcomes_of(results, [1, 1])
+        assert failure(caught.value).unavailable == why
 
 
 def test_a_group_with_an_answer_that_has_no_reward_has_none_at_all():
@@ -264,9 +244,8 @@ def test_a_group_with_an_answer_that_has_no_reward_has_none_at_all():
     assert {one.reward for one in mixed} == {None}
 
 
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
+def test_an_exception_is_unavailable_with_its_reason():
+    for error, why in [
         (ValueError("no number"), "raised ValueError: no number"),
         (SystemExit(3), "raised SystemExit: 3"),
         (KeyboardInterrupt(), "raised KeyboardInterrupt: "),
@@ -274,11 +253,9 @@ def test_a_group_with_an_answer_that_has_no_reward_has_none_at_all():
         (Unavailable(), "the reward function gave no reason"),
         (TextlessError(), "raised TextlessError: "),
         (ValueError("\ud800"), "raised ValueError: \\ud800"),
-    ],
-)
-def test_an_exception_is_unavailable_with_its_reason(error: BaseException, why: str):
-    outcome = failure(error)
-    assert (outcome.reward, outcome.unavailable) == (None, why)
+    ]:
+        outcome = failure(error)
+        assert (outcome.reward, outcome.unavailable) == (None, why)
 
 
 def test_reasons_and_excerpts_are_bounded_and_only_a_failed_answer_has_an_excerpt():
@@ -462,19 +439,16 @@ def test_what_does_not_fit_is_named(load: Load, name: str, options: dict[str, ob
         load(name, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
+def test_a_function_that_is_not_there_is_named():
+    for name, why in [
         ("slipstream.broker.rewards.exact_match", "is not MODULE:FUNCTION"),
         ("no_such_module_at_all:score", "No module named"),
         ("no_such_file.py:score", "No such file"),
-    ],
-)
-def test_a_function_that_is_not_there_is_named(name: str, why: str):
-    with pytest.raises(ConfigError, match=why) as caught:
-        load_function(name, {}, setting="reward.sources.math")
-    assert repr(name) in str(caught.value)
-    assert "reward.sources.math.function" in str(caught.value)
+    ]:
+        with pytest.raises(ConfigError, match=why) as caught:
+            load_function(name, {}, setting="reward.sources.math")
+        assert repr(name) in str(caught.value)
+        assert "reward.sources.math.function" in str(caught.value)
 
 
 @pytest.mark.parametrize("body", ["1 / 0", "raise SystemExit(3)", "def ("])

@@ -44,9 +44,8 @@ def answer_of_filter(
                 loaded &= value
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [
+def test_the_filter_refuses_what_reaches_for_more():
+    for number, expected in [
         (0, ALLOWED),  # read
         (59, ALLOWED),  # execve
         (101, REFUSED),  # ptrace
@@ -56,10 +55,8 @@ def answer_of_filter(
         (467, REFUSED),  # open_tree_attr
         (435, 0x00050000 | errno.ENOSYS),  # clone3: libc tries clone then
         (0x40000000, REFUSED),  # x32
-    ],
-)
-def test_the_filter_refuses_what_reaches_for_more(number: int, expected: int):
-    assert answer_of_filter("x86_64", audit=X86, number=number) == expected
+    ]:
+        assert answer_of_filter("x86_64", audit=X86, number=number) == expected
 
 
 def test_a_process_may_be_cloned_but_no_namespace():
@@ -88,9 +85,8 @@ CALLS = {  # numbers on x86_64 and aarch64
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "arguments", "expected"),
-    [
+def test_some_calls_are_refused_by_what_they_ask_for():
+    for call, arguments, expected in [
         ("socket", [UNIX], ALLOWED),
         ("socket", [2], ALLOWED),
         ("socket", [10], ALLOWED),
@@ -117,14 +113,12 @@ CALLS = {  # numbers on x86_64 and aarch64
         ("fcntl", [3, 37], NO_LOCKS),  # F_OFD_SETLK
         ("fcntl", [3, 38], NO_LOCKS),
         ("fcntl", [3, 1030], ALLOWED),  # F_DUPFD_CLOEXEC
-    ],
-)
-def test_some_calls_are_refused_by_what_they_ask_for(
-    call: str, arguments: list[int], expected: int
-):
-    for machine, audit, number in zip(("x86_64", "aarch64"), (X86, ARM), CALLS[call], strict=True):
-        got = answer_of_filter(machine, audit=audit, number=number, arguments=arguments)
-        assert got == expected, machine
+    ]:
+        for machine, audit, number in zip(
+            ("x86_64", "aarch64"), (X86, ARM), CALLS[call], strict=True
+        ):
+            got = answer_of_filter(machine, audit=audit, number=number, arguments=arguments)
+            assert got == expected, machine
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up", "", "nul\0"])
@@ -133,21 +127,16 @@ def test_a_file_cannot_leave_the_work_folder(name: str):
         sandbox.run("", files={name: b""})
 
 
-@pytest.mark.parametrize(
-    ("code", "stderr", "expected"),
-    [
+def test_an_end_is_named_by_exit_code_and_last_words():
+    for code, stderr, expected in [
         (0, b"MemoryError", "ok"),
         (1, b"Traceback:\nMemoryError\n", "memory"),
         (1, b"MemoryError\nValueError: no\n", "failed"),
         (-24, b"", "timeout"),
         (-9, b"", "failed"),
         (None, b"", "failed"),
-    ],
-)
-def test_an_end_is_named_by_exit_code_and_last_words(
-    code: int | None, stderr: bytes, expected: str
-):
-    assert sandbox._status_of(code, stderr) == expected
+    ]:
+        assert sandbox._status_of(code, stderr) == expected
 
 
 def test_a_refusal_names_the_setting_and_the_reason():

@@ -131,14 +131,12 @@ def test_no_work_is_granted_for_weights_that_no_learner_has_made(step: int):
     assert len(lease(ledger, adopted=version)) == 4
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"num_tokens": 2**31}, {"temperature": NAN}, {"temperature": -1.0}]
-)
-def test_a_header_with_numbers_that_cannot_be_is_refused(wrong: dict[str, float]):
-    good = header(0, 0, PolicyVersion(1, 0))
-    fields = msgspec.to_builtins(good) | wrong
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(fields, type(good))
+def test_a_header_with_numbers_that_cannot_be_is_refused():
+    for wrong in [{"num_tokens": 2**31}, {"temperature": NAN}, {"temperature": -1.0}]:
+        good = header(0, 0, PolicyVersion(1, 0))
+        fields = msgspec.to_builtins(good) | wrong
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(fields, type(good))
 
 
 def test_an_evaluated_answer_whose_text_cannot_be_read_is_recorded_all_the_same(tmp_path: Path):

@@ -100,9 +100,8 @@ def test_rows_of_several_steps_are_their_means():
     assert record.step_s == 4.5
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
+def test_too_little_is_refused_with_its_reason():
+    for state, message in [
         (a_state(steps=0), "has 0 learner steps: expected at least 4 after the first 3"),
         (a_state(steps=6), "has 6 learner steps"),
         (a_state(roles=()), "no generator of run has reported how fast its engine is"),
@@ -110,11 +109,9 @@ def test_rows_of_several_steps_are_their_means():
             a_state(roles=(msgspec.structs.replace(generator(), pace=None),)),
             "no generator of run has reported how fast its engine is",
         ),
-    ],
-)
-def test_too_little_is_refused_with_its_reason(state: StoredState, message: str):
-    with pytest.raises(ConfigError, match=message):
-        read(state)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            read(state)
 
 
 def test_environments_are_refused_by_their_setting():

@@ -1,8 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from slipstream.deploy.check.run_folder import SeenFolder, judge_folder, judge_roles
 from slipstream.deploy.config import DeploySection, RayTable
 
@@ -17,9 +15,8 @@ FREE = SeenFolder(
 TAKEN = replace(FREE, exists=True, free_name="x-2")
 
 
-@pytest.mark.parametrize(
-    ("seen", "line"),
-    [
+def test_a_folder_is_free_or_resumable():
+    for seen, line in [
         (FREE, "ok   run folder: runs/x is free (run.name)"),
         (TAKEN, "warn run folder: runs/x is taken: a new run would be x-2 (run.name)"),
         (
@@ -36,10 +33,8 @@ TAKEN = replace(FREE, exists=True, free_name="x-2")
             replace(FREE, unwritable="/data"),
             "fail run folder: runs/x: /data cannot be written (run.dir)",
         ),
-    ],
-)
-def test_a_folder_is_free_or_resumable(seen: SeenFolder, line: str):
-    assert judge_folder(seen).line == line
+    ]:
+        assert judge_folder(seen).line == line
 
 
 def test_settings_of_a_role_that_is_none_are_named():

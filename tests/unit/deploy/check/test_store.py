@@ -1,22 +1,15 @@
-import pytest
-
 from slipstream.broker.store.redis import Persistence
 from slipstream.deploy.check.store import judge_persistence
 
 
-@pytest.mark.parametrize(
-    ("seen", "outcome", "words"),
-    [
+def test_a_server_must_keep_what_it_acknowledged():
+    for seen, outcome, words in [
         (Persistence(True, "always", "noeviction"), "ok", "appendfsync always"),
         (Persistence(True, "everysec", "noeviction"), "warn", "a crash can lose"),
         (Persistence(False, "everysec", "noeviction"), "fail", "appendonly is no, expected yes"),
         (Persistence(True, "always", "allkeys-lru"), "fail", "allkeys-lru, expected noeviction"),
         (None, "warn", "CONFIG is not permitted"),
-    ],
-)
-def test_a_server_must_keep_what_it_acknowledged(
-    seen: Persistence | None, outcome: str, words: str
-):
-    fact = judge_persistence(seen)
-    assert fact.outcome == outcome
-    assert words in fact.found
+    ]:
+        fact = judge_persistence(seen)
+        assert fact.outcome == outcome
+        assert words in fact.found

@@ -1,5 +1,3 @@
-import pytest
-
 from slipstream.deploy.check.model import judge_models
 from slipstream.deploy.check.requests import Passage
 from slipstream.deploy.check.survey import judge_passage, way_to
@@ -10,9 +8,8 @@ THERE = Passage(interface="eth1", num_bytes=16_000_000, seconds=0.02)
 HOSTS = ("a (10.0.0.1)", "b (10.0.0.2)")
 
 
-@pytest.mark.parametrize(
-    ("bus", "kind", "device", "is_far", "way"),
-    [
+def test_tensors_are_tried_on_the_way_that_they_would_take():
+    for bus, kind, device, is_far, way in [
         ({}, "generator", "cpu", False, "tcp"),
         ({"transport": "collective"}, "generator", "cpu", False, "gloo"),
         ({}, "generator", "cuda", False, "tcp"),
@@ -23,12 +20,8 @@ HOSTS = ("a (10.0.0.1)", "b (10.0.0.2)")
         ({"transport": "disk"}, "generator", "cpu", True, "disk"),
         ({}, "learner", "cpu", True, "gloo"),
         ({"transport": "tcp"}, "learner", "cuda", True, "nccl"),
-    ],
-)
-def test_tensors_are_tried_on_the_way_that_they_would_take(
-    bus: dict[str, str], kind: str, device: str, is_far: bool, way: str
-):
-    assert way_to(kind, device, WeightBusSection(**bus), is_far=is_far) == way  # type: ignore[arg-type]
+    ]:
+        assert way_to(kind, device, WeightBusSection(**bus), is_far=is_far) == way  # type: ignore[arg-type]
 
 
 def test_what_passed_is_reported_with_its_speed_and_interfaces():

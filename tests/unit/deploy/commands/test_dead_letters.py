@@ -59,20 +59,15 @@ def test_a_damaged_file_is_named(folder: Path):
         dead_letters("list", [], folder=folder, as_json=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "run", "groups", "folder"),
-    [
+def test_what_is_no_group_is_the_run():
+    for words, run, groups, folder in [
         ([], None, [], None),
         (["g17", "18", "runs/demo"], None, ["g17", "18"], "runs/demo"),
         (["runs/all", "all"], None, ["all"], "runs/all"),
         (["all"], Path("runs/demo"), ["all"], "runs/demo"),
         (["demo"], None, [], "demo"),
-    ],
-)
-def test_what_is_no_group_is_the_run(
-    words: list[str], run: Path | None, groups: list[str], folder: str | None
-):
-    assert split_words(words, run) == (groups, Path(folder) if folder else None)
+    ]:
+        assert split_words(words, run) == (groups, Path(folder) if folder else None)
 
 
 def test_two_runs_are_refused():

@@ -116,17 +116,14 @@ def test_of_several_commands_the_first_is_translated():
     assert given.ignored == ("the command starts verl 2 times: the first one is translated",)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
+def test_what_is_no_command_is_refused():
+    for text, why in [
         ("missing.sh", r"missing.sh is no file, and no command of verl's: expected a script"),
         ("pip install verl", r"starts no program of verl's: expected one such as"),
         (f"{COMMAND} 'x", r"cannot be read as a shell script: a ' is not closed"),
-    ],
-)
-def test_what_is_no_command_is_refused(text: str, why: str):
-    with pytest.raises(ConfigError, match=why):
-        read([text], {})
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            read([text], {})
 
 
 @pytest.mark.parametrize(

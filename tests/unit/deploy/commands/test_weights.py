@@ -34,9 +34,8 @@ def test_options_describe_the_hosts(capsys: pytest.CaptureFixture[str]):
     assert first["cost"]["receive_s"] == pytest.approx(8 + 3 * 4 * 64 * 2**20 / 0.125e9)
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
+def test_numbers_that_are_none_of_a_network_are_refused():
+    for words, name in [
         ("--gigabytes 1 0", "--gigabytes"),
         ("--nics 0", "--nics"),
         ("--fanout -1", "--fanout"),
@@ -44,8 +43,6 @@ def test_options_describe_the_hosts(capsys: pytest.CaptureFixture[str]):
         ("--delta nan", "--delta"),
         ("--gigabytes 1 inf", "--gigabytes"),
         ("--bucket-mib inf", "--bucket-mib"),
-    ],
-)
-def test_numbers_that_are_none_of_a_network_are_refused(words: str, name: str):
-    with pytest.raises(ConfigError, match=name):
-        weights.columns(arguments(*words.split()))
+    ]:
+        with pytest.raises(ConfigError, match=name):
+            weights.columns(arguments(*words.split()))

@@ -1,7 +1,6 @@
 """How many generators a run has: by request, and by who waits for whom."""
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,22 +22,17 @@ def waited(learner: float, generators: float, *, backlog: bool = False) -> Waite
     return Waited(learner, generators, has_reward_backlog=backlog)
 
 
-@pytest.mark.parametrize(
-    ("load", "expected"),
-    [
+def test_one_more_for_a_starved_learner_and_one_fewer_for_starved_generators():
+    for load, expected in [
         (waited(WAITED, 0.0), 3),
         (waited(0.0, WAITED), 1),
         (waited(0.9, 0.9), 2),  # the bound has them take turns
         (waited(0.1, 0.1), 2),
         (waited(0.9, 0.0, backlog=True), 2),  # more answers would only wait for rewards
         (waited(0.0, 0.9, backlog=True), 2),
-    ],
-)
-def test_one_more_for_a_starved_learner_and_one_fewer_for_starved_generators(
-    load: Waited, expected: int
-):
-    assert count_by_load(2, load, BOUNDS) == expected
-    assert count_by_load(2, load, Bounds(0, 0)) == 2  # not asked to
+    ]:
+        assert count_by_load(2, load, BOUNDS) == expected
+        assert count_by_load(2, load, Bounds(0, 0)) == 2  # not asked to
 
 
 def test_the_limits_of_the_settings_are_kept():

@@ -202,9 +202,8 @@ def test_newest_publish_is_shown_with_its_phases_if_there_is_room():
     assert "receive 0.125" in wide
 
 
-@pytest.mark.parametrize(
-    ("fields", "trouble", "first"),
-    [
+def test_what_a_person_must_know_is_shown_first():
+    for fields, trouble, first in [
         (
             {"unaccounted": 3, "outcome": "finished"},
             "",
@@ -216,14 +215,10 @@ def test_newest_publish_is_shown_with_its_phases_if_there_is_room():
             ["the run ends because of a target", "the learner waits for a reward"],
         ),
         ({}, "the broker has not answered", ["the broker has not answered"]),
-    ],
-)
-def test_what_a_person_must_know_is_shown_first(
-    fields: dict[str, Any], trouble: str, first: list[str]
-):
-    lines = drawn(status(**fields), trouble=trouble, advisories=[ADVISORY])
-    assert lines[1 : 1 + len(first)] == first
-    assert ("3 UNACCOUNTED FOR" in line_with("issued", lines)) == ("unaccounted" in fields)
+    ]:
+        lines = drawn(status(**fields), trouble=trouble, advisories=[ADVISORY])
+        assert lines[1 : 1 + len(first)] == first
+        assert ("3 UNACCOUNTED FOR" in line_with("issued", lines)) == ("unaccounted" in fields)
 
 
 def test_a_long_wait_is_shown_whole_on_a_narrow_terminal():

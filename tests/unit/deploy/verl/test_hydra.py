@@ -2,14 +2,13 @@
 
 import pytest
 
-from slipstream.deploy.verl.hydra import Value, after_program, of_file, overrides_of, parsed
+from slipstream.deploy.verl.hydra import after_program, of_file, overrides_of, parsed
 from slipstream.deploy.verl.shell import read_script
 from slipstream.wire.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_values():
+    for text, value in [
         ("1024", 1024),
         ("-1", -1),
         ("1_000", 1000),
@@ -33,10 +32,8 @@ from slipstream.wire.errors import ConfigError
         ("{a: 1, b: x}", {"a": 1, "b": "x"}),
         ("2026-11-26 run", "2026-11-26 run"),
         ("a=b", "a=b"),
-    ],
-)
-def test_values(text: str, value: Value):
-    assert parsed(text) == value
+    ]:
+        assert parsed(text) == value
 
 
 def test_overrides():
@@ -73,17 +70,14 @@ def test_a_value_that_is_not_known_is_no_value():
     assert overrides_of(words[1:]).unreadable == (("(further words)", "X"),)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_the_words_after_the_program():
+    for command in [
         "python3 -m verl.trainer.main_ppo a=1",
         "ray job submit --working-dir . -- python3 -m recipe.dapo.main_dapo a=1",
         "torchrun verl/trainer/main_ppo.py a=1",
         "python -m verl.trainer.main_ppo_sync a=1",
-    ],
-)
-def test_the_words_after_the_program(command: str):
-    assert after_program(command.split()) == ["a=1"]
+    ]:
+        assert after_program(command.split()) == ["a=1"]
 
 
 def test_another_program_is_none_of_verl():

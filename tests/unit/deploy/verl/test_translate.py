@@ -112,35 +112,29 @@ def test_trap_never_is_zero():
     assert setting(translated("trainer.test_freq=5"), "eval.every_steps") == 5
 
 
-@pytest.mark.parametrize(
-    ("value", "trackers"),
-    [
+def test_trap_the_console_is_no_tracker():
+    for value, trackers in [
         ("console", []),
         ("['console','wandb']", ["wandb"]),
         ('["console","tensorboard","file","clearml"]', ["tensorboard"]),
-    ],
-)
-def test_trap_the_console_is_no_tracker(value: str, trackers: list[str]):
-    found = translated(f"trainer.logger={value}")
-    assert setting(found, "logging.trackers") == trackers
-    assert "the console is always written to" in told(found, "trainer.logger").remark
+    ]:
+        found = translated(f"trainer.logger={value}")
+        assert setting(found, "logging.trackers") == trackers
+        assert "the console is always written to" in told(found, "trainer.logger").remark
 
 
-@pytest.mark.parametrize(
-    ("top_k", "vocabulary", "expected"),
-    [
+def test_trap_more_than_the_vocabulary_is_all_of_it():
+    for top_k, vocabulary, expected in [
         (-1, 0, -1),
         (0, 0, -1),
         (1_000_000, 0, -1),
         (50_000, 50_000, -1),
         (50_000, 60_000, 50_000),
         (20, 0, 20),
-    ],
-)
-def test_trap_more_than_the_vocabulary_is_all_of_it(top_k: int, vocabulary: int, expected: int):
-    found = translated(f"{ROLLOUT}.top_k={top_k}", vocab_size=vocabulary)
-    assert setting(found, "sampling.top_k") == expected
-    assert setting(found, "sampling.kept_tokens") == ("drop" if expected > 0 else None)
+    ]:
+        found = translated(f"{ROLLOUT}.top_k={top_k}", vocab_size=vocabulary)
+        assert setting(found, "sampling.top_k") == expected
+        assert setting(found, "sampling.kept_tokens") == ("drop" if expected > 0 else None)
 
 
 @pytest.mark.parametrize(
@@ -177,24 +171,19 @@ def test_trap_epochs_end_the_run():
     assert setting(found, "run.steps") == 70
 
 
-@pytest.mark.parametrize(
-    ("given", "ranks", "count", "per_node"),
-    [
+def test_trap_gpus_are_divided():
+    for given, ranks, count, per_node in [
         ((), 4, 2, None),
         ((f"{ROLLOUT}.tensor_model_parallel_size=4",), 4, 1, None),
         ((f"{ACTOR}.megatron.tensor_model_parallel_size=8",), 8, 1, None),
         (("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=1"), 1, 1, None),
         (("trainer.nnodes=4",), 16, 8, 8),
         (("trainer.nnodes=2", f"{ACTOR}.megatron.context_parallel_size=4"), 8, 4, None),
-    ],
-)
-def test_trap_gpus_are_divided(
-    given: tuple[str, ...], ranks: int, count: int, per_node: int | None
-):
-    found = translated(f"{ROLLOUT}.n=8", *given)
-    assert setting(found, "learner.ranks") == ranks
-    assert setting(found, "generators.count") == count
-    assert setting(found, "learner.ranks_per_node") == per_node
+    ]:
+        found = translated(f"{ROLLOUT}.n=8", *given)
+        assert setting(found, "learner.ranks") == ranks
+        assert setting(found, "generators.count") == count
+        assert setting(found, "learner.ranks_per_node") == per_node
 
 
 def test_trap_hosts_are_named():
@@ -251,9 +240,8 @@ def test_a_kl_has_one_place():
     assert setting(translated(f"{ACTOR}.kl_loss_coef=0.1"), "algo.kl") is None
 
 
-@pytest.mark.parametrize(
-    ("rs", "threshold", "expected"),
-    [
+def test_rejection_has_verls_bounds():
+    for rs, threshold, expected in [
         ("token_k2", "0.1", {"measure": "k2", "level": "token", "high": 0.1}),
         ("seq_mean_k3", "0.01", {"measure": "k3", "level": "sequence-mean", "high": 0.01}),
         ("seq_sum_k1", "0.5_2.0", {"measure": "ratio", "level": "sequence", "low": 0.5, "high": 2}),
@@ -262,14 +250,12 @@ def test_a_kl_has_one_place():
             "0.8_1.25",
             {"measure": "ratio", "level": "geometric", "low": 0.8, "high": 1.25},
         ),
-    ],
-)
-def test_rejection_has_verls_bounds(rs: str, threshold: str, expected: dict[str, object]):
-    keys = (f"{CORRECTION}.rollout_rs={rs}", f"{CORRECTION}.rollout_rs_threshold={threshold}")
-    found = translated(*keys)
-    assert setting(found, "algo.correction.rejection") == expected
-    assert setting(found, "algo.reduce.denominator") == "kept"
-    choice_of(section(found.table, "algo", AlgoSection))
+    ]:
+        keys = (f"{CORRECTION}.rollout_rs={rs}", f"{CORRECTION}.rollout_rs_threshold={threshold}")
+        found = translated(*keys)
+        assert setting(found, "algo.correction.rejection") == expected
+        assert setting(found, "algo.reduce.denominator") == "kept"
+        choice_of(section(found.table, "algo", AlgoSection))
 
 
 def test_the_penalty_of_length_is_a_share():
@@ -365,9 +351,8 @@ def test_tools_are_left_to_write():
     assert not found.failed
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_a_value_without_a_counterpart_is_not_translated():
+    for given in [
         f"{ACTOR}.ppo_epochs=2",
         "algorithm.adv_estimator=remax",
         "algorithm.adv_estimator=mine",
@@ -382,12 +367,10 @@ def test_tools_are_left_to_write():
         f"{ACTOR}.optim.betas=0.9",
         f"{CORRECTION}.rollout_is=all",
         f"{CORRECTION}.loss_type=reinforce",
-    ],
-)
-def test_a_value_without_a_counterpart_is_not_translated(given: str):
-    found = translated(given)
-    assert [one.key for one in found.failed] == [given.partition("=")[0]]
-    assert found.failed[0].remark
+    ]:
+        found = translated(given)
+        assert [one.key for one in found.failed] == [given.partition("=")[0]]
+        assert found.failed[0].remark
 
 
 # ---- round trip ----------------------------------------------------------------

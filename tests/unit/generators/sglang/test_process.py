@@ -1,8 +1,6 @@
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
 from slipstream.generators.sglang.process import SglangProcess, reason_in
 
 
@@ -12,9 +10,8 @@ def test_what_is_printed_of_a_server_holds_no_key():
     assert "s3cret" not in repr(server)
 
 
-@pytest.mark.parametrize(
-    ("log", "reason"),
-    [
+def test_the_error_of_a_child_is_why_a_server_ended():
+    for log, reason in [
         (
             "Traceback ...\nKeyError: 'added_tokens'\n\n[08:02] Received sigquit from a child\n",
             "KeyError: 'added_tokens'",
@@ -22,7 +19,5 @@ def test_what_is_printed_of_a_server_holds_no_key():
         ("a\ntorch.OutOfMemoryError: full\nb\n", "torch.OutOfMemoryError: full"),
         ("loading\nunknown flag\n\n", "unknown flag"),
         ("", "it printed nothing"),
-    ],
-)
-def test_the_error_of_a_child_is_why_a_server_ended(log: str, reason: str):
-    assert reason_in(log) == reason
+    ]:
+        assert reason_in(log) == reason

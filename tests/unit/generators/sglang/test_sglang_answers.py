@@ -86,20 +86,17 @@ def test_logprobs_are_those_over_kept_tokens_of_which_there_is_a_bound(top_k: in
     assert asked["sampling_params"].items() >= wanted.items()
 
 
-@pytest.mark.parametrize(
-    ("recorded", "why"),
-    [
+def test_kept_tokens_that_are_missing_are_an_error():
+    for recorded, why in [
         ({}, "unexpected answer"),
         (
             {"output_token_sampling_mask": [[5]], "output_token_sampling_logprobs": [-0.5]},
             "1 masks of 2 tokens",
         ),
-    ],
-)
-def test_kept_tokens_that_are_missing_are_an_error(recorded: dict[str, object], why: str):
-    params = SamplingParams(temperature=1.0, max_new_tokens=2, max_kept=50)
-    with pytest.raises(EngineError, match=why):
-        sampled(params, answer(**recorded))
+    ]:
+        params = SamplingParams(temperature=1.0, max_new_tokens=2, max_kept=50)
+        with pytest.raises(EngineError, match=why):
+            sampled(params, answer(**recorded))
 
 
 LAYERS = ExpertLayers(total=3, dense=1)
@@ -155,16 +152,13 @@ def test_scores_under_two_versions_have_none():
     assert named.version == PolicyVersion(1, 7)
 
 
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
+def test_scores_of_something_else_are_refused():
+    for answer, why in [
         (scored([4, 6]), "logprobs of other tokens"),
         (scored([4]), "1 logprobs of other tokens"),
         (scored([4, 5], "default"), "default"),
         (scored([4, 5], input_token_logprobs=None), "unexpected scores"),
         ({"meta_info": {}}, "unexpected scores"),
-    ],
-)
-def test_scores_of_something_else_are_refused(answer: dict[str, object], why: str):
-    with pytest.raises(EngineError, match=why):
-        scores_of([scored([1, 2]), answer], SCORED, 2)
+    ]:
+        with pytest.raises(EngineError, match=why):
+            scores_of([scored([1, 2]), answer], SCORED, 2)

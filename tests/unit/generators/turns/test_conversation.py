@@ -78,23 +78,20 @@ def test_numbers_of_replies_go_to_the_turns_that_they_are_part_of():
         it.by_turn([1.0])
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
+def test_any_other_prompt_begins_a_branch_in_which_only_its_reply_is_chosen():
+    for prompt in [
         [1, 2, 3, 9],  # the reply was cut
         [1, 9, 3, 4, 5],  # what came before it was edited
         [7, 8],  # compacted
         [1, 2],  # asked again
-    ],
-)
-def test_any_other_prompt_begins_a_branch_in_which_only_its_reply_is_chosen(prompt: list[int]):
-    it = conversation()
-    it.add([1, 2], reply(3, 4))
-    it.add(prompt, reply(6))
-    assert it.token_ids == [1, 2, 3, 4, *prompt, 6]
-    assert it.branches == (4,)
-    assert it.turns == (Turn(2, 2), Turn(4 + len(prompt), 1))
-    header_of(it)
+    ]:
+        it = conversation()
+        it.add([1, 2], reply(3, 4))
+        it.add(prompt, reply(6))
+        assert it.token_ids == [1, 2, 3, 4, *prompt, 6]
+        assert it.branches == (4,)
+        assert it.turns == (Turn(2, 2), Turn(4 + len(prompt), 1))
+        header_of(it)
 
 
 def test_a_response_that_goes_on_is_one_turn():

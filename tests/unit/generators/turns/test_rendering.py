@@ -127,20 +127,17 @@ LATE_SYSTEM = (
 )
 
 
-@pytest.mark.parametrize(
-    ("source", "uses_tools", "why"),
-    [
+def test_templates_that_cannot_be_appended_to_are_refused():
+    for source, uses_tools, why in [
         (NUMBERED, False, "depending on what was said before"),
         (ONE_TURN, False, "takes no conversation of several turns: one message only"),
         (SILENT, False, "it does not repeat a reply"),
         (LATE_TOOLS, True, "tools and system messages included"),
         (LATE_SYSTEM, False, "tools and system messages included"),
         (NO_TOOLS, True, "no conversation of several turns with tools: no tools"),
-    ],
-)
-def test_templates_that_cannot_be_appended_to_are_refused(source: str, uses_tools: bool, why: str):
-    with pytest.raises(TemplateNotAppendOnlyError, match=why):
-        rendering(source).check(uses_tools=uses_tools)
+    ]:
+        with pytest.raises(TemplateNotAppendOnlyError, match=why):
+            rendering(source).check(uses_tools=uses_tools)
 
 
 def test_a_template_without_tools_serves_environments_without():

@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,9 +110,8 @@ def test_logprobs_outside_the_mask_become_zero(garbage: float):
     assert unpacked.behavior_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0]
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
+def test_what_no_policy_can_have_sampled_is_refused():
+    for what, message in [
         ({"ids": (10, 11, 12, VOCAB)}, r"token ids from 10 to 32, the vocabulary has 32"),
         ({"ids": (10, 11, -1, 12)}, r"token ids from -1 to 12"),
         ({"ids": (10, 2**31 - 1, 11, 12)}, r"token ids from 10 to 2147483647"),
@@ -146,14 +144,12 @@ def test_logprobs_outside_the_mask_become_zero(garbage: float):
             for least in (-1, 3, 2**40)
         ),
         ({"of_header": {"num_tokens": 5}}, r": header has 5 tokens, payload has \(4,\)"),
-    ],
-)
-def test_what_no_policy_can_have_sampled_is_refused(what: dict[str, Any], message: str):
-    given = replace(header(), **what.get("of_header", {}))
-    arrays = {name: value for name, value in what.items() if name in ("ids", "mask")}
-    logprobs = list(what.get("logprobs", (0.0, 0.0, -1.0, -2.0)))
-    with pytest.raises(ProtocolError, match=f"trajectory 3/1.*{message}"):
-        unpack(given, payload(logprobs, **arrays), vocab_size=VOCAB)
+    ]:
+        given = replace(header(), **what.get("of_header", {}))
+        arrays = {name: value for name, value in what.items() if name in ("ids", "mask")}
+        logprobs = list(what.get("logprobs", (0.0, 0.0, -1.0, -2.0)))
+        with pytest.raises(ProtocolError, match=f"trajectory 3/1.*{message}"):
+            unpack(given, payload(logprobs, **arrays), vocab_size=VOCAB)
 
 
 def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
@@ -230,9 +226,8 @@ def test_kept_tokens_are_at_the_token_that_was_sampled_from_them():
     assert batch.kept.ids.tolist() == [12, 5, 31, 13]
 
 
-@pytest.mark.parametrize(
-    ("counts", "ids", "why"),
-    [
+def test_kept_tokens_that_nothing_was_sampled_from_are_refused():
+    for counts, ids, why in [
         ([2, 1], [12, 5], r"counts 3 kept tokens, 1 of one token at least, and holds 2"),
         (
             [3, 1],
@@ -243,13 +238,9 @@ def test_kept_tokens_are_at_the_token_that_was_sampled_from_them():
         ([2, 1], [12, VOCAB, 13], r"sampled from token ids from 12 to 32, the vocabulary has 32"),
         ([2, 1], [12, 5, 14], r"response token 1 is not among the 1 that it was sampled from"),
         ([2, 1], [12, 12, 13], r"token id 12 is twice among those that response token 0"),
-    ],
-)
-def test_kept_tokens_that_nothing_was_sampled_from_are_refused(
-    counts: list[int], ids: list[int], why: str
-):
-    with pytest.raises(ProtocolError, match=why):
-        unpack(header(), kept_of(counts, ids), vocab_size=VOCAB)
+    ]:
+        with pytest.raises(ProtocolError, match=why):
+            unpack(header(), kept_of(counts, ids), vocab_size=VOCAB)
 
 
 SIZES = ExpertSizes(layers=2, experts=4, of_token=2)
@@ -277,18 +268,15 @@ def test_experts_that_nothing_chooses_again_are_left_alone():
     assert pack([one], torch.device("cpu")).experts is None
 
 
-@pytest.mark.parametrize(
-    ("chosen", "why"),
-    [
+def test_experts_of_another_model_are_refused():
+    for chosen, why in [
         ([layers[:1] for layers in CHOSEN], "2 experts of a token in 1 layers, the model 2 in 2"),
         ([[[0], [1]]] * 3, "1 experts of a token in 2 layers, the model 2 in 2"),
         ([[[0, 1], [2, 4]]] * 3, "experts from 0 to 4, the model 4"),
         ([[[0, 1], [2, 2]]] * 3, "a token with the same expert twice"),
-    ],
-)
-def test_experts_of_another_model_are_refused(chosen: object, why: str):
-    with pytest.raises(ProtocolError, match=why):
-        unpack(header(), experts_of(chosen), vocab_size=VOCAB, experts=SIZES)
+    ]:
+        with pytest.raises(ProtocolError, match=why):
+            unpack(header(), experts_of(chosen), vocab_size=VOCAB, experts=SIZES)
 
 
 def test_experts_that_are_to_be_chosen_again_must_be_there():

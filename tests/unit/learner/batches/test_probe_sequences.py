@@ -27,20 +27,15 @@ def test_tokens_are_of_the_vocabulary_but_the_last(vocab_size: int, highest: int
     assert max(max(one) for one in sequences("a", vocab_size)) == highest
 
 
-@pytest.mark.parametrize(
-    ("num_context", "logprobs", "why"),
-    [
+def test_a_probe_that_contradicts_itself_is_none():
+    for num_context, logprobs, why in [
         (0, ((-1.0,) * 3,), "num_context = 0"),
         (3, ((),), "num_context = 3"),
         (1, ((-1.0,),), r"has logprobs \[1\]"),
         (1, ((-1.0, -1.0), (-1.0, -1.0)), r"1 sequences has logprobs \[2, 2\]"),
-    ],
-)
-def test_a_probe_that_contradicts_itself_is_none(
-    num_context: int, logprobs: tuple[tuple[float, ...], ...], why: str
-):
-    with pytest.raises(ValueError, match=why):
-        ProbeLogprobs(sequences=((1, 2, 3),), logprobs=logprobs, num_context=num_context)
+    ]:
+        with pytest.raises(ValueError, match=why):
+            ProbeLogprobs(sequences=((1, 2, 3),), logprobs=logprobs, num_context=num_context)
 
 
 def test_settings_of_probes_are_checked():

@@ -2,8 +2,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from slipstream.learner.batches.replay_link import recorded_batches, refuse_partial_steps
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.trajectory_file import NOT_TRAINED, RecordedGroup
@@ -39,9 +37,8 @@ def test_gap_between_steps_is_kept():
     assert batches(3, 3, 5) == [(3, [0, 1]), (5, [2])]
 
 
-@pytest.mark.parametrize(
-    ("steps", "until", "why"),
-    [
+def test_steps_that_were_not_recorded_whole_are_refused_unless_the_run_ends_before_them():
+    for steps, until, why in [
         ((), 100, ""),
         ((3, 3, 4, 4, 5, 5), 100, ""),
         ((0, 0, 1, 1, 0, 0, 1, 1, 2, 2), 100, ""),  # trained again after a failure
@@ -57,14 +54,10 @@ def test_gap_between_steps_is_kept():
         ((0, 0, 1, 2, 2), 1, ""),
         ((0, 0, 1, 1, 1), 100, r"step 1 of a\.trajectories has 3 groups, step 0 has 2"),
         ((3, 3, 5, 5), 100, r"a\.trajectories holds step 5 but not step 4"),
-    ],
-)
-def test_steps_that_were_not_recorded_whole_are_refused_unless_the_run_ends_before_them(
-    steps: tuple[int, ...], until: int, why: str
-):
-    try:
-        refuse_partial_steps(steps, path=Path("a.trajectories"), until=until)
-        found = ""
-    except ConfigError as refusal:
-        found = str(refusal)
-    assert re.search(why or "^$", found), found
+    ]:
+        try:
+            refuse_partial_steps(steps, path=Path("a.trajectories"), until=until)
+            found = ""
+        except ConfigError as refusal:
+            found = str(refusal)
+        assert re.search(why or "^$", found), found

@@ -29,21 +29,16 @@ def order(
     return [infos[found].step for found in resume_order(infos, path, begun_after=begun_after)]
 
 
-@pytest.mark.parametrize(
-    ("versions", "steps"),
-    [
+def test_the_newest_comes_first_and_what_a_run_went_back_behind_never():
+    for versions, steps in [
         ([], []),
         ([(1, 2), (1, 6), (1, 4)], [6, 4, 2]),
         ([(1, 9), (1, 10), (2, 12)], [12, 10, 9]),
         ([(1, 4), (1, 6), (2, 2)], [2]),  # the run went back to 2
         ([(1, 2), (1, 6), (2, 3), (2, 5)], [5, 3, 2]),
         ([(1, 2), (2, 8), (3, 4), (3, 6)], [6, 4, 2]),
-    ],
-)
-def test_the_newest_comes_first_and_what_a_run_went_back_behind_never(
-    versions: list[tuple[int, int]], steps: list[int]
-):
-    assert order(versions) == steps
+    ]:
+        assert order(versions) == steps
 
 
 def test_what_the_run_began_with_has_abandoned_later_steps_of_its_own_epoch():

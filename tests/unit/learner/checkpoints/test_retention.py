@@ -41,17 +41,14 @@ def removed(infos: list[CheckpointInfo], checkpoint: CheckpointSection) -> list[
     return [info.step for info in to_remove(infos, checkpoint, EVERY_10, resumption=None)]
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "steps"),
-    [
+def test_steps_to_save():
+    for checkpoint, steps in [
         (CheckpointSection(), []),
         (CheckpointSection(every_steps=4), [4, 8, 12, 16, 20]),
         (CheckpointSection(keep_best=True), [10, 20]),
         (CheckpointSection(every_steps=8, keep_best=True), [8, 10, 16, 20]),
-    ],
-)
-def test_steps_to_save(checkpoint: CheckpointSection, steps: list[int]):
-    assert [s for s in range(1, 21) if is_save_due(s, checkpoint, EVERY_10)] == steps
+    ]:
+        assert [s for s in range(1, 21) if is_save_due(s, checkpoint, EVERY_10)] == steps
 
 
 def test_the_end_is_saved_where_asked_or_where_its_evaluation_may_be_the_best():

@@ -114,17 +114,12 @@ def test_the_torch_that_is_installed_takes_what_we_give_it():
     assert known[:7] == QKV_AND_BOUNDS.split(", ")
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "runs_there"),
-    [
+def test_what_the_kernels_do_not_take_is_computed_without_them():
+    for device, dtype, runs_there in [
         ("cuda", torch.bfloat16, True),
         ("cuda", torch.float16, True),
         ("cuda", torch.float32, False),
         ("cpu", torch.bfloat16, False),
-    ],
-)
-def test_what_the_kernels_do_not_take_is_computed_without_them(
-    device: str, dtype: torch.dtype, runs_there: bool
-):
-    with FakeTensorMode():
-        assert has_kernel(torch.empty(5, 4, 2, device=device, dtype=dtype)) == runs_there
+    ]:
+        with FakeTensorMode():
+            assert has_kernel(torch.empty(5, 4, 2, device=device, dtype=dtype)) == runs_there

@@ -31,9 +31,8 @@ EXPERTS = HfConfig(
 )
 
 
-@pytest.mark.parametrize(
-    ("hf", "learner", "why"),
-    [
+def test_a_layout_that_does_not_fit_is_refused():
+    for hf, learner, why in [
         (
             DENSE,
             {"tensor_parallel": 4},
@@ -134,17 +133,14 @@ EXPERTS = HfConfig(
             "learner.pipeline_parallel x learner.interleaved_chunks = 3 x 2 = 6 stages, and "
             "run.model has 5 layers: each stage needs one",
         ),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_refused(hf: HfConfig, learner: dict[str, object], why: str):
-    with pytest.raises(ConfigError) as refusal:
-        refuse_layout(hf, LearnerSection(**learner))  # type: ignore[arg-type]  # TOML's types
-    assert str(refusal.value) == why
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            refuse_layout(hf, LearnerSection(**learner))  # type: ignore[arg-type]  # TOML's types
+        assert str(refusal.value) == why
 
 
-@pytest.mark.parametrize(
-    ("hf", "learner", "layers"),
-    [
+def test_one_that_fits_is_taken():
+    for hf, learner, layers in [
         (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 5}, (1, 1, 1, 1, 1)),
         (EXPERTS, {"tensor_parallel": 2, "expert_parallel": 3, "expert_tensor_parallel": 3}, (5,)),
         (
@@ -152,12 +148,10 @@ def test_a_layout_that_does_not_fit_is_refused(hf: HfConfig, learner: dict[str, 
             {"pipeline_parallel": 2, "megatron": {"num_layers_in_last_pipeline_stage": 2}},
             (3, 2),
         ),
-    ],
-)
-def test_one_that_fits_is_taken(hf: HfConfig, learner: dict[str, object], layers: tuple[int, ...]):
-    section = LearnerSection(**learner)  # type: ignore[arg-type]  # TOML's types
-    refuse_layout(hf, section)
-    assert stage_layers(hf, section) == layers
+    ]:
+        section = LearnerSection(**learner)  # type: ignore[arg-type]  # TOML's types
+        refuse_layout(hf, section)
+        assert stage_layers(hf, section) == layers
 
 
 def test_a_model_beside_the_policy_is_divided_as_far_as_the_settings_are_about_it():

@@ -46,17 +46,14 @@ def test_a_rank_whose_collective_failed_is_not_the_reason_unless_no_other_is_fou
     )
 
 
-@pytest.mark.parametrize(
-    ("error", "is_so"),
-    [
+def test_an_error_of_a_collective_is_known_by_its_text():
+    for error, is_so in [
         (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"), True),
         (RuntimeError("NCCL error in: ncclRemoteError"), True),
         (RuntimeError("out of memory"), False),
         (PublishError("gloo is torn"), False),
-    ],
-)
-def test_an_error_of_a_collective_is_known_by_its_text(error: Exception, is_so: bool):
-    assert is_of_collective(error) == is_so
+    ]:
+        assert is_of_collective(error) == is_so
 
 
 def test_a_store_that_is_gone_or_silent_is_the_end_of_node_0():
@@ -83,9 +80,8 @@ def test_the_line_names_node_host_and_ranks_and_is_one_line():
     assert line.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("ended", "node", "asked", "code"),
-    [
+def test_what_was_asked_for_ends_with_0():
+    for ended, node, asked, code in [
         (Ended(node=0, text="", orderly=True), 1, False, 0),
         (Ended(node=0, text=""), 1, False, 1),
         (Ended(node=1, text="", orderly=True), 0, False, 1),
@@ -94,10 +90,8 @@ def test_the_line_names_node_host_and_ranks_and_is_one_line():
         (Ended(node=1, text=""), 0, True, 1),  # it could not save
         (Ended(node=1, text=""), 1, True, 0),
         (Ended(node=0, text=""), 2, True, 0),
-    ],
-)
-def test_what_was_asked_for_ends_with_0(ended: Ended, node: int, asked: bool, code: int):
-    assert ended.exit_code(node, asked_to_stop=asked) == code
+    ]:
+        assert ended.exit_code(node, asked_to_stop=asked) == code
 
 
 def test_an_error_is_told_by_its_first_line():

@@ -260,15 +260,13 @@ def step_of(*bad: int) -> tuple[dict[str, float], list[TrainedMinibatch], Bigram
     return figures, trained, policy
 
 
-@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 2)])
-def test_minibatches_that_are_not_finite_are_counted_and_are_in_no_other_figure(
-    bad: tuple[int, ...],
-):
-    figures, trained, _ = step_of(*bad)
-    assert [one.number for one in trained] == [n for n in range(3) if n not in bad]
-    assert figures["policy/skipped_minibatches"] == len(bad)
-    assert figures["policy/tokens"] == 24 * (3 - len(bad))
-    assert 0.0 < figures["policy/entropy"] < np.log(NUM_TOKENS)
+def test_minibatches_that_are_not_finite_are_counted_and_are_in_no_other_figure():
+    for bad in [(), (0,), (1,), (0, 2)]:
+        figures, trained, _ = step_of(*bad)
+        assert [one.number for one in trained] == [n for n in range(3) if n not in bad]
+        assert figures["policy/skipped_minibatches"] == len(bad)
+        assert figures["policy/tokens"] == 24 * (3 - len(bad))
+        assert 0.0 < figures["policy/entropy"] < np.log(NUM_TOKENS)
 
 
 def test_a_step_of_which_no_minibatch_is_finite_is_none():
@@ -807,20 +805,17 @@ def test_parts_of_rewards_reach_the_advantage():
     assert parts["short"][2:].tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("advantage", "message"),
-    [
+def test_an_advantage_that_the_rewards_are_not_for_is_an_error_of_the_settings():
+    for advantage, message in [
         (
             {"name": "gdpo", "weights": {"right": 1.0}},
             "algo.advantage = 'gdpo' cannot be taken here: algo.advantage.weights names right; the",
         ),
         ("maxrl", "algo.advantage = 'maxrl' cannot be taken here: maxrl needs rewards >= 0"),
-    ],
-)
-def test_an_advantage_that_the_rewards_are_not_for_is_an_error_of_the_settings(
-    advantage: object, message: str
-):
-    given = data(1)
-    given = replace(given, outcomes=replace(given.outcomes, rewards=-given.outcomes.rewards - 1.0))
-    with pytest.raises(ConfigError, match=message):
-        train(Bigrams(), algorithm(advantage=advantage), given)
+    ]:
+        given = data(1)
+        given = replace(
+            given, outcomes=replace(given.outcomes, rewards=-given.outcomes.rewards - 1.0)
+        )
+        with pytest.raises(ConfigError, match=message):
+            train(Bigrams(), algorithm(advantage=advantage), given)

@@ -21,15 +21,12 @@ def test_an_address_of_another_machine_is_refused_with_its_setting():
         listen_at("192.0.2.1", named="weightbus.host")
 
 
-@pytest.mark.parametrize(
-    ("address", "endpoint"),
-    [
+def test_zeromq_gets_numbers_in_the_place_of_names():
+    for address, endpoint in [
         (Address("127.0.0.1", 29500), "tcp://127.0.0.1:29500"),
         (Address("::1", 29500), "tcp://[::1]:29500"),
-    ],
-)
-def test_zeromq_gets_numbers_in_the_place_of_names(address: Address, endpoint: str):
-    assert endpoint_of(address, named="--rendezvous") == endpoint
+    ]:
+        assert endpoint_of(address, named="--rendezvous") == endpoint
 
 
 def test_what_is_no_name_is_refused_with_its_option():

@@ -53,18 +53,13 @@ def test_member_that_does_not_adopt_fails_alone():
     assert (course.phase, course.members, course.failed) == (None, ["b"], {"a": "torn"})
 
 
-@pytest.mark.parametrize(
-    ("every", "publishes", "is_repair", "due"),
-    [
+def test_every_nth_publish_and_every_repair_is_checked():
+    for every, publishes, is_repair, due in [
         (0, 1, False, False),
         (0, 1, True, True),
         (1, 7, False, True),
         (5, 1, False, True),
         (5, 5, False, False),
         (5, 6, False, True),
-    ],
-)
-def test_every_nth_publish_and_every_repair_is_checked(
-    every: int, publishes: int, is_repair: bool, due: bool
-):
-    assert is_check_due(every, publishes, is_repair=is_repair) is due
+    ]:
+        assert is_check_due(every, publishes, is_repair=is_repair) is due

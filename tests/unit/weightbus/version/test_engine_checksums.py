@@ -131,19 +131,14 @@ def test_on_a_gpu_only_the_vocabulary_is_padded_and_another_function_is_used():
 
 
 # Of SGLang 0.5.23's own kernels, run by Triton's interpreter: tests/integration/test_gpu_hash.py.
-@pytest.mark.parametrize(
-    ("num_elements", "dtype", "expected"),
-    [
+def test_the_hash_of_a_gpu_is_that_of_the_engine():
+    for num_elements, dtype, expected in [
         (0, torch.float32, "0000000000000000"),
         (5, torch.bfloat16, "a4d0f557521dc16c"),
         (8384, torch.bfloat16, "7a9a16a1aeb5f0cf"),
         (40_000, torch.float32, "21d1082a954b143d"),
-    ],
-)
-def test_the_hash_of_a_gpu_is_that_of_the_engine(
-    num_elements: int, dtype: torch.dtype, expected: str
-):
-    assert gpu_hash((torch.arange(num_elements) / 7).to(dtype), torch.device("cpu")) == expected
+    ]:
+        assert gpu_hash((torch.arange(num_elements) / 7).to(dtype), torch.device("cpu")) == expected
 
 
 def test_parts_are_hashed_with_their_place():

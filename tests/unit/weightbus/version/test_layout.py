@@ -26,21 +26,16 @@ def plan(sizes: list[int], limit: int) -> list[list[str]]:
     return [[spec.name for spec in bucket.tensors] for bucket in layout.buckets]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "limit", "buckets"),
-    [
+def test_tensors_fill_buckets_in_order_and_one_too_large_travels_alone():
+    for sizes, limit, buckets in [
         ([], 10, []),
         ([4, 6, 2], 10, [["t0", "t1"], ["t2"]]),
         ([4, 8], 10, [["t0"], ["t1"]]),
         ([4, 24, 4, 4], 10, [["t0"], ["t1"], ["t2", "t3"]]),
         ([24, 24], 10, [["t0"], ["t1"]]),
         ([10, 0, 10], 10, [["t0", "t1"], ["t2"]]),
-    ],
-)
-def test_tensors_fill_buckets_in_order_and_one_too_large_travels_alone(
-    sizes: list[int], limit: int, buckets: list[list[str]]
-):
-    assert plan(sizes, limit) == buckets
+    ]:
+        assert plan(sizes, limit) == buckets
 
 
 def test_wider_types_come_first_so_that_every_tensor_is_aligned():

@@ -1,7 +1,5 @@
 """A recorded trajectory in parts: turns, the context between, and where branches begin."""
 
-import pytest
-
 from slipstream.wire.files.trained_parts import (
     Excerpt,
     Part,
@@ -48,9 +46,8 @@ def test_a_turn_names_the_versions_of_its_own_tokens():
     assert versions_of(Part(first_token=9, end=11, turn=3), runs) == ["v1.3"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "calls"),
-    [
+def test_calls_of_tools_are_named_as_templates_write_them():
+    for reply, calls in [
         ("none at all", {}),
         ('{"name": "a"}', {}),
         ('<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>', {"a": 1}),
@@ -63,10 +60,8 @@ def test_a_turn_names_the_versions_of_its_own_tokens():
         ("\uff5ctool\u2581sep\uff5c>a", {}),
         ("<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>a\n", {"a": 1}),
         ("<function=a>" * 40, {"a": 40}),
-    ],
-)
-def test_calls_of_tools_are_named_as_templates_write_them(reply: str, calls: dict[str, int]):
-    assert called_tools(reply) == calls
+    ]:
+        assert called_tools(reply) == calls
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end():

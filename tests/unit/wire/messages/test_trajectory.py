@@ -40,20 +40,15 @@ def zeros(dtype: DType, *shape: int) -> PackedArray:
     return PackedArray(dtype, shape, memoryview(bytes(count * item)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "num_bytes", "needs"),
-    [
+def test_an_array_with_the_wrong_number_of_bytes_is_rejected():
+    for dtype, shape, num_bytes, needs in [
         ("int32", (2,), 4, 8),
         ("float32", (2, 3), 23, 24),
         ("bool", (3,), 4, 3),
         ("bool", (0,), 1, 0),
-    ],
-)
-def test_an_array_with_the_wrong_number_of_bytes_is_rejected(
-    dtype: DType, shape: tuple[int, ...], num_bytes: int, needs: int
-):
-    with pytest.raises(ValueError, match=f"needs {needs} bytes, got {num_bytes}"):
-        PackedArray(dtype, shape, memoryview(bytes(num_bytes)))
+    ]:
+        with pytest.raises(ValueError, match=f"needs {needs} bytes, got {num_bytes}"):
+            PackedArray(dtype, shape, memoryview(bytes(num_bytes)))
 
 
 def test_an_array_of_negative_size_is_rejected():
@@ -77,9 +72,8 @@ def test_oldest_version_is_found_in_any_position():
     assert make_header((4, NEW), (6, OLD)).oldest_version == OLD
 
 
-@pytest.mark.parametrize(
-    "starts",
-    [
+def test_runs_that_do_not_divide_the_response_are_rejected():
+    for starts in [
         (),
         ((3, OLD),),
         ((5, OLD),),
@@ -87,66 +81,50 @@ def test_oldest_version_is_found_in_any_position():
         ((4, OLD), (8, NEW), (6, OLD)),
         ((4, OLD), (10, NEW)),
         ((4, OLD), (12, NEW)),
-    ],
-)
-def test_runs_that_do_not_divide_the_response_are_rejected(
-    starts: tuple[tuple[int, PolicyVersion], ...],
-):
-    with pytest.raises(ValueError, match=r"the response is \[4, 10\)"):
-        make_header(*starts)
+    ]:
+        with pytest.raises(ValueError, match=r"the response is \[4, 10\)"):
+            make_header(*starts)
 
 
-@pytest.mark.parametrize(
-    ("num_prompt_tokens", "num_tokens"), [(0, 10), (10, 10), (11, 10), (-1, 5)]
-)
-def test_a_trajectory_without_prompt_or_response_is_rejected(
-    num_prompt_tokens: int, num_tokens: int
-):
-    with pytest.raises(ValueError, match="needs prompt and response tokens"):
-        make_header(
-            (num_prompt_tokens, OLD), num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens
-        )
+def test_a_trajectory_without_prompt_or_response_is_rejected():
+    for num_prompt_tokens, num_tokens in [(0, 10), (10, 10), (11, 10), (-1, 5)]:
+        with pytest.raises(ValueError, match="needs prompt and response tokens"):
+            make_header(
+                (num_prompt_tokens, OLD), num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens
+            )
 
 
-@pytest.mark.parametrize(
-    ("field", "array"),
-    [
+def test_arrays_that_do_not_belong_together_are_rejected_by_name():
+    for field, packed in [
         ("loss_mask", zeros("bool", 4)),
         ("behavior_logprobs", zeros("int32", 5)),
         ("token_ids", zeros("float32", 5)),
-    ],
-)
-def test_arrays_that_do_not_belong_together_are_rejected_by_name(field: str, array: PackedArray):
-    arrays = {
-        "token_ids": zeros("int32", 5),
-        "loss_mask": zeros("bool", 5),
-        "behavior_logprobs": zeros("float32", 5),
-    }
-    with pytest.raises(ValueError, match=f"{field} is"):
-        TrajectoryPayload(**(arrays | {field: array}))
+    ]:
+        arrays = {
+            "token_ids": zeros("int32", 5),
+            "loss_mask": zeros("bool", 5),
+            "behavior_logprobs": zeros("float32", 5),
+        }
+        with pytest.raises(ValueError, match=f"{field} is"):
+            TrajectoryPayload(**(arrays | {field: packed}))
 
 
-@pytest.mark.parametrize(
-    ("decisions", "why"),
-    [
+def test_decisions_that_are_not_about_the_tokens_are_rejected():
+    for decisions, why in [
         ({"kept_counts": zeros("uint8", 2)}, "together or not at all"),
         ({"kept_counts": zeros("float32", 2), "kept_ids": zeros("uint8", 2)}, "kept_counts is flo"),
         ({"kept_counts": zeros("uint8", 2), "kept_ids": zeros("int32", 1, 2)}, "with 1 axes"),
         ({"experts": zeros("uint8", 4, 2)}, "with 3 axes"),
         ({"kept_counts": zeros("uint8", 3), "kept_ids": zeros("uint8", 3)}, "chose 2 tokens"),
         ({"experts": zeros("uint8", 5, 2, 2)}, "the engine computed 4 at most"),
-    ],
-)
-def test_decisions_that_are_not_about_the_tokens_are_rejected(
-    decisions: dict[str, PackedArray], why: str
-):
-    with pytest.raises(ValueError, match=why):
-        TrajectoryPayload(
-            token_ids=zeros("int32", 5),
-            loss_mask=PackedArray("bool", (5,), memoryview(b"\0\0\0\1\1")),
-            behavior_logprobs=zeros("float32", 5),
-            decisions=Decisions(**decisions),
-        )
+    ]:
+        with pytest.raises(ValueError, match=why):
+            TrajectoryPayload(
+                token_ids=zeros("int32", 5),
+                loss_mask=PackedArray("bool", (5,), memoryview(b"\0\0\0\1\1")),
+                behavior_logprobs=zeros("float32", 5),
+                decisions=Decisions(**decisions),
+            )
 
 
 def test_the_size_of_decisions_is_that_of_their_arrays():
@@ -198,9 +176,8 @@ def test_versions_count_over_turns_what_they_chose_and_no_context():
     assert sum(count for _, count in header.tokens_by_version()) == header.num_response_tokens
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
+def test_turns_that_do_not_divide_a_trajectory_are_refused():
+    for turns in [
         [(5, 25)],  # not after the prompt
         [(4, 6)],  # context follows it
         [(4, 6), (10, 20)],  # nothing between them
@@ -208,11 +185,9 @@ def test_versions_count_over_turns_what_they_chose_and_no_context():
         [(4, 0), (15, 15)],
         [(15, 15), (4, 6)],
         [(4, 6), (15, 16)],
-    ],
-)
-def test_turns_that_do_not_divide_a_trajectory_are_refused(turns: list[tuple[int, int]]):
-    with pytest.raises(ValueError, match="expected context before each, of 4 tokens before"):
-        of_turns(turns)
+    ]:
+        with pytest.raises(ValueError, match="expected context before each, of 4 tokens before"):
+            of_turns(turns)
 
 
 @pytest.mark.parametrize("branches", [(11,), (30,), (20, 10), (10, 10), (0,)])

@@ -14,9 +14,8 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-aa22)
 """
 
 
-@pytest.mark.parametrize(
-    ("variable", "usable"),
-    [
+def test_the_variable_chooses_as_it_does_for_cuda():
+    for variable, usable in [
         (None, ("0", "1", "2")),
         ("", ()),
         ("-1", ()),
@@ -30,10 +29,8 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-aa22)
         ("GPU-b", ("GPU-b",)),
         ("GPU-aa", ()),  # two begin so
         ("MIG-77", ("MIG-77",)),
-    ],
-)
-def test_the_variable_chooses_as_it_does_for_cuda(variable: str | None, usable: tuple[str, ...]):
-    assert gpus.chosen_gpus(variable, HOST) == usable
+    ]:
+        assert gpus.chosen_gpus(variable, HOST) == usable
 
 
 def test_host_without_gpus_has_none_whatever_a_variable_names():

@@ -62,23 +62,18 @@ def test_a_section_that_is_a_value_is_refused(tmp_path: Path):
         load_table(path)
 
 
-@pytest.mark.parametrize(
-    ("struct", "values", "names"),
-    [
+def test_a_wrong_value_and_an_unknown_key_name_the_setting():
+    for struct, values, names in [
         (RunSection, {"steps": 0}, r"run\.steps must be a whole number of at least 1, got 0"),
         (RunSection, {"max_staleness_steps": -1}, r"s_steps must be .* of at least 0, got -1"),
         (RunSection, {"group_sise": 3}, r"run\.group_sise; did you mean group_size\?"),
         (SamplingSection, {"zzz": 3}, r"known are chat_template, .*temperature"),
         (BrokerSection, {"redis": {"fsink": "no"}}, r"broker\.redis\.fsink; did you mean fsync\?"),
         (BrokerSection, {"redis": {"fsync": "x"}}, r"broker\.redis\.fsync must be one of"),
-    ],
-)
-def test_a_wrong_value_and_an_unknown_key_name_the_setting(
-    struct: type, values: dict[str, object], names: str
-):
-    name = struct.__name__.removesuffix("Section").lower()
-    with pytest.raises(ConfigError, match=names):
-        section({name: values}, name, struct)
+    ]:
+        name = struct.__name__.removesuffix("Section").lower()
+        with pytest.raises(ConfigError, match=names):
+            section({name: values}, name, struct)
 
 
 def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path):

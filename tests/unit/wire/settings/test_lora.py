@@ -25,9 +25,8 @@ def test_adapters_are_on_every_linear_layer_and_scaled_by_alpha_over_rank():
     assert set(facts.targets) == set(LINEAR_LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_is_no_adapter_is_refused():
+    for settings, message in [
         ({"rank": 0}, r"lora\.rank must be at least 1, got 0: leave it out to train all weights"),
         ({"rank": -4}, r"lora\.rank must be at least 1, got -4"),
         ({"rank": 10**9}, r"lora\.rank must be at most 8192, got 1000000000"),
@@ -38,8 +37,6 @@ def test_adapters_are_on_every_linear_layer_and_scaled_by_alpha_over_rank():
         ({"rank": 4, "targets": []}, r"lora\.targets must name one layer or more, each once"),
         ({"rank": 4, "targets": ["q_proj", "q_proj"]}, r"each once, got \['q_proj', 'q_proj'\]"),
         ({"rnak": 4}, r"unknown setting lora\.rnak; did you mean rank\?"),
-    ],
-)
-def test_what_is_no_adapter_is_refused(settings: dict[str, object], message: str):
-    with pytest.raises(ConfigError, match=message):
-        lora_section({"lora": settings})
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            lora_section({"lora": settings})

@@ -1,7 +1,5 @@
 from pathlib import Path
 
-import pytest
-
 from slipstream.wire.settings.places import line_of, with_place
 
 TEXT = """\
@@ -20,9 +18,8 @@ adam.beta1 = 3
 """
 
 
-@pytest.mark.parametrize(
-    ("setting", "line"),
-    [
+def test_a_setting_has_a_line():
+    for setting, line in [
         ("run.steps", 4),
         ("algo.surrogate.clip_low", 7),
         ("algo.surrogate", 6),
@@ -31,10 +28,8 @@ adam.beta1 = 3
         ("learner.adam.beta1", 12),
         ("run.model", 0),
         ("eval.file", 0),
-    ],
-)
-def test_a_setting_has_a_line(setting: str, line: int):
-    assert line_of(TEXT, setting) == line
+    ]:
+        assert line_of(TEXT, setting) == line
 
 
 def test_a_message_gets_the_place_of_the_setting_that_somebody_wrote(tmp_path: Path):

@@ -1,5 +1,4 @@
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +13,14 @@ from slipstream.generators.environments.adapters.gymnasium import (
 )
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_observations_are_text_or_json():
+    for value, text in [
         ("a board", "a board"),
         (np.int64(7), "7"),
         ((1, np.float32(0.5), True), "[1, 0.5, true]"),
         ({"said": "ä", 3: None}, '{"said": "ä", "3": null}'),
-    ],
-)
-def test_observations_are_text_or_json(value: object, text: str):
-    assert text_of(value, "it") == text
+    ]:
+        assert text_of(value, "it") == text
 
 
 @pytest.mark.parametrize("value", [b"\xff", np.zeros(2), {"x": object()}, [np.zeros((1, 1))]])
@@ -33,17 +29,14 @@ def test_what_no_text_holds_is_named(value: object):
         text_of(value, "it")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reply", "found"),
-    [
+def test_the_last_match_of_a_pattern_is_the_action():
+    for pattern, reply, found in [
         ("", "  go ", "go"),
         (r"<a>(.*?)</a>", "<a>1</a> no, <a> 2 </a>", "2"),
         (r"\d+", "1 or 22", "22"),
         (r"\d+", "none", ""),
-    ],
-)
-def test_the_last_match_of_a_pattern_is_the_action(pattern: str, reply: str, found: str):
-    assert chosen_text(re.compile(pattern), reply) == found
+    ]:
+        assert chosen_text(re.compile(pattern), reply) == found
 
 
 def test_a_choice_is_a_number_or_a_name():
@@ -54,17 +47,14 @@ def test_a_choice_is_a_number_or_a_name():
             action_of(spaces.Discrete(2), text, ())
 
 
-@pytest.mark.parametrize(
-    ("space", "is_spoken"),
-    [
+def test_spaces_of_arrays_are_no_text():
+    for space, is_spoken in [
         (spaces.Text(9), True),
         (spaces.Tuple([spaces.Discrete(2), spaces.Dict({"a": spaces.Text(1)})]), True),
         (spaces.Tuple([spaces.Discrete(2), spaces.MultiBinary(3)]), False),
         (spaces.Box(0, 1, (2,)), False),
-    ],
-)
-def test_spaces_of_arrays_are_no_text(space: "spaces.Space[Any]", is_spoken: bool):
-    assert (unspoken(space) is None) == is_spoken
+    ]:
+        assert (unspoken(space) is None) == is_spoken
 
 
 def test_what_a_terminal_colors_stands_in_brackets():

@@ -7,9 +7,8 @@ from slipstream.generators.environments.sdk import schema_of
 from slipstream.generators.environments.tools.python import Interpreter, WithPython, shown
 
 
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
+def test_a_result_says_what_was_printed_and_what_was_lost():
+    for said, text in [
         (Said("2\n", 0.1), "2"),
         (Said(" \n", 0.1), "(it printed nothing)"),
         (
@@ -17,10 +16,8 @@ from slipstream.generators.environments.tools.python import Interpreter, WithPyt
             "a\nThe interpreter was ended: it took too much memory. "
             "Its variables and functions are lost.",
         ),
-    ],
-)
-def test_a_result_says_what_was_printed_and_what_was_lost(said: Said, text: str):
-    assert shown(said) == text
+    ]:
+        assert shown(said) == text
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,13 @@ QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]
 V3, GLM4 = FAMILIES["deepseek_v3"], FAMILIES["glm4"]
 
 
-@pytest.mark.parametrize(
-    ("family", "megatron_name", "kind", "names"),
-    [
+def test_parameter_becomes_the_tensors_of_that_name():
+    for family, megatron_name, kind, names in [
         (QWEN2, "embedding.word_embeddings.weight", "vocab", ("embed_tokens.weight",)),
         (QWEN2, "decoder.final_layernorm.weight", "copy", ("norm.weight",)),
-    ],
-)
-def test_parameter_becomes_the_tensors_of_that_name(
-    family: Family, megatron_name: str, kind: FusionKind, names: tuple[str, ...]
-):
-    parameter = family.parameter(megatron_name, tied_embeddings=False)
-    assert (parameter.kind, parameter.names) == (kind, tuple(f"model.{name}" for name in names))
+    ]:
+        parameter = family.parameter(megatron_name, tied_embeddings=False)
+        assert (parameter.kind, parameter.names) == (kind, tuple(f"model.{name}" for name in names))
 
 
 @pytest.mark.parametrize(
@@ -67,27 +62,22 @@ def test_parameter_of_a_layer_becomes_the_tensors_of_that_name(
     assert parameter.names == tuple(f"model.layers.{layer}.{name}" for name in names)
 
 
-@pytest.mark.parametrize(
-    ("tied", "name"), [(False, "lm_head.weight"), (True, "model.embed_tokens.weight")]
-)
-def test_tied_output_layer_is_the_embedding(tied: bool, name: str):
-    parameter = QWEN2.parameter("output_layer.weight", tied_embeddings=tied)
-    assert (parameter.kind, parameter.names) == ("vocab", (name,))
+def test_tied_output_layer_is_the_embedding():
+    for tied, name in [(False, "lm_head.weight"), (True, "model.embed_tokens.weight")]:
+        parameter = QWEN2.parameter("output_layer.weight", tied_embeddings=tied)
+        assert (parameter.kind, parameter.names) == ("vocab", (name,))
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
+def test_name_of_no_parameter_of_the_family_is_refused():
+    for family, name in [
         (QWEN2, "decoder.layers.0.mlp.router.weight"),
         (QWEN2, "decoder.layers.x.input_layernorm.weight"),
         (QWEN2, "lm_head"),
         (QWEN2, "decoder.layers.0.self_attention.q_layernorm.weight"),
         (QWEN3, "decoder.layers.0.self_attention.linear_qkv.bias"),
-    ],
-)
-def test_name_of_no_parameter_of_the_family_is_refused(family: Family, name: str):
-    with pytest.raises(KeyError, match=name):
-        family.parameter(name, tied_embeddings=False)
+    ]:
+        with pytest.raises(KeyError, match=name):
+            family.parameter(name, tied_embeddings=False)
 
 
 # ---- a family of one's own: this table is all that is added ---------------------
