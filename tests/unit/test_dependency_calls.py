@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.dependency_calls import uses_in, wrong
 
 
@@ -17,9 +15,8 @@ def problems(source: str, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+def test_a_wrong_use_is_named_with_its_place(tmp_path: Path):
+    for source, message in [
         ("import torch\nif torch.cuda.is_there():\n    pass", "torch.cuda.is_there does not exist"),
         ("import torch\ntorch.mm(a, b, out_type=torch.float32)", "no overload takes out_type"),
         (
@@ -36,13 +33,11 @@ def problems(source: str, folder: Path) -> list[str]:
             "_abort_group does not exist",
         ),
         ("from torch.nn.attention import varlen_atn", "varlen_atn does not exist"),
-    ],
-)
-def test_a_wrong_use_is_named_with_its_place(source: str, message: str, tmp_path: Path):
-    found = problems(source, tmp_path)
-    assert found, source
-    assert message in found[0]
-    assert found[0].startswith("module.py:")
+    ]:
+        found = problems(source, tmp_path)
+        assert found, source
+        assert message in found[0]
+        assert found[0].startswith("module.py:")
 
 
 def test_uses_that_fit_are_none(tmp_path: Path):

@@ -259,21 +259,18 @@ STYLE = [[1.0, 2.0, math.nan, 4.0], [math.nan, 1.0, math.nan, math.nan]]
 
 
 @proves(gdpo, against=DEFINITION)
-@pytest.mark.parametrize(
-    "weights",
-    [
+def test_gdpo_normalizes_each_part_of_the_reward_before_it_adds_them():
+    for weights in [
         {"right": 1.0, "short": 1.0, "style": 1.0},
         {"right": 1.0, "short": 0.25},
         {"right": 1.0, "short": 0.25, "of another source": 3.0},
-    ],
-)
-def test_gdpo_normalizes_each_part_of_the_reward_before_it_adds_them(weights: dict[str, float]):
-    step = several(RIGHT, right=RIGHT, short=SHORT, style=STYLE, score=RIGHT)
-    found = gdpo(step, GdpoOptions(weights=weights, epsilon=1e-3))
-    parts = {"right": RIGHT, "short": SHORT, "style": STYLE}
-    there = [name for name in weights if name in parts]
-    expected = stated_gdpo([parts[n] for n in there], [weights[n] for n in there], 1e-3)
-    assert found.tolist() == pytest.approx(expected)
+    ]:
+        step = several(RIGHT, right=RIGHT, short=SHORT, style=STYLE, score=RIGHT)
+        found = gdpo(step, GdpoOptions(weights=weights, epsilon=1e-3))
+        parts = {"right": RIGHT, "short": SHORT, "style": STYLE}
+        there = [name for name in weights if name in parts]
+        expected = stated_gdpo([parts[n] for n in there], [weights[n] for n in there], 1e-3)
+        assert found.tolist() == pytest.approx(expected)
 
 
 def test_what_does_not_deviate_is_0_without_an_epsilon():

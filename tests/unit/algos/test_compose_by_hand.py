@@ -79,17 +79,14 @@ def test_anchor_is_the_denominator_of_the_ratio(anchor: str, below: list[float])
 
 
 @proves("entropy_bonus", against=DEFINITION)
-@pytest.mark.parametrize(
-    ("rule", "mean"),
-    [
+def test_the_entropy_bonus_is_taken_from_the_loss_and_reduced_as_it_is():
+    for rule, mean in [
         ("token-mean", (0.3 + 0.9 + 0.6) / 3),
         ("sequence-mean-token-mean", ((0.3 + 0.9) / 2 + 0.6) / 2),
-    ],
-)
-def test_the_entropy_bonus_is_taken_from_the_loss_and_reduced_as_it_is(rule: str, mean: float):
-    with_bonus, _ = loss_of(reduce=rule, entropy_bonus=0.5)
-    without, _ = loss_of(reduce=rule)
-    assert with_bonus - without == pytest.approx(-0.5 * mean)
+    ]:
+        with_bonus, _ = loss_of(reduce=rule, entropy_bonus=0.5)
+        without, _ = loss_of(reduce=rule)
+        assert with_bonus - without == pytest.approx(-0.5 * mean)
 
 
 KL: dict[str, tuple[dict[str, object], list[float]]] = {
@@ -136,13 +133,11 @@ def test_the_reward_of_each_token_is_charged_for_the_divergence_of_the_proximal_
 
 
 @proves("reduce.length", against=DEFINITION)
-@pytest.mark.parametrize(("length", "divisor"), [(0.0, 4.0), (10.0, 10.0)])
-def test_the_constant_length_is_that_of_the_settings_or_the_longest_response(
-    length: float, divisor: float
-):
-    rule = "sequence-mean-token-sum-norm"
-    loss, _ = loss_of(surrogate="policy-gradient", reduce={"name": rule, "length": length})
-    assert loss == pytest.approx(-(2 * -1.0 + 2 * -2.0 + -1 * -0.5) / (2 * divisor))
+def test_the_constant_length_is_that_of_the_settings_or_the_longest_response():
+    for length, divisor in [(0.0, 4.0), (10.0, 10.0)]:
+        rule = "sequence-mean-token-sum-norm"
+        loss, _ = loss_of(surrogate="policy-gradient", reduce={"name": rule, "length": length})
+        assert loss == pytest.approx(-(2 * -1.0 + 2 * -2.0 + -1 * -0.5) / (2 * divisor))
 
 
 KEPT = {  # losses are 2, 4 and -0.5; sequences are the first two tokens, and the third

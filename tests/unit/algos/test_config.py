@@ -33,23 +33,6 @@ def test_every_preset_is_an_algorithm(preset: str):
         assert PARTS[kind][part.name] is part
 
 
-def test_the_presets_are_those_that_are_promised():
-    assert set(PRESETS) >= {
-        "grpo",
-        "dr-grpo",
-        "dapo",
-        "ppo",
-        "vapo",
-        "gspo",
-        "cispo",
-        "rloo",
-        "reinforce++",
-        "pf-ppo",
-        "m2po",
-        "async-default",
-    }
-
-
 def test_the_default_keeps_to_the_policy_that_sampled():
     """As docs/staleness.md measured it; decoupled PPO does not, and keeps its name."""
     default = choice_of(AlgoSection())

@@ -138,14 +138,12 @@ def test_distances_from_the_behavior_policy_are_those_of_verl(mask: str):
 
 
 @proves(importance_sampling, against=SLIME)
-@pytest.mark.parametrize(
-    ("variant", "low", "high"), [("tis_0_2", 0.0, 2.0), ("tis_0.5_2", 0.5, 2.0)]
-)
-def test_a_truncated_weight_is_that_of_slime(variant: str, low: float, high: float):
-    file, at = golden(SLIME, "tis_icepop"), layout("mask_prefix")
-    options = ImportanceSamplingOptions(low=low, high=high)
-    result = importance_sampling(correction_inputs(file, at), options)
-    close(result.weights, at.pack(file.out(f"weight__{variant}")))
+def test_a_truncated_weight_is_that_of_slime():
+    for variant, low, high in [("tis_0_2", 0.0, 2.0), ("tis_0.5_2", 0.5, 2.0)]:
+        file, at = golden(SLIME, "tis_icepop"), layout("mask_prefix")
+        options = ImportanceSamplingOptions(low=low, high=high)
+        result = importance_sampling(correction_inputs(file, at), options)
+        close(result.weights, at.pack(file.out(f"weight__{variant}")))
 
 
 @proves(importance_sampling, rejection, against=SLIME)

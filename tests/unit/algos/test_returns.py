@@ -117,26 +117,6 @@ def test_packed_gae_is_that_of_each_sequence_alone(
     assert_rows(case, ours.returns, [plain_gae(r, v, discount, targets) + v for r, v in rows])
 
 
-@proves(gae, "gae: length_adaptive", "gae: critic_decay", against=DEFINITION)
-@given(case=cases(), alpha=st.sampled_from([0.05, 0.2, 0.5, 2.0]), discount=factors)
-@settings(deadline=None, max_examples=60)
-def test_vapo_takes_lambda_from_the_length_for_the_policy_and_1_for_the_critic(
-    case: Case, alpha: float, discount: float
-):
-    options = GaeOptions(
-        discount=discount, decay=0.3, critic_decay=1.0, length_adaptive=True, length_alpha=alpha
-    )
-    ours = gae(case.given, options)
-    expected, targets = [], []
-    for r, v in zip(case.rows(case.rewards), case.rows(case.values), strict=True):
-        decay = max(0.0, 1 - 1 / (alpha * len(r))) if len(r) else 0.0
-        expected.append(plain_gae(r, v, discount, decay))
-        targets.append(plain_returns(r, discount))  # with lambda 1 the critic's values cancel
-    assert ours.returns is not None
-    assert_rows(case, ours.advantages, expected)
-    assert_rows(case, ours.returns, targets)
-
-
 @proves(gae, discounted_returns, against=PROPERTY, what="mask")
 @given(case=cases(), bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]))
 @settings(deadline=None, max_examples=40)

@@ -17,9 +17,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-@pytest.mark.parametrize(
-    ("section", "values", "why"),
-    [
+def test_settings_that_cannot_work_are_named(model: Path):
+    for section, values, why in [
         ("sampling", {"top_k": 1}, r"sampling\.top_k must be -1 \(all\) or at least 2 .*, got 1"),
         ("sampling", {"top_k": 0}, r"sampling\.top_k must be -1 \(all\) or at least 2 .*, got 0"),
         (
@@ -57,13 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"run\.model has 1024 positions .* \+ eval\.max_response_tokens = 1100",
         ),
         ("generators", {"max_cached_tokens": 199}, r"max_cached_tokens = 199 does not hold .* 200"),
-    ],
-)
-def test_settings_that_cannot_work_are_named(
-    model: Path, section: str, values: dict[str, Any], why: str
-):
-    with pytest.raises(ConfigError, match=why):
-        generator_settings_of(model, **{section: values})
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            generator_settings_of(model, **{section: values})
 
 
 def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Path):
@@ -109,21 +104,17 @@ def test_kept_tokens_are_recorded_where_some_are_left_out(
     assert int(flags.get("sampling_mask_max_tokens", recorded)) >= recorded
 
 
-@pytest.mark.parametrize(
-    ("replay", "layers"), [("off", None), ("R2", None), ("R3", ExpertLayers(total=5, dense=2))]
-)
-def test_experts_are_recorded_where_they_are_replayed(
-    tmp_path: Path, replay: str, layers: ExpertLayers | None
-):
-    write_blank_model(tmp_path, hidden=16, layers=5)
-    config = json.loads((tmp_path / "config.json").read_text())
-    moved = {"model_type": "deepseek_v3", "first_k_dense_replace": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config | moved))
-    settings = generator_settings_of(tmp_path, run={"routing_replay": replay})
-    assert sampling_by_item(settings)["train"].experts_of == layers
-    assert sampling_by_item(settings)["eval"].experts_of is None
-    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
-    assert flags.get("enable_return_routed_experts", False) is (layers is not None)
+def test_experts_are_recorded_where_they_are_replayed(tmp_path: Path):
+    for replay, layers in [("off", None), ("R2", None), ("R3", ExpertLayers(total=5, dense=2))]:
+        write_blank_model(tmp_path, hidden=16, layers=5)
+        config = json.loads((tmp_path / "config.json").read_text())
+        moved = {"model_type": "deepseek_v3", "first_k_dense_replace": 2}
+        (tmp_path / "config.json").write_text(json.dumps(config | moved))
+        settings = generator_settings_of(tmp_path, run={"routing_replay": replay})
+        assert sampling_by_item(settings)["train"].experts_of == layers
+        assert sampling_by_item(settings)["eval"].experts_of is None
+        flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+        assert flags.get("enable_return_routed_experts", False) is (layers is not None)
 
 
 def test_layers_without_experts_are_the_familys_where_config_json_says_nothing(tmp_path: Path):
@@ -150,35 +141,25 @@ def test_no_key_is_taken_for_a_flag():
     assert all(key.isalnum() for key in keys)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "broker", "uses_deltas"),
-    [
+def test_deltas_are_for_generators_on_other_hosts_unless_set(model: Path, tmp_path: Path):
+    for encoding, broker, uses_deltas in [
         ("auto", "", False),
         ("auto", "tcp://head:5555", True),
         ("full", "tcp://head:5555", False),
         ("delta", "", True),
-    ],
-)
-def test_deltas_are_for_generators_on_other_hosts_unless_set(
-    model: Path, tmp_path: Path, encoding: str, broker: str, uses_deltas: bool
-):
-    (tmp_path / "key").write_text("")
-    run = {"broker": broker, "key_file": str(tmp_path / "key")} if broker else {}
-    found = generator_settings_of(model, run=run, weightbus={"encoding": encoding})
-    assert found.uses_deltas == uses_deltas
+    ]:
+        (tmp_path / "key").write_text("")
+        run = {"broker": broker, "key_file": str(tmp_path / "key")} if broker else {}
+        found = generator_settings_of(model, run=run, weightbus={"encoding": encoding})
+        assert found.uses_deltas == uses_deltas
 
 
-@pytest.mark.parametrize(
-    ("function", "reward", "expected"),
-    [
+def test_without_workers_an_environment_gives_all_rewards(model: Path):
+    for function, reward, expected in [
         ("a.py:A", {"workers": 0}, True),
         ("a.py:A", {"workers": 0, "inline": True}, False),
         ("a.py:A", {}, False),
         ("", {"workers": 0}, False),
-    ],
-)
-def test_without_workers_an_environment_gives_all_rewards(
-    model: Path, function: str, reward: dict[str, Any], expected: bool
-):
-    found = generator_settings_of(model, environment={"function": function}, reward=reward)
-    assert found.nobody_scores is expected
+    ]:
+        found = generator_settings_of(model, environment={"function": function}, reward=reward)
+        assert found.nobody_scores is expected

@@ -271,21 +271,6 @@ def test_the_ranks_of_a_replica_hold_the_model_once_but_for_what_is_copied(
     assert held == hf.num_parameters + (tensor - 1) * copied + padding
 
 
-@given(
-    name=st.sampled_from(
-        ["tensor_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"]
-    ),
-    others=st.fixed_dictionaries(
-        {"recompute": st.sampled_from(["none", "selective", "full"]), "on_gpu": st.booleans()}
-    ),
-)
-def test_nothing_grows_with_more_ranks_of_any_dimension(name: str, others: dict[str, object]):
-    sizes = [False, True] if name == "distributed_optimizer" else [1, 2]
-    few, many = (parts_of(MIXTURE, ranks=4, **{name: size}, **others) for size in sizes)
-    assert all(many[what] <= few[what] for what in few)
-    assert sum(many.values()) < sum(few.values())
-
-
 @given(tokens=st.lists(st.integers(1, 10_000), min_size=2, max_size=5).map(sorted))
 def test_more_tokens_take_no_less(tokens: list[int]):
     sums = [sum(parts_of(MIXTURE, max_tokens_per_microbatch=one).values()) for one in tokens]

@@ -86,18 +86,6 @@ def test_columns_stay_equally_long_and_in_order_whatever_comes(values: list[floa
     assert table.keys[-1] == len(values) - 1
 
 
-def test_steps_that_did_not_happen_are_forgotten():
-    history = History(began_s=BEGAN_S)
-    for step in range(1, 6):
-        history.step(StepPoint(step=step, at_s=0.0, metrics={"policy/loss": step / 10}), BEGAN_S)
-    history.went_back(3)
-    history.step(StepPoint(step=4, at_s=0.0, metrics={"policy/loss": 9.0}), BEGAN_S)
-    columns = history.columns().steps
-    assert columns.step == [1.0, 2.0, 3.0, 4.0]
-    assert columns.series["policy/loss"] == [0.1, 0.2, 0.3, 9.0]
-    assert [row["step"] for row in history.steps_after(2)] == [3.0, 4.0]
-
-
 def test_a_process_that_begins_anew_is_not_counted_backwards():
     def role(age_s: float, work_s: float, wait_s: float, tokens: float) -> object:
         one = next(role for role in STATUS.roles if role.role == "generator")

@@ -11,7 +11,6 @@ from slipstream.broker.ledger.evaluation import (
 )
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import EvalPoint
-from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.eval_metric import check_metric, metric_of, pass_counts
 from slipstream.wire.settings.sections import EvalSection
 from tests.support.ledger_driver import eval_plan
@@ -39,16 +38,6 @@ def test_a_round_is_complete_when_every_problem_was_answered_or_dropped():
     assert not eval_round.complete
     eval_round.dropped.add(2)
     assert eval_round.complete
-
-
-def test_dropped_problems_are_not_counted_as_wrong():
-    eval_round = EvalRound(
-        step=3, num_problems=3, answers={0: answers(1.0), 1: answers(0.0)}, dropped={2}
-    )
-    eval_round.versions |= {PolicyVersion(1, 4), PolicyVersion(1, 3)}
-    point = eval_plan(3).point(eval_round)
-    assert (point.mean, point.overall.num_answers, point.overall.num_dropped) == (0.5, 2, 1)
-    assert point.versions == (PolicyVersion(1, 3), PolicyVersion(1, 4))
 
 
 def test_a_round_without_answers_claims_no_figure():

@@ -15,6 +15,7 @@ from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.wire.errors import ConfigError
 from tests.support.recorded_runs import LAW, a_scenario, pace_of, recorded
 
+QUICK_LEARNER = LearnerLaw(step_s=1.0, token_s=1e-4)
 SLOW_LEARNER = LearnerLaw(step_s=60.0)
 FEW = {"groups_per_step": 2, "group_size": 4, "max_sequences": 4}  # a quick advice
 
@@ -38,16 +39,16 @@ def test_the_laws_that_a_run_followed_are_found():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "named", "learner"),
     [
-        ({"engines": 3}, "one more generator"),
-        ({"engines": 1}, "one fewer generator"),
-        ({"max_staleness_steps": 1}, "a bound of 1"),
-        ({"max_staleness_steps": 3}, "a bound of 3"),
-        ({"publish_every": 2}, "a publish every 2 steps"),
+        ({"engines": 3}, "one more generator", QUICK_LEARNER),
+        ({"engines": 3}, "one more generator", SLOW_LEARNER),
+        ({"engines": 1}, "one fewer generator", SLOW_LEARNER),
+        ({"max_staleness_steps": 1}, "a bound of 1", SLOW_LEARNER),
+        ({"max_staleness_steps": 3}, "a bound of 3", QUICK_LEARNER),
+        ({"publish_every": 2}, "a publish every 2 steps", QUICK_LEARNER),
     ],
 )
-@pytest.mark.parametrize("learner", [LearnerLaw(step_s=1.0, token_s=1e-4), SLOW_LEARNER])
 def test_a_run_with_one_change_is_predicted(
     change: dict[str, int], named: str, learner: LearnerLaw
 ):

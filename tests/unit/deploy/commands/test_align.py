@@ -31,36 +31,28 @@ def test_tokens_are_the_same_for_a_seed_and_of_unlike_lengths():
     assert all(0 <= token < 50 for one in sequences for token in one)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_cannot_be_compared_is_refused(tmp_path: Path):
+    for words, message in [
         (["--tokens", "2"], "--tokens at least 3, got 4 and 2"),
         (["--sequences", "0"], "--sequences must be at least 1"),
         (["--without", "engine", "--without", "transformers"], "leaves nothing to compare with"),
         (["--tolerance", "nan"], "--tolerance must be a number from 0, got nan"),
         (["--tolerance", "-1"], "--tolerance must be a number from 0, got -1"),
         ([], "is no run .* and no model"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, words: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        align.main(parsed(str(tmp_path), *words))
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            align.main(parsed(str(tmp_path), *words))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_more_tokens_than_a_model_has_positions_for_are_refused(tmp_path: Path):
+    for words, message in [
         (["--tokens", "300"], "max_position_embeddings = 256 of run.model, got 300"),
         (["--sequences", "9000"], "at most 65536, got 9000 and 32"),
-    ],
-)
-def test_more_tokens_than_a_model_has_positions_for_are_refused(
-    tmp_path: Path, words: list[str], message: str
-):
-    config = {**SHAPE, "model_type": "llama", "pad_token_id": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=message):
-        align.main(parsed(str(tmp_path), *words))
+    ]:
+        config = {**SHAPE, "model_type": "llama", "pad_token_id": None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=message):
+            align.main(parsed(str(tmp_path), *words))
 
 
 def test_a_signal_to_end_ends_what_align_has_started(tmp_path: Path):

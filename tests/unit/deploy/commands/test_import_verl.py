@@ -126,18 +126,15 @@ def test_what_is_no_command_is_refused():
             read([text], {})
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [
+def test_what_is_no_text_is_refused(tmp_path: Path):
+    for name, content, why in [
         ("x.sh", b"\xff\xfe", "cannot read the script"),
         ("x.yaml", b"a: [", "is not valid YAML"),
         ("x.yaml", b"- a", "holds no table of settings"),
-    ],
-)
-def test_what_is_no_text_is_refused(name: str, content: bytes, why: str, tmp_path: Path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=why):
-        read([str(tmp_path / name)], {})
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=why):
+            read([str(tmp_path / name)], {})
 
 
 def test_the_vocabulary_is_that_of_the_models_folder(tmp_path: Path):

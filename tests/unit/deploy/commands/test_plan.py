@@ -77,9 +77,8 @@ def test_json_has_numbers_with_their_laws(settings: Path, capsys: pytest.Capture
     assert hours[0] >= 0.98 * max(hours)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_what_cannot_be_planned_is_refused_by_its_option(settings: Path):
+    for words, told in [
         (("--gpu", "H1000"), r"--gpu is 'H1000': expected A100"),
         (("--gpus", "0"), r"--gpus is 0: expected a number above 0"),
         (("--gpus", "1"), r"--gpus is 1: one engine takes 1"),
@@ -88,13 +87,9 @@ def test_json_has_numbers_with_their_laws(settings: Path, capsys: pytest.Capture
         (("--nic-gb-s", "nan"), r"--nic-gb-s is nan"),
         (("--reserve-gib", "90"), r"--reserve-gib is 90: expected less than the 80 GiB"),
         (("--mean-response", "5000"), r"--mean-response is 5000: expected at most 3,072"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_by_its_option(
-    settings: Path, words: tuple[str, ...], told: str
-):
-    with pytest.raises(ConfigError, match=told):
-        plan.main(arguments(settings, *MODEL, *words))
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            plan.main(arguments(settings, *MODEL, *words))
 
 
 def test_a_model_without_a_config_is_refused(settings: Path):

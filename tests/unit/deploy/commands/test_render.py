@@ -56,35 +56,25 @@ def test_files_that_are_there_are_kept_unless_forced(config: Path, tmp_path: Pat
     assert (tmp_path / "out" / "job.sbatch").read_text() != "mine"
 
 
-@pytest.mark.parametrize(
-    ("override", "why"),
-    [
+def test_nothing_is_written_where_a_setting_is_bad(config: Path, tmp_path: Path):
+    for override, why in [
         ("run.nmae=x", "did you mean"),
         ('deploy.kubernetes.overrides=["run.modle=/m"]', "unknown setting run.modle"),
         ("deploy.kubernetes.namespace=Not_A_Name", "namespace"),
-    ],
-)
-def test_nothing_is_written_where_a_setting_is_bad(
-    override: str, why: str, config: Path, tmp_path: Path
-):
-    with pytest.raises(ConfigError, match=why):
-        render("kubernetes", config, [override], out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            render("kubernetes", config, [override], out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_what_one_host_cannot_have_is_refused_for_compose(config: Path, tmp_path: Path):
+    """Else engines would get GPUs that the learner has, and its second node would be missing."""
+    for overrides in [
         ["generators.device=cuda", "generators.count=3", "deploy.gpus_per_host=2"],
         ["learner.ranks=2", "learner.ranks_per_node=1"],
-    ],
-)
-def test_what_one_host_cannot_have_is_refused_for_compose(
-    overrides: list[str], config: Path, tmp_path: Path
-):
-    """Else engines would get GPUs that the learner has, and its second node would be missing."""
-    with pytest.raises(ConfigError, match=r"compose is for one host, .* the run needs 2"):
-        render("compose", config, overrides, out=tmp_path / "out")
+    ]:
+        with pytest.raises(ConfigError, match=r"compose is for one host, .* the run needs 2"):
+            render("compose", config, overrides, out=tmp_path / "out")
 
 
 def test_the_password_of_redis_is_shown_to_the_broker_alone(

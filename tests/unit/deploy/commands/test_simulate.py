@@ -106,9 +106,8 @@ def test_the_run_folder_is_read_by_the_tools_of_ended_runs(settings: Path, tmp_p
         simulate.main(arguments(settings, "--out", str(out)))
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
+def test_numbers_that_are_none_are_refused(settings: Path):
+    for words, why in [
         (("--mfu", "0"), "--mfu is 0"),
         (("--nic-gb-s", "0"), "--nic-gb-s is 0"),
         (("--engine-mtbf-h", "-1"), "--engine-mtbf-h is -1"),
@@ -120,11 +119,9 @@ def test_the_run_folder_is_read_by_the_tools_of_ended_runs(settings: Path, tmp_p
         (("--useless-share", "1.5"), "--useless-share is 1.5"),
         (("--publish-every", "5"), "publish_every is 5"),
         (("--like", "/nowhere"), "nowhere"),
-    ],
-)
-def test_numbers_that_are_none_are_refused(settings: Path, words: tuple[str, ...], why: str):
-    with pytest.raises(ConfigError, match=why):
-        simulate.main(arguments(settings, *words))
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            simulate.main(arguments(settings, *words))
 
 
 def test_rewards_that_wait_useless_groups_and_rare_publishes_cost_steps(

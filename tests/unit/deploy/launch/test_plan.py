@@ -60,11 +60,9 @@ def architecture(name: str, folder: Path) -> HfConfig:
     return load_hf_config(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("qwen2.5-1.5b-1gpu", 1_543_714_304), ("qwen3-8b-16gpu", 8_190_735_360)]
-)
-def test_parameters_are_counted_as_published(name: str, count: int, tmp_path: Path):
-    assert architecture(name, tmp_path).num_parameters == count
+def test_parameters_are_counted_as_published(tmp_path: Path):
+    for name, count in [("qwen2.5-1.5b-1gpu", 1_543_714_304), ("qwen3-8b-16gpu", 8_190_735_360)]:
+        assert architecture(name, tmp_path).num_parameters == count
 
 
 def test_the_cache_of_a_token_is_that_of_its_keys_and_values(tmp_path: Path):

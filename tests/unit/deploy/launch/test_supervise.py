@@ -186,20 +186,6 @@ def test_role_that_serves_others_is_restarted_however_it_ended(supervisor: Super
     assert (supervisor.logs / "b.log").read_text().splitlines() == ["[]", "['--restarted']"]
 
 
-def test_restarted_process_gets_its_restart_arguments(supervisor: Supervisor, time: Clock):
-    code = "import sys; print(sys.argv[1:], flush=True); raise SystemExit(1)"
-    supervisor.start(plan(code, again=("--restarted",)))
-    for _ in range(2):
-        pid = wait(supervisor)
-        if supervisor.children["worker"].num_starts == 1:
-            supervisor.check()
-            time.now_s += 6.0
-            supervisor.check()
-    assert pid
-    log = (supervisor.logs / "worker.log").read_text().splitlines()
-    assert log == ["[]", "['--restarted']"]
-
-
 def test_a_role_that_was_killed_is_reported_by_the_signal(tmp_path: Path, time: Clock):
     supervisor = make_supervisor(tmp_path, time, max_restarts=0)
     kill_myself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"

@@ -10,7 +10,6 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.render.layout import Layout, Place, layout_of
 from slipstream.deploy.render.slurm import job_text, render_slurm
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.settings.load import Table
 from tests.support.config_to_render import config_to_render
 
 
@@ -90,19 +89,16 @@ keep learner '' work
     assert done.stdout.split("\n")[:-1] == ["pause 1"] * 4
 
 
-@pytest.mark.parametrize(
-    ("slurm", "why"),
-    [
+def test_what_slurm_would_not_take_is_refused(tmp_path: Path):
+    for slurm, why in [
         ({"partition": "gpu --wrap=x"}, r"deploy.slurm.partition must be one word"),
         ({"options": ["--mem=0\nrm -rf /"]}, r"deploy.slurm.options must be like"),
         ({"options": ["-n 5"]}, r"deploy.slurm.options must be like"),
         ({"gpus_per_node": 2}, r"deploy.slurm.gpus_per_node = 2, but the learner has 4 ranks"),
-    ],
-)
-def test_what_slurm_would_not_take_is_refused(tmp_path: Path, slurm: Table, why: str):
-    config = config_of(tmp_path, deploy={"slurm": slurm})
-    with pytest.raises(ConfigError, match=why):
-        render_slurm(config, out=tmp_path, folder=tmp_path)
+    ]:
+        config = config_of(tmp_path, deploy={"slurm": slurm})
+        with pytest.raises(ConfigError, match=why):
+            render_slurm(config, out=tmp_path, folder=tmp_path)
 
 
 def test_a_time_that_is_none_is_refused(tmp_path: Path):

@@ -126,17 +126,6 @@ def test_generators_share_a_synchronous_step():
     assert simulate(replace(alone, engines=8)).mean_step_s() < simulate(alone).mean_step_s()
 
 
-def test_failures_cost_time_and_lose_nothing():
-    calm = simulate(SMALL)
-    broken = simulate(
-        replace(SMALL, faults=Faults(engine_mtbf_s=60.0, restart_s=20.0, max_attempts=100))
-    )
-    assert broken.restarted_trajectories > 0
-    assert broken.unaccounted == 0
-    assert broken.seconds > calm.seconds
-    assert broken.trained == calm.trained
-
-
 @pytest.mark.parametrize(
     "change",
     [

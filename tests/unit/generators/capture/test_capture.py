@@ -218,17 +218,6 @@ async def test_a_history_that_was_rewritten_opens_a_branch(rewritten: list[Any])
         assert [turn.num_tokens for turn in conversation.turns] == [2, 5]
 
 
-async def test_a_history_that_is_cut_after_a_reply_keeps_the_tokens_of_that_reply():
-    async with served("4", "6", "8") as it:
-        one = (await ask(it, [user("2+2?")])).choices[0].message
-        await ask(it, [user("2+2?"), one, user("3+3?")])
-        await ask(it, [user("2+2?"), one, user("4+4?")])
-        ids = it.session.conversation.token_ids
-        (start,) = it.session.conversation.branches
-        before = [*it.engine.sampled[0][0], *it.engine.sampled[0][1]]
-        assert ids[start:][: len(before)] == before
-
-
 async def test_a_text_that_goes_on_keeps_the_tokens_of_the_reply_in_it():
     async with served("b", "d") as it:
         first = await it.client.completions.create(model="policy", prompt="a")

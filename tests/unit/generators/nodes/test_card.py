@@ -32,9 +32,8 @@ def test_nodes_of_one_engine_have_all_in_common_wherever_the_model_is(
     assert difference(ours, theirs) == ""
 
 
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
+def test_what_differs_is_named_with_both_values(models: tuple[Path, Path, Path]):
+    for sections, why in [
         ({"generators": {"dtype": "bfloat16"}}, "generators.dtype is bfloat16 there, expected flo"),
         ({"generators": {"nodes": 1}}, "generators.nodes is 1 there, expected 2"),
         ({"run": {"seed": 7}}, "run.seed is 7 there, expected 0"),
@@ -48,12 +47,8 @@ def test_nodes_of_one_engine_have_all_in_common_wherever_the_model_is(
             {"generators": {"sglang": {"tp_size": 2, "page_size": 4}}},
             "generators.sglang.page_size is 4 there, expected nothing",
         ),
-    ],
-)
-def test_what_differs_is_named_with_both_values(
-    models: tuple[Path, Path, Path], sections: dict[str, dict[str, Any]], why: str
-):
-    assert difference(facts(models[0]), facts(models[0], **sections)).startswith(why)
+    ]:
+        assert difference(facts(models[0]), facts(models[0], **sections)).startswith(why)
 
 
 def test_another_model_or_name_is_noticed(models: tuple[Path, Path, Path]):

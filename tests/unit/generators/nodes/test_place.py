@@ -34,9 +34,8 @@ def test_a_command_line_names_a_place(model: Path):
     assert place_of(settings_of(model, nodes=1), None, None) is None
 
 
-@pytest.mark.parametrize(
-    ("run", "nodes", "follow", "where", "why"),
-    [
+def test_options_that_do_not_fit_are_refused(model: Path):
+    for run, nodes, follow, where, why in [
         (FAR, 1, None, WHERE, r"--rendezvous is for an engine on several hosts, .*nodes is 1"),
         (FAR, 1, 1, WHERE, r"--follow is for an engine on several hosts, .*nodes is 1"),
         (FAR, 2, None, None, r"generators\.nodes = 2 needs --rendezvous HOST:PORT"),
@@ -45,19 +44,14 @@ def test_a_command_line_names_a_place(model: Path):
         ({}, 2, None, WHERE, r"generators\.nodes = 2 needs run\.broker"),
         ({"broker": "tcp://h:1"}, 2, 1, WHERE, r"generators\.nodes = 2 needs run\.key_file"),
         (FAR, 2, None, "0.0.0.0:1", "--rendezvous is '0.0.0.0:1': name the address of node 0"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    model: Path, run: dict[str, Any], nodes: int, follow: int | None, where: str | None, why: str
-):
-    settings = settings_of(model, run, nodes)
-    with pytest.raises(ConfigError, match=why):
-        place_of(settings, follow, where)
+    ]:
+        settings = settings_of(model, run, nodes)
+        with pytest.raises(ConfigError, match=why):
+            place_of(settings, follow, where)
 
 
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
+def test_what_an_engine_on_several_hosts_cannot_do_is_refused(model: Path):
+    for sections, why in [
         ({"generators": {"nodes": 3}}, r"tp_size = 2 is not a multiple of generators\.nodes = 3"),
         (
             {"weightbus": {"transport": "disk"}},
@@ -72,13 +66,9 @@ def test_options_that_do_not_fit_are_refused(
             {"generators": {"sglang": {"tp_size": 2, "nnodes": 2}}},
             r"sglang\.nnodes follows from other settings",
         ),
-    ],
-)
-def test_what_an_engine_on_several_hosts_cannot_do_is_refused(
-    model: Path, sections: dict[str, dict[str, Any]], why: str
-):
-    with pytest.raises(ConfigError, match=why):
-        settings_of(model, **sections)
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            settings_of(model, **sections)
 
 
 def test_ranks_are_numbered_node_by_node():

@@ -24,18 +24,15 @@ def test_a_known_one_is_counted_and_not_shown(tmp_path: Path, one: tuple[str, st
     assert counted(counts) == {name: 2}
 
 
-@pytest.mark.parametrize(
-    ("text", "filename"),
-    [
+def test_another_text_or_module_is_shown(tmp_path: Path):
+    for text, filename in [
         ("Only CUDA, HIP and XPU support AWQ currently.", "/site/quantization/other.py"),
         ("The weights of this model are damaged", "/site/quantization/awq/awq.py"),
         ("Warning: ORJSONResponse is deprecated", "/site/fastapi/routing.py"),
-    ],
-)
-def test_another_text_or_module_is_shown(tmp_path: Path, text: str, filename: str):
-    assert not known_name(text, filename)
-    assert shown(tmp_path / "left-out.txt", text, filename) == [text]
-    assert counted(tmp_path / "left-out.txt") == {}
+    ]:
+        assert not known_name(text, filename)
+        assert shown(tmp_path / "left-out.txt", text, filename) == [text]
+        assert counted(tmp_path / "left-out.txt") == {}
 
 
 def test_what_cannot_be_counted_is_shown(tmp_path: Path):

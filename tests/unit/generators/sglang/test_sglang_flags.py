@@ -125,9 +125,8 @@ def test_an_engine_has_room_for_every_version_of_adapters_that_may_be_in_use(tmp
     assert "enable_lora" not in server_flags(merged, port=1, api_key="", seed_of="generator-0")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_what_adapters_cannot_be_had_with_is_refused(tmp_path: Path):
+    for changed, message in [
         (
             {"weightbus": {"transport": "collective"}},
             r'weightbus\.transport = "collective" writes into the weights .* set "tcp" or "disk"',
@@ -141,13 +140,9 @@ def test_an_engine_has_room_for_every_version_of_adapters_that_may_be_in_use(tmp
             {"generators": {"sglang": {"max_lora_rank": 8}}},
             r"generators\.sglang\.max_lora_rank follows from other settings",
         ),
-    ],
-)
-def test_what_adapters_cannot_be_had_with_is_refused(
-    tmp_path: Path, changed: dict[str, dict[str, object]], message: str
-):
-    with pytest.raises(ConfigError, match=message):
-        adapters(tmp_path, **changed)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            adapters(tmp_path, **changed)
 
 
 def test_adapters_over_an_mlp_that_a_cpu_pads_are_refused(tmp_path: Path):

@@ -109,16 +109,6 @@ def test_a_checkpoint_is_kept_until_its_evaluation_has_come():
     assert removed(later, CheckpointSection(keep_last=1, keep_best=True)) == [20, 30]
 
 
-def test_what_was_resumed_from_stays_until_there_is_a_newer_one():
-    checkpoint = CheckpointSection(keep_last=1)
-    resumption = Resumption(PolicyVersion(1, 20), epoch=2)
-    before = [saved(10), saved(20)]
-    assert to_remove(before, checkpoint, EVERY_10, resumption=resumption) == []
-    after = [*before, saved(22, epoch=2)]
-    kept_out = to_remove(after, checkpoint, EVERY_10, resumption=resumption)
-    assert [info.step for info in kept_out] == [10, 20]
-
-
 def test_after_going_back_nothing_is_removed_before_the_new_epoch_has_a_checkpoint():
     checkpoint = CheckpointSection(keep_last=1)
     resumption = Resumption(PolicyVersion(1, 40), epoch=3)

@@ -61,9 +61,8 @@ def test_blocks_at_the_ends_may_be_smaller():
     assert found.tolist() == [[2.0, 2.0], [5.0, 5.0], [5.0, 5.0]]
 
 
-@pytest.mark.parametrize(
-    ("without", "more", "message"),
-    [
+def test_what_would_be_loaded_otherwise_is_refused(tmp_path: Path):
+    for without, more, message in [
         (f"{DOWN}_scale_inv", {}, f"{DOWN} is F8_E4M3, and its scales are missing"),
         (
             "",
@@ -73,14 +72,10 @@ def test_blocks_at_the_ends_may_be_smaller():
         (DOWN, {}, f"holds no tensor {DOWN}"),
         ("", {"model.layers.1.enorm.weight": torch.ones(2)}, "does not have, such as model.layers"),
         ("", {"model.norm.weight": torch.ones(7)}, r"must have shape \[6\] .* got \[7\]"),
-    ],
-)
-def test_what_would_be_loaded_otherwise_is_refused(
-    tmp_path: Path, without: str, more: dict[str, torch.Tensor], message: str
-):
-    write(tmp_path, without=without, **more)
-    with pytest.raises(ConfigError, match=f"{message}.*run.model"):
-        checked(tmp_path)
+    ]:
+        write(tmp_path, without=without, **more)
+        with pytest.raises(ConfigError, match=f"{message}.*run.model"):
+            checked(tmp_path)
 
 
 def test_narrow_numbers_without_a_description_are_refused(tmp_path: Path):

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.nodes.card import facts_of
@@ -28,9 +27,8 @@ def test_nodes_of_one_run_have_all_in_common_wherever_the_model_is(tmp_path: Pat
     assert difference(here, there) == ""
 
 
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
+def test_what_differs_is_named_with_both_values(tmp_path: Path):
+    for sections, why in [
         ({"run": {"name": "b"}}, "run.name is b there, expected a"),
         ({"run": {"dir": "/other"}}, "run.dir with run.name is /other/a there, expected /shared/a"),
         ({"learner": {"ranks": 2}}, "learner.ranks is 2 there, expected 1"),
@@ -50,14 +48,10 @@ def test_nodes_of_one_run_have_all_in_common_wherever_the_model_is(tmp_path: Pat
         ({"weightbus": {"bulk": "plain"}}, "weightbus.digests is keyed there, expected xxh3"),
         ({"weightbus": {"bucket_bytes": 9}}, "weightbus.bucket_bytes is 9 there, expected 67108"),
         ({"weightbus": {"parts": "off"}}, 'weightbus.parts is "off" there, expected "auto"'),
-    ],
-)
-def test_what_differs_is_named_with_both_values(
-    tmp_path: Path, sections: dict[str, Table], why: str
-):
-    ours, theirs = facts(settings_of(tmp_path)), facts(settings_of(tmp_path, **sections))
-    assert difference(ours, theirs).startswith(why)
-    assert difference(theirs, ours)
+    ]:
+        ours, theirs = facts(settings_of(tmp_path)), facts(settings_of(tmp_path, **sections))
+        assert difference(ours, theirs).startswith(why)
+        assert difference(theirs, ours)
 
 
 def test_another_model_is_noticed_by_its_config_and_by_its_weights(tmp_path: Path):

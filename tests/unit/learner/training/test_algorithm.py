@@ -34,18 +34,15 @@ def test_an_advantage_that_compares_siblings_needs_two(model: str):
         algorithm(model, run={"group_size": 1}, algo={"preset": "grpo"})
 
 
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
+def test_endpoint_with_another_distribution_is_refused(model: str):
+    for sampling, message in [
         ({"temperature": 0.5}, r"at temperature 1, got sampling\.temperature = 0\.5"),
         ({"min_response_tokens": 1}, r"sampling\.min_response_tokens = 1 bars the end"),
         ({"top_p": 0.9}, r"sampling\.top_p = 0\.9, top_k = -1 and min_p = 0 leave tokens out"),
-    ],
-)
-def test_endpoint_with_another_distribution_is_refused(model: str, sampling: Table, message: str):
-    teacher = {"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}
-    with pytest.raises(ConfigError, match=message):
-        algorithm(model, algo={"teacher": teacher}, sampling=sampling)
+    ]:
+        teacher = {"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}
+        with pytest.raises(ConfigError, match=message):
+            algorithm(model, algo={"teacher": teacher}, sampling=sampling)
 
 
 def test_an_endpoint_of_whole_distributions_takes_truncated_samples_as_if_they_were_whole(
@@ -79,24 +76,21 @@ def test_tokens_are_not_held_to_where_their_only_minibatch_begins(model: str):
     assert algorithm(model, algo={**held, "anchor": "behavior"}).corrects_before
 
 
-@pytest.mark.parametrize(
-    ("advantage", "setting"),
-    [
+def test_rewards_of_turns_need_an_environment(model: str):
+    for advantage, setting in [
         ({"name": "grpo", "over": "turns"}, 'over = "turns"'),
         ({"name": "rloo", "over": "turns"}, 'over = "turns"'),
         ({"name": "discounted-returns", "rewards": "turns"}, 'rewards = "turns"'),
         ({"name": "gae", "over": "turns", "rewards": "turns"}, 'rewards = "turns"'),
-    ],
-)
-def test_rewards_of_turns_need_an_environment(model: str, advantage: Table, setting: str):
-    algo: Table = {"preset": "ppo", "whiten": "none", "advantage": advantage}
-    if advantage["name"] != "gae":
-        algo["preset"] = "grpo"
-    with pytest.raises(
-        ConfigError, match=rf"algo\.advantage\.{setting} needs environment\.function, got none"
-    ):
-        algorithm(model, algo=algo)
-    assert algorithm(model, algo=algo, environment={"function": "a.py:A"}).needs_turn_rewards
+    ]:
+        algo: Table = {"preset": "ppo", "whiten": "none", "advantage": advantage}
+        if advantage["name"] != "gae":
+            algo["preset"] = "grpo"
+        with pytest.raises(
+            ConfigError, match=rf"algo\.advantage\.{setting} needs environment\.function, got none"
+        ):
+            algorithm(model, algo=algo)
+        assert algorithm(model, algo=algo, environment={"function": "a.py:A"}).needs_turn_rewards
 
 
 def test_one_turn_may_be_an_action(model: str):

@@ -63,9 +63,8 @@ def test_a_written_description_is_read(tmp_path: Path):
     refuse_other_adapter(tmp_path, FACTS)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_another_adapter_is_refused(tmp_path: Path):
+    for changed, message in [
         ({"r": 8}, r"lora\.rank is 8 there and 4 here"),
         ({"lora_alpha": 16}, r"lora\.alpha is 16\.0 there and 8\.0 here"),
         ({"target_modules": ["q_proj"]}, r"lora\.targets is \['q_proj'\] there and \['o_proj'"),
@@ -80,13 +79,11 @@ def test_a_written_description_is_read(tmp_path: Path):
         ({"lora_alpha": 10**400}, "got 4 and 10+"),
         ({"alora_invocation_tokens": [1]}, "has alora_invocation_tokens"),
         ({"layer_replication": [[0, 2]]}, "has layer_replication"),
-    ],
-)
-def test_another_adapter_is_refused(tmp_path: Path, changed: dict[str, object], message: str):
-    config = json.loads(adapter_config(FACTS, "base")) | changed
-    (tmp_path / CONFIG).write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=message):
-        refuse_other_adapter(tmp_path, FACTS)
+    ]:
+        config = json.loads(adapter_config(FACTS, "base")) | changed
+        (tmp_path / CONFIG).write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=message):
+            refuse_other_adapter(tmp_path, FACTS)
 
 
 def test_a_folder_without_a_description_is_refused(tmp_path: Path):
