@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -78,30 +77,25 @@ def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Pat
     assert sampling_by_item(longer)["eval"].max_new_tokens == 300
 
 
-@pytest.mark.parametrize(
-    ("sampling", "recorded"),
-    [
+def test_kept_tokens_are_recorded_where_some_are_left_out(model: Path):
+    for sampling, recorded in [
         ({}, 0),
         ({"top_p": 0.9}, 100),
         ({"top_k": 20}, 100),
         ({"min_p": 0.1}, 100),
         ({"top_p": 0.9, "kept_tokens": "drop"}, 0),
         ({"top_k": 200, "kept_tokens": "drop"}, 0),
-    ],
-)
-def test_kept_tokens_are_recorded_where_some_are_left_out(
-    model: Path, sampling: dict[str, Any], recorded: int
-):
-    settings = generator_settings_of(model, sampling={"max_kept_tokens": 100, **sampling})
-    params = sampling_by_item(settings)
-    assert params["train"].max_kept == recorded
-    assert params["eval"].max_kept == 0
-    assert params["train"].top_p == sampling.get("top_p", 1.0)
-    assert params["train"].top_k == sampling.get("top_k", -1)
-    assert params["train"].min_p == sampling.get("min_p", 0.0)
-    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
-    assert ("sampling_mask_max_tokens" in flags) == bool(recorded)
-    assert int(flags.get("sampling_mask_max_tokens", recorded)) >= recorded
+    ]:
+        settings = generator_settings_of(model, sampling={"max_kept_tokens": 100, **sampling})
+        params = sampling_by_item(settings)
+        assert params["train"].max_kept == recorded
+        assert params["eval"].max_kept == 0
+        assert params["train"].top_p == sampling.get("top_p", 1.0)
+        assert params["train"].top_k == sampling.get("top_k", -1)
+        assert params["train"].min_p == sampling.get("min_p", 0.0)
+        flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+        assert ("sampling_mask_max_tokens" in flags) == bool(recorded)
+        assert int(flags.get("sampling_mask_max_tokens", recorded)) >= recorded
 
 
 def test_experts_are_recorded_where_they_are_replayed(tmp_path: Path):

@@ -19,7 +19,7 @@ from slipstream.generators.rollout import (
 )
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.learner.batches.packing import pack, unpack
-from slipstream.wire.messages.arrays import DType, PackedArray
+from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
 from slipstream.wire.messages.trajectory import Decisions, Prompt, VersionRun
@@ -144,21 +144,19 @@ def test_kept_tokens_travel_in_the_narrowest_types(codec: TextCodec):
     assert second.kept_ids.data.tobytes()[:4] == b"\5\0\x2c\1"
 
 
-@pytest.mark.parametrize(("largest", "dtype", "size"), [(255, "uint8", 1), (256, "uint16", 2)])
-def test_experts_travel_in_the_narrowest_type(
-    codec: TextCodec, largest: int, dtype: DType, size: int
-):
-    experts = np.arange(5 * 3 * 2, dtype=np.int32).reshape(5, 3, 2)
-    experts[4, 2, 1] = largest
-    chosen = replace(completion(5, 2), experts=experts)
-    submission, _ = run(codec, CannedEngine(chosen, chosen))
-    decisions = decode_payload(submission[1][0]).decisions
-    assert decisions is not None
-    assert decisions.experts is not None
-    assert (decisions.experts.dtype, decisions.experts.shape) == (dtype, (5, 3, 2))
-    assert decisions.experts.data.tobytes() == experts.astype(f"<u{size}").tobytes()
-    assert decision_bytes(submission) == 30 * size
-    assert decisions.kept_ids is None
+def test_experts_travel_in_the_narrowest_type(codec: TextCodec):
+    for largest, dtype, size in [(255, "uint8", 1), (256, "uint16", 2)]:
+        experts = np.arange(5 * 3 * 2, dtype=np.int32).reshape(5, 3, 2)
+        experts[4, 2, 1] = largest
+        chosen = replace(completion(5, 2), experts=experts)
+        submission, _ = run(codec, CannedEngine(chosen, chosen))
+        decisions = decode_payload(submission[1][0]).decisions
+        assert decisions is not None
+        assert decisions.experts is not None
+        assert (decisions.experts.dtype, decisions.experts.shape) == (dtype, (5, 3, 2))
+        assert decisions.experts.data.tobytes() == experts.astype(f"<u{size}").tobytes()
+        assert decision_bytes(submission) == 30 * size
+        assert decisions.kept_ids is None
 
 
 def test_a_payload_without_decisions_is_the_one_of_before_there_were_any(codec: TextCodec):

@@ -24,9 +24,8 @@ def test_decay_ends_with_the_run_by_default(run: Table):
     assert learner_settings({"run": run, "learner": learner}).lr_decay_steps == 50
 
 
-@pytest.mark.parametrize(
-    ("learner", "message"),
-    [
+def test_settings_of_the_optimizer_that_cannot_be_are_refused(run: Table):
+    for learner, message in [
         ({"lr": 1e-5, "lr_min": 1e-4}, r"learner\.lr_min = 0\.0001 is above learner\.lr = 1e-05"),
         ({"lr_min": 1e-7}, r"learner\.lr_min has no meaning with .*\"constant\""),
         ({"lr_decay_steps": 5}, r"learner\.lr_decay_steps has no meaning with .*\"constant\""),
@@ -78,12 +77,8 @@ def test_decay_ends_with_the_run_by_default(run: Table):
         ),
         ({"offload": ["activations"]}, 'each one of "weights".*got ."activations".'),
         ({"save_final": True}, r"unknown setting learner\.save_final"),
-    ],
-)
-def test_settings_of_the_optimizer_that_cannot_be_are_refused(
-    run: Table, learner: Table, message: str
-):
-    refused(run, message, learner=learner)
+    ]:
+        refused(run, message, learner=learner)
 
 
 def test_a_warm_up_longer_than_the_run_is_fine_where_nothing_decays(run: Table):

@@ -38,27 +38,22 @@ def test_the_laws_that_a_run_followed_are_found():
     assert found.learner.token_s == pytest.approx(1e-4, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("change", "named", "learner"),
-    [
+def test_a_run_with_one_change_is_predicted():
+    for change, named, learner in [
         ({"engines": 3}, "one more generator", QUICK_LEARNER),
         ({"engines": 3}, "one more generator", SLOW_LEARNER),
         ({"engines": 1}, "one fewer generator", SLOW_LEARNER),
         ({"max_staleness_steps": 1}, "a bound of 1", SLOW_LEARNER),
         ({"max_staleness_steps": 3}, "a bound of 3", QUICK_LEARNER),
         ({"publish_every": 2}, "a publish every 2 steps", QUICK_LEARNER),
-    ],
-)
-def test_a_run_with_one_change_is_predicted(
-    change: dict[str, int], named: str, learner: LearnerLaw
-):
-    scenario = a_scenario(learner=learner)
-    told = advised(scenario)
-    other: Scenario = dataclasses.replace(scenario, seed=9, **change)
-    truth_s = simulate(other).mean_step_s(8)
-    (found,) = [one for one in told.changes if one.change.startswith(named)]
-    assert found.step_s == pytest.approx((truth_s, truth_s), rel=0.1)
-    assert not told.cautions
+    ]:
+        scenario = a_scenario(learner=learner)
+        told = advised(scenario)
+        other: Scenario = dataclasses.replace(scenario, seed=9, **change)
+        truth_s = simulate(other).mean_step_s(8)
+        (found,) = [one for one in told.changes if one.change.startswith(named)]
+        assert found.step_s == pytest.approx((truth_s, truth_s), rel=0.1)
+        assert not told.cautions
 
 
 def test_what_more_generators_bring_is_said_in_a_sentence():

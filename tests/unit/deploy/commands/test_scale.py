@@ -55,16 +55,13 @@ def test_a_supervisor_that_does_not_answer_is_named(run: Path):
         scale(run, "generators=2", answer_s=0.0)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_is_no_number_of_generators_is_refused(run: Path):
+    for words in [
         *("generators", "generators=0", "generators=-1", "learners=2"),
         *("generators=10001", f"generators={'9' * 5000}"),
-    ],
-)
-def test_what_is_no_number_of_generators_is_refused(run: Path, words: str):
-    with pytest.raises(ConfigError, match="expected generators=N"):
-        scale(run, words)
+    ]:
+        with pytest.raises(ConfigError, match="expected generators=N"):
+            scale(run, words)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):

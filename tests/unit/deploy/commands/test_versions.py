@@ -228,16 +228,13 @@ def test_a_run_that_ended_is_read_from_its_summary(run: Path):
     assert "v1.2" in text
 
 
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
+def test_whether_and_why_a_run_ended_is_shown(run: Path):
+    for fields, line in [
         ({"steps": 5}, "as of step 5: no broker answers for"),
         ({"outcome": "ChildDiedError: code 1"}, "the run has ended: ChildDiedError: code 1\n"),
-    ],
-)
-def test_whether_and_why_a_run_ended_is_shown(run: Path, fields: dict[str, object], line: str):
-    finished(run, **fields)
-    assert printed(run).startswith(line)
+    ]:
+        finished(run, **fields)
+        assert printed(run).startswith(line)
 
 
 def test_programs_get_what_a_person_gets(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -249,19 +246,16 @@ def test_programs_get_what_a_person_gets(run: Path, capsys: pytest.CaptureFixtur
     assert got.as_of == "the run has ended"
 
 
-@pytest.mark.parametrize(
-    ("summary", "message"),
-    [
+def test_a_run_without_a_broker_or_a_summary_is_named(run: Path):
+    for summary, message in [
         (None, "no broker answers for .* cannot be read: No such file"),
         ('{"run_name": "run"', "summary.json is not a summary of this version"),
         ('{"outcome": "refused"}', "summary.json is not a summary of this version: .*run_name"),
-    ],
-)
-def test_a_run_without_a_broker_or_a_summary_is_named(summary: str | None, message: str, run: Path):
-    if summary is not None:
-        (run / "summary.json").write_text(summary)
-    with pytest.raises(ConfigError, match=message):
-        printed(run)
+    ]:
+        if summary is not None:
+            (run / "summary.json").write_text(summary)
+        with pytest.raises(ConfigError, match=message):
+            printed(run)
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path):
