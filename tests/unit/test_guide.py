@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.guide import Block, GuideFailedError, Step, blocks, follow, steps
+from tests.support.guide import GuideFailedError, Step, blocks, follow, steps
 
 PAGE = """# Guide
 
@@ -64,21 +64,6 @@ def page(tmp_path: Path) -> Path:
     path = tmp_path / "guide.md"
     path.write_text(PAGE)
     return path
-
-
-def test_blocks_of_a_section_are_those_below_its_heading(page: Path):
-    found = blocks(page, "Sums")
-    languages = [block.language for block in found]
-    assert languages == ["python", "toml", "toml", "bash", "", "toml"]
-    assert [block.heading for block in found] == ["Sums", *["Settings"] * 5]
-    assert found[1] == Block(
-        "toml",
-        "[run]\n  steps = 1\n",
-        "1. In a list, `a.toml` is not meant; `run.toml`:",
-        "Settings",
-    )
-    assert [block.heading for block in blocks(page, "Settings")] == ["Settings"] * 5
-    assert len(blocks(page)) == 8
 
 
 def test_a_named_block_is_a_file_a_bash_block_commands_and_the_others_nothing(page: Path):

@@ -26,12 +26,6 @@ def changed(table: Table, section: str, **values: object) -> Table:
     return {**table, section: {**table.get(section, {}), **values}}
 
 
-def test_a_run_without_further_settings_is_complete(table: Table):
-    config = run_config(table)
-    assert config.run.name == "first"
-    assert config.deploy.max_restarts == 3
-
-
 OF_ENGINES = [  # values of [generators.sglang], and what is said of them
     ({"tp_size": 0}, r"tp_size must be an integer of at least 1, got 0"),
     ({"tp_size": 3}, r"must be a multiple of generators\.sglang\.tp_"),

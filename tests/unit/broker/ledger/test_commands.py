@@ -519,13 +519,6 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
 # ---- the learner -------------------------------------------------------------
 
 
-def test_the_same_step_asked_again_gets_the_same_batch():
-    ledger = begun()
-    make_ready(ledger, lease(ledger))
-    first, again = delivered(ledger, V0), delivered(ledger, V0)
-    assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
-
-
 def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
     ledger = begun()
     make_ready(ledger, lease(ledger, max_sequences=8))

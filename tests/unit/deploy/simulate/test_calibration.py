@@ -1,7 +1,5 @@
 """Published runs as scenarios: the data is whole, fits are solved, losing runs lose by the laws."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
@@ -16,7 +14,6 @@ from slipstream.deploy.simulate.calibration import (
     solved,
     systems,
 )
-from slipstream.deploy.simulate.world import simulate
 
 TURNS = Row(
     name="by turns",
@@ -149,8 +146,3 @@ def test_experts_on_other_nodes_cost_the_learner_messages_over_nics():
     assert far_base_s == pytest.approx(base_s + 48 * DEFAULTS["network_s"])
     # A part of such a run is as far apart.
     assert seconds(gpus=32, part_of_gpus=128)[0] == pytest.approx(far)
-
-
-def test_a_prediction_is_the_same_each_time():
-    scenario = scenario_of(SYSTEM, APART, {**DEFAULTS, APART.mfu_key: 0.3})
-    assert simulate(scenario) == simulate(replace(scenario))
