@@ -89,18 +89,16 @@ OPTIONAL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "field"), OPTIONAL, ids=[f"{n}.{f.name}" for _, n, f in OPTIONAL]
-)
-def test_a_message_of_before_a_field_was_added_has_its_default(
-    family: str, name: str, field: msgspec.structs.FieldInfo
-):
-    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    raw = msgspec.msgpack.decode(golden(family, name), strict=False)
-    del raw[field.encode_name]
-    sample = FAMILIES[family][name]
-    expected = msgspec.structs.replace(sample, **{field.name: default})
-    assert DECODERS[family](msgspec.msgpack.encode(raw)) == expected
+def test_a_message_of_before_a_field_was_added_has_its_default():
+    for family, name, field in OPTIONAL:
+        default = (
+            field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        )
+        raw = msgspec.msgpack.decode(golden(family, name), strict=False)
+        del raw[field.encode_name]
+        sample = FAMILIES[family][name]
+        expected = msgspec.structs.replace(sample, **{field.name: default})
+        assert DECODERS[family](msgspec.msgpack.encode(raw)) == expected
 
 
 @pytest.mark.parametrize(("family", "name"), CONTROL)

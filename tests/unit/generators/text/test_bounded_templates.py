@@ -15,9 +15,8 @@ MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% end
 TREE = "{% for i in [[[1], [2]], [3]] recursive %}{{ loop([i, i]) }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
+def test_a_template_that_would_not_end_is_refused():
+    for source, why in [
         (NESTED, "take more than 100,000 steps"),
         ("{% for a in messages[0].content * 9999 %}" + LEAVES_OUT + "{% endfor %}", "steps"),
         ("{% for a in messages[0].content * 40000 %}{% endfor %}", "take more than 100,000 steps"),
@@ -41,12 +40,9 @@ TREE = "{% for i in [[[1], [2]], [3]] recursive %}{{ loop([i, i]) }}{% endfor %}
         ("{{ 'x'.zfill(300000000) | length }}", "has an argument above 100,000"),
         ("{{ 'x'.ljust(width=300000000) | length }}", "has an argument above 100,000|keyword"),
         ("{{ [1] | batch(30000000, 0) | list | length }}", "has an argument above 100,000"),
-    ],
-    ids=lambda source: str(source)[:40],
-)
-def test_a_template_that_would_not_end_is_refused(source: str, why: str):
-    with pytest.raises(ValueError, match=why):
-        ChatTemplate(source, {}, origin="t").render(TURNS)
+    ]:
+        with pytest.raises(ValueError, match=why):
+            ChatTemplate(source, {}, origin="t").render(TURNS)
 
 
 def test_bounded_template_renders_like_jinja():

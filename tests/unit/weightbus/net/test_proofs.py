@@ -69,17 +69,15 @@ def test_a_member_connects_while_it_is_admitted():
     assert not proofs.may_connect(public, password)
 
 
-@pytest.mark.parametrize(
-    "key", ["", "short", "k" * 39 + "~", "\N{SNOWMAN}" * 40, "0" * 40, "#" * 40]
-)
-def test_what_is_no_key_proves_nothing_and_crashes_nothing(key: str):
-    door, door_secret = pair()
-    proofs = ProofsAtDoor(public=door, secret=door_secret, is_admitted=lambda _: True)
-    assert not proofs.may_connect(key, "password")
-    assert not proofs.sent(key, REQUEST, b"mac")
-    public, secret = pair()
-    with pytest.raises(ConfigError, match="is no public key"):
-        proof_of_member(public=public, secret=secret, door=key)
+def test_what_is_no_key_proves_nothing_and_crashes_nothing():
+    for key in ["", "short", "k" * 39 + "~", "\N{SNOWMAN}" * 40, "0" * 40, "#" * 40]:
+        door, door_secret = pair()
+        proofs = ProofsAtDoor(public=door, secret=door_secret, is_admitted=lambda _: True)
+        assert not proofs.may_connect(key, "password")
+        assert not proofs.sent(key, REQUEST, b"mac")
+        public, secret = pair()
+        with pytest.raises(ConfigError, match="is no public key"):
+            proof_of_member(public=public, secret=secret, door=key)
 
 
 def test_refusals_are_counted_all_and_logged_once_a_minute(caplog: pytest.LogCaptureFixture):
