@@ -55,9 +55,9 @@ def test_the_roles_are_those_that_completion_knows():
     assert ROLE_PARSERS.keys() == ROLES.keys()
 
 
-@pytest.mark.parametrize("name", list(parsers()))
-def test_each_argument_has_help(name: str):
-    for action in arguments(parsers()[name]):
+def test_each_argument_has_help():
+    every = [(name, one) for name, parser in parsers().items() for one in arguments(parser)]
+    for name, action in every:
         what = "/".join(action.option_strings) or action.dest
         assert action.help, f"{name}: {what}"
         assert len(action.help.split()) >= FEWEST_WORDS, f"{name}: {what}: {action.help}"
@@ -65,16 +65,23 @@ def test_each_argument_has_help(name: str):
         assert not action.help.endswith("."), f"{name}: {action.help}"
 
 
-@pytest.mark.parametrize("name", list(parsers()))
-def test_each_command_has_examples_that_it_can_parse(name: str):
-    parser = parsers()[name]
-    assert parser.description
-    examples = re.findall(rf"^  {name}\b.*", parser.epilog or "", re.MULTILINE)
-    assert examples
-    flags = {flag for action in arguments(parser) for flag in action.option_strings}
-    for example in examples:
-        used = re.findall(r"(?<!\S)--[a-z][a-z-]*", example.partition(" -- ")[0])
-        assert set(used) <= flags, example
+def test_each_command_has_examples_that_it_can_parse():
+    for name, parser in parsers().items():
+        assert parser.description
+        examples = re.findall(rf"^  {name}\b.*", parser.epilog or "", re.MULTILINE)
+        assert examples
+        flags = {flag for action in arguments(parser) for flag in action.option_strings}
+        for example in examples:
+            used = re.findall(r"(?<!\S)--[a-z][a-z-]*", example.partition(" -- ")[0])
+            assert set(used) <= flags, example
+
+
+def test_every_command_answers_help_with_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in deploy.COMMANDS:
+        assert exit_of(monkeypatch, "slipstream", name, "--help") == 0
+        assert f"\n  slipstream {name}" in capsys.readouterr().out
 
 
 def test_every_command_that_looks_at_a_run_takes_it_by_position_and_needs_none():
