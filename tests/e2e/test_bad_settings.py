@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
 )
 def test_bad_input_is_refused_in_one_line(case: str, tmp_path: Path):
     settings, spoil, message = CASES[case]
-    run = TinyRun(tmp_path, {"generators.count": 1, **settings}, before=spoil)
+    run = TinyRun(tmp_path, settings, before=spoil)
     assert_refused(run, message)
     assert not run.folder.exists(), "the name is free for the next try"
 
@@ -120,7 +120,7 @@ def test_a_port_in_use_is_named(tmp_path: Path):
 @pytest.mark.slow  # two runs; tests/integration/test_checkpoint.py has the refusal itself
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     """Made by a first run, then offered to a policy of another width."""
-    first = TinyRun(tmp_path, {"generators.count": 1, "run.steps": 1})
+    first = TinyRun(tmp_path, {"run.steps": 1})
     assert first.wait() == 0, first.output
     checkpoint = first.folder / "checkpoints" / "step-000001"
     assert {INFO_FILE, LEDGER_FILE} <= {path.name for path in checkpoint.iterdir()}
@@ -128,12 +128,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     def widen(folder: Path) -> None:
         write_blank_model(folder / "model", hidden=32, layers=2)
 
-    run = TinyRun(
-        tmp_path,
-        {"generators.count": 1, "run.steps": 2},
-        options=["--resume", str(first.folder)],
-        before=widen,
-    )
+    run = TinyRun(tmp_path, {"run.steps": 2}, options=["--resume", str(first.folder)], before=widen)
     assert_refused(run, r"hidden_size.*64.*32|hidden_size.*32.*64")
 
 
@@ -178,6 +173,8 @@ def test_a_disk_that_cannot_be_written_is_named(
     assert_refused(run, message)
 
 
+# tests/integration/test_redis_server.py has a store whose disk stays full, and what it says.
+@pytest.mark.slow
 def test_a_disk_that_fills_up_later_ends_the_run_in_order(
     small_disk: Callable[[str], Path], tmp_path: Path
 ):
@@ -185,7 +182,6 @@ def test_a_disk_that_fills_up_later_ends_the_run_in_order(
         tmp_path,
         {
             "run.dir": small_disk("size=300k"),
-            "generators.count": 1,
             "run.steps": 500,
             "run.outage_s": 8,
             "deploy.stop_timeout_s": 8,

@@ -79,7 +79,7 @@ SETTINGS: dict[str, object] = {
 
 @pytest.mark.slow  # two runs; tests/chaos/test_faults.py has it with a scripted engine and learner
 def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_once(tmp_path: Path):
-    first = TinyRun(tmp_path, SETTINGS | {"generators.count": 1})
+    first = TinyRun(tmp_path, SETTINGS)
     first.wait_until(lambda: first.steps() >= 4, "fourth learner step")
     learner = first.process_with("slipstream.learner.main")
     assert learner is not None
@@ -93,7 +93,7 @@ def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_o
     stale = account_of(first)
     assert stale["version"][1] == step_at_kill, "without a broker, as of the last step"
 
-    second = TinyRun(tmp_path, SETTINGS | {"generators.count": 1}, options=["--resume", "auto"])
+    second = TinyRun(tmp_path, SETTINGS, options=["--resume", "auto"])
     assert second.wait() == 0, second.output
     assert second.folder == first.folder
     assert_every_prompt_is_accounted_for(second, 40)
@@ -333,7 +333,7 @@ def test_a_role_that_fails_again_and_again_ends_the_run(start_run: Callable[...,
 def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing(
     start_run: Callable[..., TinyRun],
 ):
-    run = start_run(run__steps=1000, generators__count=1, deploy__stop_timeout_s=15)
+    run = start_run(run__steps=1000, deploy__stop_timeout_s=15)
     run.wait_until(lambda: run.process_with("--name generator-0") is not None, "the generator")
     time.sleep(1.0)
     run.remember_children()

@@ -21,8 +21,7 @@ def with_other_rope(model: Path, other: Path) -> Path:
 
 
 def test_an_engine_that_computes_something_else_trains_nobody(short_folder: Path):
-    settings = {"run.steps": 1000, "generators.count": 1}
-    run = TinyRun(short_folder, settings)
+    run = TinyRun(short_folder, {"run.steps": 1000})
     try:
         run.wait_until(lambda: run.steps() >= 1, "a step")
         other = with_other_rope(short_folder / "model", short_folder / "other")

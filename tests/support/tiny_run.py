@@ -111,7 +111,7 @@ def tiny_inputs(folder: Path) -> None:
 
 
 def tiny_settings(folder: Path) -> dict[str, object]:
-    """Return settings of a run on these inputs that takes a minute."""
+    """Return settings of a run on these inputs that takes a minute, with one engine."""
     return {
         "run.name": "tiny",
         "run.dir": folder / "runs",
@@ -125,6 +125,7 @@ def tiny_settings(folder: Path) -> dict[str, object]:
         "broker.lease_s": 20.0,
         "sampling.max_prompt_tokens": 16,
         "sampling.max_response_tokens": 64,
+        "generators.count": 1,
         "generators.max_cached_tokens": 8192,
         "generators.max_sequences": 8,
         "learner.lr": 1e-3,
@@ -164,6 +165,23 @@ def slipstream(*words: object) -> str:
     done = python("-m", "slipstream.deploy.main", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def differences_in(run: Path, *, most_versions: int | None = None) -> list[tuple[int, float]]:
+    """Return (lag, how far engine and learner are apart in nats) of each version of an answer.
+
+    Args:
+        run: folder of a run.
+        most_versions: that may have chosen an answer's tokens; others are left out.
+    """
+    return [
+        (row["step"] - version["step"], difference)
+        for row in rows_of(run / "rollouts" / "trained.jsonl")
+        if most_versions is None or len(row["version_runs"]) <= most_versions
+        for version, difference in zip(
+            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+        )
+    ]
 
 
 class TinyRun:
@@ -299,19 +317,8 @@ class TinyRun:
         return rows_of(self.folder / "rollouts" / "trained.jsonl")
 
     def differences(self, *, most_versions: int | None = None) -> list[tuple[int, float]]:
-        """Return (lag, how far engine and learner are apart in nats) of each version of an answer.
-
-        Args:
-            most_versions: that may have chosen an answer's tokens; others are left out.
-        """
-        return [
-            (row["step"] - version["step"], difference)
-            for row in self.rollouts()
-            if most_versions is None or len(row["version_runs"]) <= most_versions
-            for version, difference in zip(
-                row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-            )
-        ]
+        """Return how far engine and learner are apart, as `differences_in`."""
+        return differences_in(self.folder, most_versions=most_versions)
 
     def assert_listens_here_alone(self) -> None:
         """No process of the run has listened beyond this machine."""
