@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ import psutil
 import pytest
 import yaml
 
+from slipstream.deploy.terminal.observe import status_now
 from slipstream.generators.sglang.start_order import free_port
+from slipstream.wire.files.checkpoints import newest_checkpoint
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.settings.sections import RunSection
 from tests.e2e.hosts import Host, Roles, toml_of
+from tests.support.probed import Role
 from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
 from tests.support.waiting import until
 
@@ -29,16 +35,17 @@ ENVIRONMENT = {
 }
 
 
-def rendered(folder: Path, target: str, *overrides: str, **changed: object) -> Path:
+def rendered(
+    folder: Path, target: str, *overrides: str, changed: Mapping[str, object] | None = None
+) -> Path:
     """Return the folder that a target was rendered into."""
     tiny_inputs(folder)
     settings = tiny_settings(folder) | {
         "run.dir": "runs",
         "generators.device": "cpu",
-        "generators.count": 1,
         "checkpoint.export_at_end": False,
     }
-    (folder / "run.toml").write_text(toml_of(settings | changed))
+    (folder / "run.toml").write_text(toml_of(settings | dict(changed or {})))
     call = ["slipstream", "render", target, "--config", "run.toml", "--out", "o", *overrides]
     subprocess.run(call, cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
     return folder / "o"
@@ -59,6 +66,11 @@ class Compose:
             "/run/secrets": str(out),
             "/data": str(out / "redis"),
         }
+
+    def probes_port(self, name: str) -> int:
+        """Return the port of a service on this host."""
+        words: list[str] = self.services[name]["command"]
+        return int(self._ports[words[words.index("--health") + 1]])
 
     def here(self, words: list[str]) -> list[str]:
         """Return a command as it is inside of a container, with this host's paths and ports."""
@@ -81,35 +93,89 @@ class Compose:
         return done.returncode == 0
 
 
-def test_services_of_the_compose_file_run_to_the_end(tmp_path: Path):
+def started_service(compose: Compose, name: str, roles: Roles, home: Path) -> Role:
+    """Start a service once those that it depends on are healthy."""
+    service = compose.services[name]
+    for needed in service.get("depends_on", {}):
+        assert service["depends_on"][needed] == {"condition": "service_healthy"}
+
+        def is_up(needed: str = needed) -> bool:
+            assert roles.processes[needed].poll() is None, roles.logs()
+            return compose.is_healthy(needed)
+
+        until(is_up, roles.logs)
+    environment = service.get("environment", {}) | {"HOME": str(home)}
+    here = Host("", home, ENVIRONMENT | environment)
+    process = roles.start(here, name, shlex.join(compose.here(service["command"])))
+    port = 0 if name == "redis" else compose.probes_port(name)
+    return Role(process, port, lambda: roles.log(name))
+
+
+def test_services_of_the_compose_file_become_ready_and_end_in_order_when_they_are_stopped(
+    tmp_path: Path,
+):
     if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
         pytest.skip("redis-server and redis-cli are in the image of that service, not here")
-    out = rendered(tmp_path, "compose")
+    out = rendered(tmp_path, "compose", changed={"run.steps": 10_000})
     subprocess.run(["bash", out / "prepare.sh"], env=ENVIRONMENT, check=True)
     password = out / "redis_password"
     assert password.stat().st_mode & 0o777 == 0o600
     compose = Compose(out)
-    with Roles() as started:
-        for name, service in compose.services.items():  # in the order of their dependencies
-            for needed in service.get("depends_on", {}):
-                assert service["depends_on"][needed] == {"condition": "service_healthy"}
+    folder = tmp_path / "runs" / "tiny"
+    section = RunSection(name="tiny", dir=str(folder.parent), socket_dir=str(out / "sockets"))
 
-                def is_up(needed: str = needed) -> bool:
-                    assert started.processes[needed].poll() is None, started.logs()
-                    return compose.is_healthy(needed)
+    def status() -> RunStatus:
+        return status_now(section)
 
-                until(is_up, started.logs)
-            environment = service.get("environment", {}) | {"HOME": str(tmp_path)}
-            here = Host("", tmp_path, ENVIRONMENT | environment)
-            started.start(here, name, shlex.join(compose.here(service["command"])))
-        for process in started.processes.values():
+    with Roles() as roles:
+        redis, broker, generator = (
+            started_service(compose, name, roles, tmp_path)
+            for name in ("redis", "broker", "generator-0")
+        )
+        for reason in ("it waits for its engine to start", "adopted no version"):
+            generator.until_it_says("ready", lambda said, why=reason: why in said["reason"])
+        assert generator.says("live")["state"] == "running"
+        worker, learner = (
+            started_service(compose, name, roles, tmp_path)
+            for name in ("reward-worker-0", "learner")
+        )
+        assert set(roles.processes) == set(compose.services)
+        learner.until_it_says(
+            "ready", lambda said: said["reason"] == "it waits for its policy to load"
+        )
+        for one in (generator, worker, learner):
+            one.until_ready()
+        until(lambda: status().steps >= 2, "two steps are not trained", every_s=0.5)
+        for name, process in roles.processes.items():
+            assert compose.is_healthy(name)
             words = " ".join(psutil.Process(process.pid).cmdline())
             assert password.read_text().strip() not in words
-        started.wait("learner", "generator-0", "reward-worker-0")
-        for name in ("broker", "redis"):  # the order in which compose stops them
-            started.processes[name].terminate()
-            started.wait(name)
-    assert_complete(tmp_path / "runs" / "tiny", 16)
+        for one in (generator, worker, learner, broker):
+            assert one.says("live")["live"]
+            assert one.says("ready")["ready"]
+
+        until(
+            lambda: any(one.leases for one in status().roles if one.role == "generator"),
+            "the generator has no work",
+        )
+        assert generator.ends() == 0, generator.log
+        assert "asked to stop" in generator.log
+        after = status()
+        assert not {"lease_exhausted", "poison"} & set(after.dropped)
+        assert after.queue["lapsed_leases"] == 0, "it handed them back"
+        assert [one.leases for one in after.roles if one.role == "generator"] in ([], [0])
+        assert worker.ends() == 0, worker.log
+        assert [one.leases for one in status().roles if one.role == "reward_worker"] in ([], [0])
+        assert learner.ends() == 0, learner.log
+        steps = status().steps
+        assert newest_checkpoint(folder) == folder / "checkpoints" / f"step-{steps:06d}"
+        assert status().unaccounted == 0
+        assert broker.says("ready")["ready"], "it waits for others to come"
+        assert broker.ends() == 0, broker.log
+        assert redis.ends() == 0, redis.log
+        for one in (generator, worker, learner, broker):
+            assert "Traceback" not in one.log
+            assert not one.says("live")["live"]
     assert list((out / "redis").rglob("*.aof")), "its file is kept on the host"
 
 
@@ -124,7 +190,7 @@ def test_docker_accepts_the_compose_file(tmp_path: Path):
     subprocess.run(check, check=True)
 
 
-@pytest.mark.slow  # compose runs above, commands of two hosts in tests/e2e/test_two_nodes.py
+@pytest.mark.slow  # compose runs above, commands of two hosts in tests/e2e/test_remote_roles.py
 def test_the_task_of_skypilot_runs_on_two_nodes(tmp_path: Path):
     port = free_port()
     overrides = (f"deploy.skypilot.port={port}", "generators.count=2")

@@ -19,19 +19,26 @@ LEARNER = "slipstream.learner.main"
 WORKER = "slipstream.broker.reward_worker.main"
 
 
-class Probed:
-    """A role that was started with `--health`."""
+class Role:
+    """A process with a port for probes."""
 
-    def __init__(self, module: str, folder: Path, *arguments: str, port: int = 0) -> None:
-        self.port = port or free_port()
-        self._log_file = folder / f"{module}.log"
-        command = [sys.executable, "-m", module, *arguments, "--health", str(self.port)]
-        with self._log_file.open("a") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", port: int, log: Callable[[], str]
+    ) -> None:
+        """Take what was started.
+
+        Args:
+            process: of the role.
+            port: of its probes.
+            log: returns what it has written.
+        """
+        self.process = process
+        self.port = port
+        self._log = log
 
     @property
     def log(self) -> str:
-        return self._log_file.read_text(errors="replace")
+        return self._log()
 
     def says(self, kind: str) -> dict[str, Any]:
         """Return the answer to a probe."""
@@ -62,6 +69,18 @@ class Probed:
         """End it at once; its children are bound to it."""
         self.process.kill()
         self.process.wait(HANG_S)
+
+
+class Probed(Role):
+    """A role that was started with `--health`."""
+
+    def __init__(self, module: str, folder: Path, *arguments: str, port: int = 0) -> None:
+        port = port or free_port()
+        log_file = folder / f"{module}.log"
+        command = [sys.executable, "-m", module, *arguments, "--health", str(port)]
+        with log_file.open("a") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        super().__init__(process, port, lambda: log_file.read_text(errors="replace"))
 
 
 class ProbedRun:

@@ -11,17 +11,20 @@ NEVER_S = 2 * HANG_S  # of a deadline that must not be what ends a wait: the tes
 _POLL_S = 0.02
 
 
-def until(is_so: Callable[[], object], what: str | Callable[[], str] = "") -> None:
+def until(
+    is_so: Callable[[], object], what: str | Callable[[], str] = "", *, every_s: float = _POLL_S
+) -> None:
     """Wait until something is so.
 
     Args:
         is_so: checked again and again.
         what: of the failure: text or what makes it.
+        every_s: between checks, longer where one takes much of a core.
     """
     hangs_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < hangs_s, _text(what)
-        time.sleep(_POLL_S)
+        time.sleep(every_s)
 
 
 async def until_async(
