@@ -1,16 +1,11 @@
 """Trajectories of several turns in a whole run: what is trained is what was sampled."""
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from slipstream.generators.sglang.start_order import free_port
-from tests.support.several_turns import run_in, summary_of_all_trained
-from tests.support.tiny_run import ROOT, TinyRun, slipstream
-from tests.support.waiting import HANG_S
+from tests.support.several_turns import environment_server, run_in, summary_of_all_trained
+from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
 ENVIRONMENT = """
@@ -105,29 +100,35 @@ def few_prompts(folder: Path) -> None:
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
 
 
-def test_environments_that_fail_are_tried_again_and_what_never_works_is_a_dead_letter(
+# tests/e2e/test_custody.py has agents on a server that fail like these, the rest
+# tests/integration/test_environments.py
+@pytest.mark.slow
+def test_environments_on_a_server_that_fail_are_tried_again_and_what_never_works_is_a_dead_letter(
     tmp_path: Path,
 ):
     """A failure is no reward of 0, siblings that were finished are kept, all is counted.
 
-    What is trained is what was sampled, turn by turn.
+    What is trained is what was sampled, turn by turn. Keys, server and run are those of the guide.
     """
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     (tmp_path / "failures").mkdir()
-    run = run_in(
-        tmp_path,
-        "env.py:Sums",
-        {
-            "algo.advantage.over": "turns",
-            "algo.advantage.discount": 0.9,
-            "environment.options.failures": tmp_path / "failures",
-            "eval.file": tmp_path / "held_out.jsonl",
-            "eval.every_steps": 2,
-            "generators.count": 2,
-        },
-        before=few_prompts,
-    )
-    summary = summary_of_all_trained(run)
+    options = {"environment.options.failures": tmp_path / "failures"}
+    served = options | {"environment.function": f"{tmp_path / 'env.py'}:Sums"}
+    with environment_server(tmp_path, served) as there:
+        run = run_in(
+            tmp_path,
+            "env.py:Sums",
+            {
+                **options,
+                **there,
+                "algo.advantage.over": "turns",
+                "algo.advantage.discount": 0.9,
+                "eval.file": tmp_path / "held_out.jsonl",
+                "eval.every_steps": 2,
+            },
+            before=few_prompts,
+        )
+        summary = summary_of_all_trained(run)
     assert summary["dropped"]["lease_exhausted"] >= 1
     assert summary["queue"]["restarted_trajectories"] >= 2
     assert_every_turn_was_trained(run)
@@ -138,40 +139,3 @@ def test_environments_that_fail_are_tried_again_and_what_never_works_is_a_dead_l
         (step, found["num_problems"], found["num_answers"], found["num_dropped"])
         for step, found in points
     ] == [(step, 6, 5, 1) for step in (0, 2, 4)]
-
-
-def test_environments_run_on_a_server_by_the_documented_commands(tmp_path: Path):
-    """Keys, `start-environment`, and a run that names it."""
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    keys, port = tmp_path / "environment-keys", free_port()
-    slipstream("keys", "make", "envs", "--role", "observer", "--keys", keys)
-    settings = [
-        f"environment.function={tmp_path / 'env.py'}:Sums",
-        f"environment.key_file={keys / 'clients' / 'envs.key'}",
-    ]
-    (tmp_path / "empty.toml").write_text("")
-    command = [
-        *(sys.executable, "-m", "slipstream.generators.environments.main"),
-        *("--config", str(tmp_path / "empty.toml"), "--listen", f"127.0.0.1:{port}", *settings),
-    ]
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    try:
-        run = run_in(
-            tmp_path,
-            "env.py:Sums",
-            {
-                "environment.key_file": keys / "clients" / "envs.key",
-                "environment.servers": f'["127.0.0.1:{port}"]',
-            },
-        )
-        assert run.wait() == 0, run.output + (tmp_path / "server.log").read_text()
-        assert run.summary()["trained"] == 16
-        assert_every_turn_was_trained(run)
-        server.send_signal(signal.SIGINT)
-        assert server.wait(HANG_S) == 0, (tmp_path / "server.log").read_text()
-    finally:
-        server.kill()
-        server.wait()
-    assert "generator" in (tmp_path / "server.log").read_text()
-    run.assert_nothing_left()

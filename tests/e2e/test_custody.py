@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.several_turns import environment_server
 from tests.support.tiny_run import ROOT, TinyRun
 from tests.support.tool_policy import write_tool_policy
 
@@ -68,36 +69,47 @@ def take(sampled: Sampled, prompt: tuple[int, ...], reply: tuple[int, ...]) -> b
 def test_trained_tokens_are_those_that_the_engine_sampled(
     tmp_path: Path, steps: int, groups_per_step: int
 ) -> None:
-    """With compaction, edits, parallel calls, cancelled streams, agents that die, and publishes."""
-    run = TinyRun(
-        tmp_path,
-        {
-            "run.steps": steps,
-            "run.groups_per_step": groups_per_step,
-            "data.file": tmp_path / "train.jsonl",
-            "environment.function": f"{AGENT}:rollout",
-            "environment.options.deaths": 0.05 if steps == 4 else 0.01,
-            "environment.max_turns": 24,
-            "environment.max_tokens": 1000,
-            "environment.tool_call_parser": "qwen25",
-            "sampling.max_prompt_tokens": 64,
-            "sampling.max_response_tokens": 16,
-            "generators.count": 2,
-            "generators.max_sequences": 16,
-            "generators.sglang.log_requests": True,
-            "generators.sglang.log_requests_level": 3,
-            "generators.sglang.log_requests_format": "json",
-            "learner.rollouts_per_step": 1000,
-            "learner.max_rollout_bytes": 1 << 30,
-        },
-        before=lambda folder: write_tool_policy(folder / "model"),
-    )
-    if steps > 4:
-        run.wait_until(lambda: run.steps() >= steps // 4, "a quarter of the run")
-        generator = run.process_with("slipstream.generators.main")
-        assert generator is not None
-        generator.kill()
-    assert run.wait() == 0, run.output
+    """With compaction, edits, parallel calls, cancelled streams, agents that die, and publishes.
+
+    The agents are on a server, which is started as documented.
+    """
+    (tmp_path / "died").mkdir()
+    environment = {
+        "environment.function": f"{AGENT}:rollout",
+        "environment.options.deaths": 0.1 if steps == 4 else 0.01,
+        "environment.options.died": tmp_path / "died",
+        "environment.max_turns": 24,
+        "environment.max_tokens": 1000,
+        "environment.tool_call_parser": "qwen25",
+    }
+    with environment_server(tmp_path, environment) as there:
+        run = TinyRun(
+            tmp_path,
+            {
+                **environment,
+                **there,
+                "run.steps": steps,
+                "run.groups_per_step": groups_per_step,
+                "data.file": tmp_path / "train.jsonl",
+                "eval.file": tmp_path / "held_out.jsonl",
+                "eval.every_steps": steps // 2,
+                "sampling.max_prompt_tokens": 64,
+                "sampling.max_response_tokens": 16,
+                "generators.max_sequences": 16,
+                "generators.sglang.log_requests": True,
+                "generators.sglang.log_requests_level": 3,
+                "generators.sglang.log_requests_format": "json",
+                "learner.rollouts_per_step": 1000,
+                "learner.max_rollout_bytes": 1 << 30,
+            },
+            before=prepare,
+        )
+        if steps > 4:
+            run.wait_until(lambda: run.steps() >= steps // 4, "a quarter of the run")
+            generator = run.process_with("slipstream.generators.main")
+            assert generator is not None
+            generator.kill()
+        assert run.wait() == 0, run.output
     summary, rows = run.summary(), run.rollouts()
     count = steps * groups_per_step * 2
     assert (summary["finished"], summary["unaccounted"]) == (True, 0)
@@ -120,6 +132,28 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
     for row in rows:
         did.update({name: int(value) for name, value in row["parts"].items()})
     assert all(did[name] for name in ("calls", "together", "cancel", "compacted", "edited"))
-    assert summary["queue"]["restarted_trajectories"] > 0
+    assert summary["queue"]["restarted_trajectories"] >= 2
+    assert "its process ended with code 9" in run.log("broker")
     assert sum(map(bool, (row["branches"] for row in rows))) > count / 8
+    assert_row_1_is_a_dead_letter(run, steps)
     run.assert_nothing_left()
+
+
+def prepare(folder: Path) -> None:
+    """Have a policy that calls tools, and few prompts: each is asked for in every run."""
+    write_tool_policy(folder / "model")
+    for name, count in (("train", 20), ("held_out", 6)):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+
+
+def assert_row_1_is_a_dead_letter(run: TinyRun, steps: int) -> None:
+    """A failure is no reward of 0, in training or evaluation."""
+    summary = run.summary()
+    assert summary["dropped"]["lease_exhausted"] >= 1
+    assert "RuntimeError: there is no world for row 1" in run.log("broker")
+    points = [(point["step"], point["overall"]) for point in summary["eval"]]
+    assert [
+        (step, found["num_problems"], found["num_answers"], found["num_dropped"])
+        for step, found in points
+    ] == [(step, 6, 5, 1) for step in (0, steps // 2, steps)]

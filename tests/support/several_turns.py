@@ -1,10 +1,16 @@
-"""Runs whose trajectories have several turns, in an environment that a test writes."""
+"""Runs whose trajectories have several turns, in an environment that a test writes or serves."""
 
-from collections.abc import Callable, Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_run import TinyRun
+from slipstream.generators.sglang.start_order import free_port
+from tests.support.tiny_run import ROOT, TinyRun, overrides_of, slipstream
+from tests.support.waiting import HANG_S
 
 _SETTINGS = {
     "environment.max_turns": 3,
@@ -12,6 +18,36 @@ _SETTINGS = {
     "sampling.max_response_tokens": 24,
     "reward.workers": 0,
 }
+
+
+@contextmanager
+def environment_server(folder: Path, settings: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """Start a server as documented; yield a run's settings that name it. Ctrl-C ends it in order.
+
+    Args:
+        folder: of its key and its output.
+        settings: of the environment.
+    """
+    keys, log = folder / "environment-keys", folder / "server.log"
+    slipstream("keys", "make", "envs", "--role", "observer", "--keys", keys)
+    key = {"environment.key_file": keys / "clients" / "envs.key"}
+    (folder / "empty.toml").write_text("")
+    at = f"127.0.0.1:{free_port()}"
+    command = [
+        *(sys.executable, "-m", "slipstream.generators.environments.main"),
+        *("--config", str(folder / "empty.toml"), "--listen", at),
+        *overrides_of({**settings, **key}),
+    ]
+    with log.open("w") as output:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+        yield {**key, "environment.servers": f'["{at}"]'}
+        server.send_signal(signal.SIGINT)
+        assert server.wait(HANG_S) == 0, log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+    assert "generator" in log.read_text()
 
 
 def run_in(

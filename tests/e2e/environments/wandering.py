@@ -4,6 +4,8 @@ import asyncio
 import os
 import random
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -20,13 +22,21 @@ _ASKS = ("ask", "ask", "ask", "tools", "tools", "stream", "together", "together"
 
 
 async def rollout(
-    client: openai.AsyncOpenAI, prompt: Prompt, deaths: float = 0.0, most: int = 5
+    client: openai.AsyncOpenAI, prompt: Prompt, deaths: float, died: str, most: int = 5
 ) -> dict[str, float]:
-    """Ask ``most`` times at most; before each the agent dies by the probability ``deaths``."""
+    """Ask ``most`` times at most; before each the agent dies by the probability ``deaths``.
+
+    One of a row dies, which is noted in the folder ``died``: what is tried again succeeds. Row 1
+    never does.
+    """
+    if prompt.row == 1:
+        raise RuntimeError("there is no world for row 1")
     agent = _Agent(client, prompt.text)
     for _ in range(agent.draw.randint(1, most)):
         if agent.draw.random() < deaths:
-            os._exit(9)
+            with suppress(FileExistsError):
+                (Path(died) / str(prompt.row)).touch(exist_ok=False)
+                os._exit(9)
         await agent.take_a_turn()
     await agent.ask()
     return {"score": agent.draw.random(), **agent.did}
