@@ -36,10 +36,10 @@ Every tiny model is random, of three layers, written by transformers, and passes
 Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
 layout for `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (`tests/integration/test_layouts.py`). A
 whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `deepseek_v3`
-(`tests/e2e/test_whole_loop.py`). SGLang ran on a CPU alone: there latent attention, unscaled
-rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are corrected
-(`generators/sglang/cpu_models.py` names each line of SGLang's). None of the published models was
-run.
+(`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there latent
+attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
+corrected (`generators/sglang/cpu_models.py` names each line of SGLang's). None of the published
+models was run.
 
 ## What is taken from config.json
 

@@ -1,17 +1,22 @@
-"""A target of staleness below the bound, and one of an evaluation, which ends the run.
+"""A target of an evaluation, which ends the run, and one of staleness below the bound.
 
-The run's learner is the narrow side, and its rewards are given by the generators, which ask again.
+The first run's learner has ranks of every kind; its generators give the rewards, and ask again.
 """
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from slipstream.weightbus.version.engine_checksums import Holder
+from tests.support.families import write_family
+from tests.support.served import assert_trained_and_served
 from tests.support.tiny_run import TinyRun, assert_complete, rows_of
 
 pytestmark = [pytest.mark.e2e]
-STEPS, LAST = 32, 6
+STEPS = 3  # until the evaluation that reaches the target
+HELD_STEPS, LAST = 32, 6
 WHIMSICAL = """
 import os, pathlib
 from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
@@ -29,8 +34,19 @@ async def score(transcript: Transcript) -> dict:
 """
 
 
+def as_deepseek(folder: Path) -> None:
+    """Make the policy a DeepSeek-V3 of the same tokens."""
+    model = folder / "model"
+    known = json.loads((model / "config.json").read_text())
+    same = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
+    write_family(folder / "made", "deepseek_v3", **{key: known[key] for key in same})
+    for name in ("config.json", "model.safetensors"):
+        (folder / "made" / name).replace(model / name)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
+    """Yield a run of latent attention, experts behind a router with a bias, a dense layer."""
     folder = tmp_path_factory.mktemp("targets")
     (folder / "whimsical.py").write_text(WHIMSICAL)
     (folder / "other.jsonl").write_text('{"prompt": "11+11=", "data_source": "other"}\n' * 3)
@@ -38,10 +54,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
         folder,
         {
             "run.steps": STEPS + 20,
-            "run.max_staleness_steps": 5,
-            "run.staleness_target.p95_lag": 1,
-            "learner.max_tokens_per_microbatch": 80,  # an answer at a time: slow
-            "generators.max_sequences": 64,
+            "sampling.temperature": 0.6,
+            "learner.ranks": 4,
+            "learner.tensor_parallel": 2,
+            "learner.pipeline_parallel": 2,
+            "learner.expert_parallel": 2,
             "reward.function": f"{folder / 'whimsical.py'}:score",
             "reward.inline": True,
             "reward.workers": 0,
@@ -55,26 +72,48 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
             "eval.metric": "other:mean",
             "eval.target": 0.01,
         },
+        before=as_deepseek,
     )
     assert run.wait() == 0, run.output
     yield run
     run.assert_nothing_left()
 
 
-def test_generators_ahead_of_a_slow_learner_are_held_back_to_the_target(run: TinyRun):
+def test_a_learner_of_tensor_pipeline_and_expert_ranks_publishes_what_it_learned(run: TinyRun):
+    summary = assert_trained_and_served(run, Holder())
+    assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
+    assert summary["busy"]["learner"] > 0
+
+
+# tests/unit/broker/ledger/test_throttle.py has the decision.
+@pytest.mark.slow
+def test_generators_ahead_of_a_slow_learner_are_held_back_to_the_target(tmp_path: Path):
+    run = TinyRun(
+        tmp_path,
+        {
+            "run.steps": HELD_STEPS,
+            "run.max_staleness_steps": 5,
+            "run.staleness_target.p95_lag": 1,
+            "learner.max_tokens_per_microbatch": 80,  # an answer at a time: slow
+            "generators.count": 2,
+            "generators.max_sequences": 64,
+        },
+    )
+    assert run.wait() == 0, run.output
     rows = rows_of(run.folder / "metrics.jsonl")
     steps = [row for row in rows if "staleness/bound_in_force" in row]
-    assert [row["step"] for row in steps] == list(range(1, run.steps() + 1))
+    assert [row["step"] for row in steps] == list(range(1, HELD_STEPS + 1))
     oldest: dict[int, int] = {}
     for row in run.rollouts():
         lags = [row["step"] - one["step"] for one in row["version_runs"]]
         oldest[row["step"]] = max(oldest.get(row["step"], 0), *lags)
     assert max(oldest.values()) >= 3, "nothing was to be held back"
-    last = [oldest[step] for step in range(STEPS - LAST, STEPS)]
+    last = [oldest[step] for step in range(HELD_STEPS - LAST, HELD_STEPS)]
     assert sum(last) / LAST <= 1.5, f"{oldest}, {steps}"  # it tries more now and then
     assert steps[0]["staleness/bound_in_force"] == 5
-    assert steps[STEPS - 1]["staleness/bound_in_force"] <= 2
+    assert steps[HELD_STEPS - 1]["staleness/bound_in_force"] <= 2
     assert "is above its target" in run.log("broker")
+    run.assert_nothing_left()
 
 
 def test_several_sets_are_sampled_and_scored_and_end_the_run_at_the_target(run: TinyRun):
