@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ SCP = """#!/bin/sh
 [ "$1" != -r ] || shift
 cp -r "$SLIPSTREAM_TEST_HEAD/${1#head:}" "$2"
 """
+
+
+_LOOK_S = 1.0  # at all roles of a run, which takes a tenth of a second of a core
 
 
 @dataclass
@@ -204,17 +206,18 @@ class Roles:
     def logs(self) -> str:
         return "".join(f"==== {name}\n{self.log(name)}" for name in self._outputs)
 
-    def wait(self, *names: str, look: Callable[[], object] = lambda: None) -> None:
+    def wait(
+        self, *names: str, look: Callable[[], object] = lambda: None, every_s: float = _LOOK_S
+    ) -> None:
         """Wait until these have ended, while no role fails; ``look`` is called now and then."""
 
         def ended() -> bool:
             look()
-            time.sleep(0.2)
             failed = [name for name, one in self.processes.items() if one.poll() not in {None, 0}]
             assert not failed, f"{failed}\n{self.logs()}"
             return all(self.processes[name].poll() == 0 for name in names)
 
-        until(ended, self.logs)
+        until(ended, self.logs, every_s=every_s)
 
     def end_broker(self) -> None:
         """Wait for all others, then press Ctrl-C of the broker."""

@@ -62,6 +62,7 @@ def prepare(hosts: list[Host], sockets: Path) -> None:
         "weightbus.host": FIRST,
         "weightbus.linger_s": 5.0,
     }
+    del settings["generators.count"]  # the section's
     names = [key for key in settings if key.startswith("generators.")]
     own = toml_of({key.removeprefix("generators."): settings.pop(key) for key in names})
     section = SECTION.replace("[generators]\n", f'[generators]\ndevice = "cpu"\n{own}')
@@ -77,10 +78,18 @@ def prepare(hosts: list[Host], sockets: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "hosts", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True, ids=lambda n: f"hosts{n}"
+    ("hosts", "is_replaced"),
+    [
+        (2, False),
+        # An engine whose follower is asked to end: tests/integration/test_engine_hosts.py. A
+        # generator that hands its work back: tests/e2e/test_rendered_services.py
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+    indirect=["hosts"],
+    ids=["hosts2", "hosts4-replaced"],
 )
 def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
-    hosts: list[Host], sockets: Path
+    hosts: list[Host], sockets: Path, is_replaced: bool
 ):
     prepare(hosts, sockets)
     head, *learning = hosts
@@ -103,13 +112,13 @@ def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
             key = f"run.broker={BROKER} run.key_file={keys}/learner-{host.folder.name}.key"
             place = f"--node {node} --rendezvous {RENDEZVOUS}"
             roles.start(host, f"learner-{node}", f"start-learner --config run.toml {key} {place}")
-        until(
-            lambda: "is proven" in roles.log("leader"), roles.logs
-        )  # of what the relays handed on
-        roles.processes["follower"].terminate()  # its work goes back, and the next engine takes it
-        roles.wait("leader", "follower", look=look)
-        roles.start(one, "leader", leads)
-        roles.start(two, "follower", follows)
+        # Of what the relays handed on.
+        until(lambda: "is proven" in roles.log("leader"), roles.logs, every_s=0.2)
+        if is_replaced:
+            roles.processes["follower"].terminate()  # its work goes back, the next engine takes it
+            roles.wait("leader", "follower", look=look)
+            roles.start(one, "leader", leads)
+            roles.start(two, "follower", follows)
         roles.wait(*(f"learner-{node}" for node in range(len(learning))), look=look)
         roles.end_broker()
         parts = roles.log("learner-0").count("of the learner is at tcp://10.77.0.")
@@ -150,6 +159,8 @@ def cut_off(host: Host) -> None:
     host.run(f"ip link set {host.link} down")
 
 
+# tests/integration/test_learner_nodes.py has a silent node on either side.
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_learner_on_both_sides(hosts: list[Host], sockets: Path):
     head, *learning = hosts
     replays = Replays(head.folder)

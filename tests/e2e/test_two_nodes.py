@@ -30,7 +30,7 @@ def follow(head: Host, far: Host, on_head: list[str], on_far: list[str]) -> Path
     return folder
 
 
-@pytest.mark.slow  # the next one, and tests/e2e/test_remote_roles.py: a generator on another host
+@pytest.mark.slow  # tests/e2e/test_remote_roles.py has a generator on another host
 def test_two_nodes_run_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
     own = guide.steps(guide.blocks(STARTED, "A task of your own"))
@@ -50,6 +50,9 @@ def test_two_nodes_run_by_the_documented_commands(hosts: tuple[Host, Host]):
     assert json.loads((folder / "summary.json").read_text())["steps"] == 20
 
 
+# Commands for a generator on another host: tests/e2e/test_remote_roles.py. What is printed:
+# tests/unit/deploy/launch/test_hosts.py; tests/integration/test_check_hosts.py calls its like.
+@pytest.mark.slow
 def test_two_hosts_run_by_the_printed_commands(
     hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -60,7 +63,6 @@ def test_two_hosts_run_by_the_printed_commands(
     settings = tiny_settings(head.folder) | {
         "run.dir": "runs",
         "run.socket_dir": head.folder.parent / "s",
-        "generators.count": 1,
         "checkpoint.export_at_end": False,
     }
     config.write_text(toml_of(settings | places))
