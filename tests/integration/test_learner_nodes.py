@@ -363,10 +363,7 @@ def test_a_collective_that_fails_names_the_node_that_is_gone(nodes: Nodes, socke
     assert f"{node_of(1)} ended: a collective failed and no sign of life for 3" in line
 
 
-@pytest.mark.parametrize(
-    "signum",
-    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],  # a cut: tests/e2e
-)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_0_that_is_gone_ends_the_others(nodes: Nodes, sockets: str, signum: int):
     with Training(nodes, sockets, SILENCE) as training:
         training.zero.send_signal(signum)

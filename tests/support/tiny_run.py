@@ -26,7 +26,7 @@ from tests.support.waiting import HANG_S, until
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.2  # until something that a test waits for
 _OF_ENGINES = "sglang_loads_"  # an engine of another test that was killed leaves one for good
-_LOOK_S = 1.0  # a look at a run's processes takes a twentieth of a second of a core
+_LOOK_S = 2.0  # a look at a run's processes takes a twentieth of a second of a core
 _WHOLE_RUN_S = 3 * HANG_S
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
