@@ -3,6 +3,7 @@
 The nodes are addresses of loopback: every connection between roles is made as between hosts.
 """
 
+import json
 import os
 import signal
 import sys
@@ -12,9 +13,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
+from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
+from slipstream.wire.files.run_folder import SUMMARY
 from tests.e2e.hosts import Host, end, toml_of
-from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
+from tests.support.served import SAME
+from tests.support.tiny_run import (
+    ROOT,
+    assert_complete,
+    differences_in,
+    slipstream,
+    tiny_inputs,
+    tiny_settings,
+)
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.e2e]
@@ -55,7 +68,6 @@ class Job:
         settings = tiny_settings(folder) | {
             "run.dir": "its runs",
             "generators.device": "cpu",
-            "generators.count": 1,
             "checkpoint.export_at_end": False,
         }
         (folder / "run.toml").write_text(toml_of(settings | changed))
@@ -87,7 +99,7 @@ class Job:
             assert self.process.poll() is None, self.logs()
             return log.exists() and words in log.read_text()
 
-        until(says, self.logs)
+        until(says, self.logs, every_s=0.2)
 
 
 @contextmanager
@@ -100,31 +112,46 @@ def submitted(folder: Path, **changed: object) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize(
-    "signalled",
-    # The script alone ends its steps itself; where they are signalled too, each ends the same way.
-    ["the script", pytest.param("the script and all steps", marks=pytest.mark.slow)],
+    ("signalled", "generators"),
+    [
+        ("the script", 1),
+        # The script alone ends its steps itself; where they are signalled too, each ends the same
+        # way. Places of several generators: tests/unit/deploy/render/test_slurm.py.
+        pytest.param("the script and all steps", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_job_survives_a_generator_and_where_it_is_preempted_is_queued_again_and_completes(
-    signalled: str, tmp_path: Path
+    signalled: str, generators: int, tmp_path: Path
 ):
-    """Its learner is on two nodes."""
+    """A learner on two nodes trains adapters in step with its engines, to the end of the data."""
     gate, log = tmp_path / "gate", tmp_path / "its runs" / "tiny" / "logs" / "learner.log"
     (tmp_path / "held.py").write_text(HELD_REWARD.format(gate=str(gate), log=str(log)))
+    (tmp_path / "last.jsonl").write_text('{"prompt": "11+24="}\n{"prompt": "12+24="}\n')
     changed = {
-        "run.steps": 9,
+        "run.mode": "sync",
+        "run.steps": 100,
+        "run.epochs": 0.9,
+        "lora.rank": 4,
+        "lora.publish": "merged",
+        "learner.lr": 1e-2,
+        "algo.kl.coefficient": 0.1,
+        "eval.file": tmp_path / "last.jsonl",  # so that the last version is adopted
+        "eval.before_train": False,
+        "checkpoint.export_at_end": True,
         "reward.function": f"{tmp_path / 'held.py'}:score",
         "reward.timeout_s": HANG_S,
-        "generators.count": 2,
+        "generators.count": generators,
         "learner.ranks": 2,
         "learner.ranks_per_node": 1,
     }
     with submitted(tmp_path, **changed) as job:
-        wait_for_process(job, "generator-1").kill()  # it is started again, whatever it did
-        until(lambda: len(job.starts_of("--name generator-1")) == 2, job.logs)
+        last = f"generator-{generators - 1}"
+        wait_for_process(job, last).kill()  # it is started again, whatever it did
+        until(lambda: len(job.starts_of(f"--name {last}")) == 2, job.logs, every_s=0.2)
         job.until_it_says(log, "step 2 reward")
         batch = int((job.state / "batch.pid").read_text())
         steps = [one for one in psutil.Process(batch).children(recursive=True) if is_step(one)]
-        assert len(steps) >= 6, "a broker, two of a learner, two generators and a reward worker"
+        assert len(steps) >= 4 + generators, "a broker, two of a learner, a reward worker"
         os.kill(batch, signal.SIGTERM)
         for step in steps if signalled != "the script" else ():
             step.terminate()
@@ -139,22 +166,47 @@ def test_a_job_survives_a_generator_and_where_it_is_preempted_is_queued_again_an
     resumed = learner.split("took over as")[2].split()[0]
     assert int(resumed.removeprefix("v").split(".")[1]) >= 2, "it resumed from what it saved"
     assert "node 1 (host" in learner, "the second node did not join"
-    assert_placed(job)
+    assert_placed(job, generators)
+    assert_adapters_were_trained_in_sync(job)
 
 
-def assert_placed(job: Job) -> None:
+def assert_placed(job: Job, generators: int) -> None:
     """Roles had their nodes, the learner one step for all its nodes, and keys nobody else."""
     named = job.starts_of(" --name ")
     nodes = {step.split(" --name ")[1].split()[0]: step.split()[0] for step in named}
-    assert nodes == {
-        "generator-0": "127.0.0.2",
-        "generator-1": "127.0.0.3",
-        "reward-worker-0": "127.0.0.2",
-    }
+    placed = zip(("generator-0", "generator-1"), NODES.split(), strict=True)
+    assert nodes == {"reward-worker-0": "127.0.0.2", **dict(list(placed)[:generators])}
     assert len(job.starts_of("start-learner")) == 2, "one of each time that it was queued"
     keys = [path for path in (job.run / "keys").rglob("*") if path.is_file()]
     assert len(keys) == 7
     assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
+
+
+def assert_adapters_were_trained_in_sync(job: Job) -> None:
+    """Each answer is of the newest version, and the engine holds the weights with the adapters."""
+    summary = json.loads((job.run / SUMMARY).read_text())
+    assert (summary["issued"], summary["trained"], summary["steps"]) == (36, 36, 9)
+    assert (summary["outcome"], set(summary["staleness_histogram"])) == ("finished", {"0"})
+    assert "run.epochs" in summary["stop_reason"]
+    lags = differences_in(job.run)
+    assert {lag for lag, _ in lags} == {0}
+    assert max(difference for _, difference in lags) < SAME
+
+    final = load_file(job.run / "model" / "model.safetensors")
+    before = load_file(job.folder / "model" / "model.safetensors")
+    assert {name for name in final if not final[name].equal(before[name].float())} == {
+        name for name in final if "_proj." in name
+    }
+    expected = digest_of(expected_checksums(final))
+    assert set(summary["last_publish"]["engine_digests"].values()) == {expected}
+    checkpoint = newest_checkpoint(job.run)
+    assert checkpoint is not None
+    adapters = read_checkpoint_info(checkpoint).adapters
+    assert adapters is not None
+    assert adapters.rank == 4
+    slipstream("export", job.run)
+    names = load_file(job.run / "adapter" / "adapter_model.safetensors").keys()
+    assert len(names) == 2 * 2 * 7
 
 
 def wait_for_process(job: Job, name: str) -> psutil.Process:
@@ -169,7 +221,7 @@ def wait_for_process(job: Job, name: str) -> psutil.Process:
                     found.append(process)
         return bool(found)
 
-    until(is_there, job.logs)
+    until(is_there, job.logs, every_s=0.2)
     return found[0]
 
 
