@@ -1,9 +1,8 @@
 """Conversations become the token ids that transformers makes of them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -11,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 from slipstream.wire.settings.sections import SamplingSection
+from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 
 CHATML_WITH_DEFAULT_SYSTEM = (  # shaped like SmolLM2's
     "{% for message in messages %}"
@@ -106,43 +105,60 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def of_transformers(folder: Path, kwargs: dict[str, object]) -> list[list[int]]:
-    order = json.dumps({"conversations": CONVERSATIONS, "kwargs": kwargs})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.transformers_chats", str(folder)],
-        cwd=ROOT,
-        input=order,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ids: list[list[int]] = json.loads(done.stdout)
-    return ids
-
-
-@pytest.mark.parametrize(
-    ("template", "kwargs", "where"),
-    [
-        (CHATML_WITH_DEFAULT_SYSTEM, {}, "tokenizer_config.json"),
-        (TOOLS_AND_WHITE_SPACE, {}, "chat_template.jinja"),
-        (TOOLS_AND_WHITE_SPACE, {"enable_thinking": False}, "tokenizer_config.json"),
-        (HEADERS_AND_BOS, {"date": "26 Jul"}, "chat_template.jinja"),
-        (HEADERS_AND_BOS, {}, "tokenizer_config.json"),
-    ],
-    ids=["smollm2", "qwen", "qwen-without-thinking", "llama3", "llama3-today"],
-)
-def test_token_ids_are_those_of_transformers(
-    tmp_path: Path, template: str, kwargs: dict[str, object], where: str
-):
-    write_tokenizer(tmp_path)
+def write_model(
+    folder: Path, template: str, where: Literal["tokenizer_config.json", "chat_template.jinja"]
+) -> None:
+    folder.mkdir()
+    write_tokenizer(folder)
     if where == "chat_template.jinja":
-        (tmp_path / where).write_text(template)
+        (folder / where).write_text(template)
     else:
-        config = json.loads((tmp_path / where).read_text())
-        (tmp_path / where).write_text(json.dumps(config | {"chat_template": template}))
-    codec = TextCodec(tmp_path, SamplingSection(chat_template_kwargs=kwargs))
+        config = json.loads((folder / where).read_text())
+        (folder / where).write_text(json.dumps(config | {"chat_template": template}))
+
+
+CASES: dict[
+    str, tuple[str, dict[str, object], Literal["tokenizer_config.json", "chat_template.jinja"]]
+] = {
+    "smollm2": (CHATML_WITH_DEFAULT_SYSTEM, {}, "tokenizer_config.json"),
+    "qwen": (TOOLS_AND_WHITE_SPACE, {}, "chat_template.jinja"),
+    "qwen-without-thinking": (
+        TOOLS_AND_WHITE_SPACE,
+        {"enable_thinking": False},
+        "tokenizer_config.json",
+    ),
+    "llama3": (HEADERS_AND_BOS, {"date": "26 Jul"}, "chat_template.jinja"),
+    "llama3-today": (HEADERS_AND_BOS, {}, "tokenizer_config.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model of each case."""
+    root = tmp_path_factory.mktemp("models")
+    for name, (template, _, where) in CASES.items():
+        write_model(root / name, template, where)
+    return root
+
+
+@pytest.fixture(scope="module")
+def of_transformers(cases: Path) -> dict[str, list[list[int]]]:
+    """Return the token ids of each case."""
+    kwargs = {str(cases / name): given for name, (_, given, _) in CASES.items()}
+    file = cases / "order.json"
+    file.write_text(json.dumps({"conversations": CONVERSATIONS, "kwargs": kwargs}))
+    (printed,) = outputs([start(cases, "integration.transformers_chats", file)])
+    return {Path(folder).name: ids for folder, ids in json.loads(printed).items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_token_ids_are_those_of_transformers(
+    cases: Path, of_transformers: dict[str, list[list[int]]], name: str
+):
+    _, kwargs, _ = CASES[name]
+    codec = TextCodec(cases / name, SamplingSection(chat_template_kwargs=kwargs))
     ours = [
         codec.encode(Prompt(prompt=tuple(ChatMessage(**turn) for turn in turns)))
         for turns in CONVERSATIONS
     ]
-    assert ours == of_transformers(tmp_path, kwargs)
+    assert ours == of_transformers[name]

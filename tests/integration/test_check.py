@@ -21,6 +21,7 @@ from slipstream.deploy.check.facts import Fact, HostReport, exit_code
 from slipstream.wire.files.run_folder import TRAIL
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from tests.e2e.hosts import toml_of
+from tests.support.commands import called
 from tests.support.slow_disk import passed_over
 from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
@@ -45,26 +46,33 @@ class Checked:
         return [fact.line for fact in self.facts if fact.outcome != "ok"]
 
 
-def command_of(folder: Path, settings: dict[str, object], *words: str) -> list[str]:
+def words_of(folder: Path, settings: dict[str, object], *words: str) -> list[str]:
     (folder / "run.toml").write_text(toml_of(tiny_settings(folder) | settings))
+    return ["check", "--config", str(folder / "run.toml"), *words]
+
+
+def command_of(folder: Path, settings: dict[str, object], *words: str) -> list[str]:
+    """Return a check whose process is the subject."""
     module = "slipstream.deploy.main"
-    return [sys.executable, "-m", module, "check", "--config", str(folder / "run.toml"), *words]
+    return [sys.executable, "-m", module, *words_of(folder, settings, *words)]
 
 
 def checked(folder: Path, settings: dict[str, object], *words: str) -> Checked:
-    done = subprocess.run(
-        command_of(folder, settings, "--json", *words),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    return facts_of(called(*words_of(folder, settings, "--json", *words)))
+
+
+def facts_of(done: "subprocess.CompletedProcess[str]") -> Checked:
     assert done.stdout, done.stderr
     printed = json.loads(done.stdout)
     assert printed["exit_code"] == done.returncode
     reports = passed_over(msgspec.convert(printed["hosts"], list[HostReport]))
     return Checked(exit_code(reports), reports)
+
+
+def ended(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
 
 
 @pytest.fixture
@@ -345,7 +353,8 @@ def test_a_host_that_meets_no_learner_ends_with_its_facts(folder: Path):
     settings: dict[str, object] = {"deploy.hosts": ["a", "b"], "learner.rendezvous_timeout_s": 1}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = f"127.0.0.1:{silent.getsockname()[1]}"
-        found = checked(folder, settings, "--on", "hosts", "--node", "1", "--rendezvous", at)
+        where = ("--json", "--on", "hosts", "--node", "1", "--rendezvous", at)
+        found = facts_of(ended(command_of(folder, settings, *where)))
     assert found.code == 2
     (line,) = found.trouble
     assert line.startswith(f"fail hosts: no first host at {at} (--rendezvous)")
@@ -377,19 +386,10 @@ def test_ctrl_c_leaves_nothing(folder: Path):
 # ---- slipstream run --dry-run ----------------------------------------------------
 
 
-def dry_run(
-    folder: Path, settings: dict[str, object], *words: str
-) -> "subprocess.CompletedProcess[str]":
-    command = command_of(folder, settings, "--dry-run", *words)
-    command[command.index("check")] = "run"
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-
-
 def test_a_dry_run_of_a_sound_run_says_so_and_leaves_nothing(folder: Path):
     before = files_in(folder)
-    found = dry_run(folder, {"generators.count": 3})
+    _, *words = words_of(folder, {"generators.count": 3}, "--dry-run")
+    found = called("run", *words)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "generator-0 to generator-2" in found.stdout
     assert " 0 fail" in found.stdout
@@ -398,11 +398,12 @@ def test_a_dry_run_of_a_sound_run_says_so_and_leaves_nothing(folder: Path):
 
 def test_a_dry_run_fails_where_the_run_would(folder: Path):
     with ExitStack() as stack:
-        settings = raising_reward(folder, stack) | unknown_to_libraries(folder, stack)
-        found = dry_run(folder, settings)
+        settings = raising_reward(folder, stack) | port_taken(folder, stack)
+        _, *words = words_of(folder, settings, "--dry-run")
+        found = called("run", *words)
     assert found.returncode == 1, found.stdout + found.stderr
     lines = [line for line in found.stdout.splitlines() if line.startswith("fail ")]
-    expected = FAULTS[unknown_to_libraries][1] + FAULTS[raising_reward][1]
+    expected = FAULTS[port_taken][1] + FAULTS[raising_reward][1]
     assert len(lines) == len(expected), lines
     for start, words in expected:
         (line,) = [line for line in lines if line.startswith(start)]

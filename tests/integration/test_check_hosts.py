@@ -190,19 +190,25 @@ FAULTS: dict[Callable[[Hosts, Path], None], tuple[int, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+# Faults that stand beside each other.
+TOGETHER = [(another_model, another_torch, closed_ports), (clock_ahead, closed_ports_for_tcp)]
+
+
+@pytest.mark.parametrize("plants", TOGETHER, ids=lambda plants: plants[0].__name__)
 def test_a_fault_of_one_host_is_named_there(
-    hosts: Hosts, tmp_path: Path, plant: Callable[[Hosts, Path], None]
+    hosts: Hosts, tmp_path: Path, plants: tuple[Callable[[Hosts, Path], None], ...]
 ):
-    code, start, words = FAULTS[plant]
-    plant(hosts, tmp_path)
+    for plant in plants:
+        plant(hosts, tmp_path)
     first, second = hosts.reports()
     assert trouble(first) == []
-    (line,) = trouble(second)
-    assert exit_code([first, second]) == code
-    assert line.startswith(start), line
-    missing = [word for word in words.split() if word not in line]
-    assert not missing, f"{missing} of {line}"
+    found = trouble(second)
+    assert len(found) == len(plants), found
+    assert exit_code([first, second]) == max(FAULTS[plant][0] for plant in plants)
+    for _, start, words in (FAULTS[plant] for plant in plants):
+        (line,) = [line for line in found if line.startswith(start)]
+        missing = [word for word in words.split() if word not in line]
+        assert not missing, f"{missing} of {line}"
 
 
 def commands_on(printed: str, host: str) -> list[str]:

@@ -6,18 +6,17 @@ Through `slipstream memory --measure`: each rank builds its part of the model an
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.hosts import toml_of
+from tests.support.commands import called as command
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "one": ("qwen2", {}),
     "one-bfloat16": ("qwen2", {"dtype": "bfloat16"}),
@@ -58,17 +57,7 @@ def called(
         **{f"learner.{name}": value for name, value in learner.items()},
     }
     (folder / "run.toml").write_text(toml_of(settings))
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "slipstream.deploy.main", "memory"),
-            *(str(folder / "run.toml"), "--measure", "--json"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    return command("memory", folder / "run.toml", "--measure", "--json")
 
 
 def ranks_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:

@@ -306,15 +306,13 @@ def test_the_version_before_under_a_new_label_is_caught(
     assert "its logprobs of the probe differ by" in reason_of(served, whole, Behind)
 
 
-def test_another_rope_is_caught(folder: Path, whole: Trained):
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        other = Path(name) / "model"
-        shutil.copytree(folder / "model", other)
-        config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
-        settings = settings_of(Path(name))
-        with serving(settings) as process:
-            why = reason_of((settings, process), whole, honest=0)
+def test_another_rope_is_caught(
+    served: tuple[GeneratorSettings, SglangProcess], folder: Path, tmp_path: Path
+):
+    other = Path(shutil.copytree(folder / "model", tmp_path / "model"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
+    why = reason_of(served, trained(tmp_path, "turned", None, lr=LR), honest=0)
     assert "its logprobs of the probe differ by" in why
 
 

@@ -6,29 +6,51 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from slipstream.learner.config import LearnerSection
+from slipstream.wire.process.gpus import usable_gpus
 from tests.support import nursery
 from tests.support.nursery import ROOT
 from tests.support.waiting import HANG_S
 
+# Programs that ask transformers: the nursery has the torch that they import.
+_OF_TRANSFORMERS = (
+    "tests.integration.transformers_",
+    "tests.support.families",
+    "tests.support.in_flight_oracle",
+    "tests.support.peft_logprobs",
+)
 
-def start(work: Path, module: str, *arguments: object, anew: bool = False) -> subprocess.Popen[str]:
-    """Start a module of tests; ``anew`` one that must import torch or Megatron itself."""
-    return nursery.start(
-        [sys.executable, "-m", f"tests.{module}", *map(str, arguments)],
-        env={
+
+def start(
+    work: Path, module: str, *arguments: object, anew: bool = False, asked: bool = False
+) -> subprocess.Popen[str]:
+    """Start a module of tests.
+
+    Args:
+        work: its home.
+        module: below tests.
+        arguments: of it.
+        anew: it must import torch or Megatron itself.
+        asked: it reads questions, and what it says of errors is the test's own.
+    """
+    command = [sys.executable, "-m", f"tests.{module}", *map(str, arguments)]
+    how: dict[str, Any] = {
+        "env": {
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
             "HOME": str(work),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         },
-        anew=anew,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+        "stdout": subprocess.PIPE,
+        **({"stdin": subprocess.PIPE} if asked else {"stderr": subprocess.PIPE}),
+    }
+    if command[2].startswith(_OF_TRANSFORMERS) and not anew and not usable_gpus():
+        return nursery.Forked(command, source=nursery.nursery()[0], cwd=ROOT, text=True, **how)
+    return nursery.start(command, anew=anew, **how)
 
 
 def start_ranks(

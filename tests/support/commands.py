@@ -1,0 +1,72 @@
+"""A command of `slipstream` in this process: learners and checks that it starts are forked.
+
+For tests of what a command finds. Its process is the subject where it is installed, interrupted or
+starts a run.
+"""
+
+import io
+import logging
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+from unittest.mock import patch
+
+from slipstream.deploy import main as deploy_main
+from slipstream.wire.process.gpus import usable_gpus
+from tests.support.nursery import Forked, nursery
+
+# Programs that a command starts and that have torch or Megatron to import.
+_FORKED = (
+    "slipstream.deploy.align.reference",
+    "slipstream.deploy.check.node",
+    "slipstream.learner.align",
+    "slipstream.learner.measure",
+)
+
+
+def called(*words: object) -> "subprocess.CompletedProcess[str]":
+    """Return the exit code of a command, and what it printed itself."""
+    argv = ["slipstream", *map(str, words)]
+    output, errors = io.StringIO(), io.StringIO()
+    log = logging.StreamHandler(errors)  # tests have one of their own, so that a command adds none
+    logging.getLogger().addHandler(log)
+    try:
+        with (
+            _signals_as_before(),
+            children_forked(),
+            patch("sys.argv", argv),
+            redirect_stdout(output),
+            redirect_stderr(errors),
+        ):
+            code = deploy_main.main()
+    finally:
+        logging.getLogger().removeHandler(log)
+    return subprocess.CompletedProcess(argv, code, output.getvalue(), errors.getvalue())
+
+
+@contextmanager
+def children_forked() -> Iterator[None]:
+    """Fork what commands start in this block and a nursery has the imports of."""
+
+    class Popen(subprocess.Popen[Any]):
+        def __new__(cls, args: Any, **how: Any) -> Any:  # noqa: ANN401 as there
+            match args:
+                case [_, "-m", str(module), *_] if module in _FORKED and not usable_gpus():
+                    how.pop("preexec_fn", None)  # the nursery's forks are bound to it
+                    return Forked(args, source=nursery()[0], **how)
+            return super().__new__(cls)
+
+    with patch("subprocess.Popen", Popen):
+        yield
+
+
+@contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Take back the handler that a command leaves for the end of its process."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
