@@ -14,7 +14,7 @@ from slipstream.generators.capture.session import Reply
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.host import EnvironmentFailedError
-from slipstream.generators.environments.turn_sampler import TurnSampler
+from slipstream.generators.environments.turn_sampler import TurnSampler, rendering_of
 from slipstream.generators.lanes import Lanes
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import TextCodec
@@ -73,6 +73,8 @@ async def try_environment(
         SlipstreamError: the engine does not start or has failed.
     """
     codec = TextCodec(settings.model, settings.sampling)
+    # As the sampler does, but before an engine starts.
+    rendering_of(codec).check(uses_tools=bool(settings.environment.tool_call_parser))
     async with AsyncExitStack() as cleanup:
         stopping = asyncio.create_task(stop_event().wait())
         cleanup.callback(stopping.cancel)

@@ -72,9 +72,11 @@ def env_try(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_turns_and_calls_are_shown_as_they_come(folder: Path):
-    done = env_try(folder, "my env.py:Trees", "--prompt", "Where are the trees?", "--n", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_turns_and_calls_are_shown_as_they_come_and_what_fails_is_the_exit_code(folder: Path):
+    rows = [{"prompt": "Where are the trees?", "ground_truth": t} for t in ("", "", "", "none")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = env_try(folder, "my env.py:Trees", "--n", "4", "data.file=rows.jsonl")
+    assert done.returncode == 1, done.stdout + done.stderr
     for text in (
         "trajectory 4 of 4",
         "Where are the trees?",
@@ -82,8 +84,10 @@ def test_turns_and_calls_are_shown_as_they_come(folder: Path):
         "tool\na tree at ",
         " tokens by the policy",
         "4 trajectories, mean reward ",
+        "failed: RuntimeError: no wood",
     ):
         assert text in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_an_agent_that_begins_anew_has_branches_and_programs_get_everything(folder: Path):
@@ -93,13 +97,6 @@ def test_an_agent_that_begins_anew_has_branches_and_programs_get_everything(fold
     (one,) = found["trajectories"]
     assert (one["reward"], one["num_branches"], len(one["said"])) == (1.0, 2, 2)
     assert [said["asked"][0]["content"] for said in one["said"]] == ["where?", "why?"]
-
-
-def test_what_fails_is_named_and_is_the_exit_code(folder: Path):
-    done = env_try(folder, "my env.py:Trees", "--prompt", "x", "--truth", "none", "--n", "1")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "failed: RuntimeError: no wood" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_template_that_depends_on_what_was_said_before_is_refused(folder: Path):
