@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 def test_no_end_waits_for_a_peer_longer_than_its_deadline(tmp_path: Path):
     ends = [
-        start(tmp_path, "support.ranks.weight_group", end, tmp_path, anew=True)
+        start(tmp_path, "support.ranks.weight_group", end, tmp_path, anew=end == "engine")
         for end in ("relay", "engine")
     ]
     relay, engine = (json.loads(printed.splitlines()[-1]) for printed in outputs(ends))
@@ -27,11 +27,8 @@ def test_no_end_waits_for_a_peer_longer_than_its_deadline(tmp_path: Path):
 
 
 def test_an_engine_answers_for_all_of_its_ranks(tmp_path: Path):
-    ranks = [
-        start(tmp_path, "support.ranks.engine_ranks", tmp_path, rank, 2, anew=True)
-        for rank in range(2)
-    ]
-    first, second = (json.loads(printed.splitlines()[-1]) for printed in outputs(ranks))
+    (printed,) = outputs([start(tmp_path, "support.ranks.engine_ranks", tmp_path, 2, anew=True)])
+    first, second = json.loads(printed.splitlines()[-1])
     assert first[0] == second[0] == [True, "joined"]
     assert first[1] == [False, "rank 1 of this engine failed: its log has the reason"]
     assert second[1] == [False, "no route"]

@@ -293,6 +293,7 @@ async def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
     assert_gone(hosts)
 
 
+# In `make test` node 0 is killed; above a follower is asked to end, beside a node 0 without ranks.
 @pytest.mark.parametrize(
     ("who", "signum", "codes", "why"),
     [
@@ -305,6 +306,7 @@ async def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
             (0, 0),
             ("was asked to end: the engine ends", "asked to end: node 0 hands its work back first"),
             id="a follower is asked to end",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "node 0",

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.integration
 
 
 def slipstream(*arguments: object, code: int = 0) -> str:
-    command = [sys.executable, "-m", "slipstream.deploy.main", *map(str, arguments)]
+    """Return what a command prints, in a fork; tests/e2e has processes that become others."""
+    command = [sys.executable, "-m", "tests.support.ranks.executed", *map(str, arguments)]
     return finish(start_tool(command), code=code)
 
 

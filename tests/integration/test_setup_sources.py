@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.package_index import add_wheel, serving
+from tests.support.ranks.run import outputs, start
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
@@ -113,7 +114,11 @@ def test_torch_index_without_an_answer_is_left_for_the_package_index(
 @pytest.mark.parametrize(
     ("offered", "others", "broken", "why"),
     [
-        ("2.13.00.1+cpu", True, False, "does not answer or has no such torch"),
+        # The same question is asked above, of an index without an answer, and below.
+        pytest.param(
+            *("2.13.00.1+cpu", True, False, "does not answer or has no such torch"),
+            marks=pytest.mark.slow,
+        ),
         (CPU, False, False, "does not answer or has no such torch"),
         (CPU, True, True, "failed"),
     ],
@@ -151,11 +156,5 @@ def test_no_torch_index_is_asked_where_none_is_wanted(checkout: Path, package_in
     assert len(bytecode) == 1
 
 
-def test_transformers_can_be_imported_in_the_environment_of_make_setup():
-    code = (
-        "from transformers import LlamaConfig; import torchvision; print(LlamaConfig().model_type)"
-    )
-    done = subprocess.run(
-        [ROOT / ".venv" / "bin" / "python", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "llama\n", done.stderr
+def test_transformers_can_be_imported_in_the_environment_of_make_setup(tmp_path: Path):
+    assert outputs([start(tmp_path, "integration.transformers_vision")]) == ["llama"]

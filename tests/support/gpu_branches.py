@@ -43,13 +43,12 @@ def check_names() -> Iterator[str]:
 
 def check_flags() -> Iterator[str]:
     """Yield SGLang's objections to the settings and variables of an engine on a GPU."""
-    from slipstream.generators.config import generator_settings
-    from slipstream.generators.sglang import cpu, server, start_order
-    from tests.support.blank_model import write_blank_model
-
-    cpu.prepare()
     from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
+
+    from slipstream.generators.config import generator_settings
+    from slipstream.generators.sglang import server, start_order
+    from tests.support.blank_model import write_blank_model
 
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,6 +85,7 @@ def import_server() -> Iterator[str]:
     gemm = importlib.import_module("sglang.kernels.ops.gemm.cutedsl_dual_gemm")
     mode = gemm.DualGemmQuantMode.UNQUANT
     yield f"a GEMM of newer GPUs: {gemm.can_use_dual_gemm(1, 128, 128, mode)}"
+    yield from check_flags()
 
 
 def _pretend_to_have_a_gpu() -> None:
@@ -112,5 +112,5 @@ def _pretend_to_have_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    check = {"names": check_names, "flags": check_flags, "server": import_server}[sys.argv[1]]
+    check = {"names": check_names, "server": import_server}[sys.argv[1]]
     sys.stdout.writelines(f"{line}\n" for line in check())
