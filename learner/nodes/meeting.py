@@ -400,10 +400,11 @@ class _Guest:
         store = self._store
         while True:
             asked(lambda: store.add(f"beat/{self._number}", 1))
+            has_failed = asked(lambda: store.check(["failed"]))  # after it has answered
             if asked(lambda: store.check([key])):
                 value: bytes = asked(lambda: store.get(key))
                 return value
-            if asked(lambda: store.check(["failed"])):
+            if has_failed:
                 ended = msgspec.json.decode(asked(lambda: store.get("failed")), type=Ended)
                 self._leave()
                 why = (

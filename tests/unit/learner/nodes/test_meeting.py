@@ -8,9 +8,12 @@ from torch.distributed import HashStore
 
 from slipstream.learner.layout import Layout, Place
 from slipstream.learner.nodes.card import Card
-from slipstream.learner.nodes.meeting import Answer, Host, LateComers
+from slipstream.learner.nodes.meeting import Answer, Host, LateComers, _Guest
+from slipstream.learner.nodes.verdict import Ended
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.patience import Patience
 from slipstream.wire.settings.rendezvous import Address
+from tests.support.waiting import NEVER_S
 
 LAYOUT = Layout(ranks=3, ranks_per_node=1)
 PLACE = Place(LAYOUT, 0, Address("10.0.0.1", 29400))
@@ -142,3 +145,23 @@ def test_who_was_answered_before_the_beginning_is_no_late_comer(guests: Guests):
     for life in range(5):
         late.look({1: life})
     assert guests.answer(one) == Answer(file="/runs/a/.nodes-x", content="x")
+
+
+class Hurried(HashStore):
+    """Node 0 answers and ends in the moment after a first look at its answer."""
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = super().check(keys)
+        if keys == ["answer/1"] and not found:
+            refused = Answer(error="torch is 9.9.0 there, expected 2.13.0")
+            self.set(keys[0], msgspec.json.encode(refused).decode())
+            ended = Ended(node=0, text="node 1 cannot train with node 0")
+            self.set("failed", msgspec.json.encode(ended).decode())
+        return found
+
+
+def test_an_answer_counts_although_node_0_has_ended_since():
+    card = Card(node=1, host="one", pid=2, facts=FACTS)
+    guest = _Guest(Hurried(), Place(LAYOUT, 1, PLACE.address), card, Patience("", NEVER_S))
+    with pytest.raises(ConfigError, match=r"torch is 9\.9\.0 there"):
+        guest.wait()
