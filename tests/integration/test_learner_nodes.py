@@ -234,12 +234,7 @@ class Training:
     """Two nodes that have trained one step and wait for the next batch."""
 
     def __init__(
-        self,
-        nodes: Nodes,
-        sockets: str,
-        *overrides: str,
-        ranks: tuple[str, ...] = TWO,
-        anew: bool = False,
+        self, nodes: Nodes, sockets: str, *overrides: str, ranks: tuple[str, ...] = TWO
     ) -> None:
         self.groups = list(read_groups(nodes.replays.file))
         self.script = Script(batches={0: [self.groups[:GROUPS]]}, steps=9)
@@ -248,7 +243,6 @@ class Training:
         nodes.replays_file = False
         self.own = (*ranks, *WAITS, f"run.socket_dir={sockets}", *overrides)
         self.nodes = nodes
-        self.anew = anew
         self.zero, self.one = (self.start(node) for node in (0, 1))
 
     def __enter__(self) -> Self:
@@ -273,12 +267,12 @@ class Training:
         self.script.__post_init__()  # its payloads
 
     def start(self, node: int) -> subprocess.Popen[str]:
-        return self.nodes.start(node, "a", *self.own, anew=self.anew)
+        return self.nodes.start(node, "a", *self.own)
 
     def ranks_of(self, node: subprocess.Popen[str]) -> list[psutil.Process]:
-        """Return the other ranks of a node."""
-        children = psutil.Process(node.pid).children()
-        return [child for child in children if "--rank" in child.cmdline()]
+        """Return the other ranks of a node, which the nursery beside its first one has forked."""
+        (source,) = psutil.Process(node.pid).children()
+        return source.children()
 
 
 @pytest.fixture
@@ -325,7 +319,7 @@ def test_sigterm_to_another_node_alone_ends_the_learner_with_its_name(nodes: Nod
 
 
 def test_a_killed_rank_ends_the_learner_on_both_nodes(nodes: Nodes, sockets: str):
-    with Training(nodes, sockets, ranks=FOUR, anew=True) as training:
+    with Training(nodes, sockets, ranks=FOUR) as training:
         (rank_3,) = training.ranks_of(training.one)
         rank_3.kill()
         lines = [errors_in(finish(p, code=1)) for p in (training.zero, training.one)]

@@ -1,6 +1,7 @@
 """Roles of a tiny run as processes of their own, each with a port for probes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from typing import Any, Self
 
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.process.health import probe
-from tests.support.tiny_run import ROOT, overrides_of, tiny_inputs, tiny_settings
+from tests.support import nursery
+from tests.support.tiny_run import overrides_of, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 BROKER = "slipstream.broker.main"
@@ -22,9 +24,7 @@ WORKER = "slipstream.broker.reward_worker.main"
 class Role:
     """A process with a port for probes."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", port: int, log: Callable[[], str]
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[Any], port: int, log: Callable[[], str]) -> None:
         """Take what was started.
 
         Args:
@@ -79,7 +79,8 @@ class Probed(Role):
         log_file = folder / f"{module}.log"
         command = [sys.executable, "-m", module, *arguments, "--health", str(port)]
         with log_file.open("a") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            env = dict(os.environ)  # noqa: TID251 handed on
+            process = nursery.start(command, env=env, stdout=log, stderr=log)
         super().__init__(process, port, lambda: log_file.read_text(errors="replace"))
 
 
