@@ -5,6 +5,7 @@ wants something else to happen first.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -40,6 +41,7 @@ from slipstream.wire.messages.codec import decode_request, encode
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S
 
+_NOT_READY_S = 0.5  # until a learner that waits is told so; it asks again at once
 R = TypeVar("R")
 Key = tuple[int, int]
 Batch = Sequence[RecordedGroup]
@@ -156,6 +158,16 @@ class ScriptedBroker:
                 return Payloads(num_frames=len(frames)), frames, _at_once
             case StepCommit():
                 return self._commit(request)
+            case RequestBatch(step=step):
+                answer = self._deliver(request)
+                if not isinstance(answer, BatchNotReady):
+                    return answer, [], _at_once
+                until_s = time.monotonic() + _NOT_READY_S
+
+                def has_come_or_waited() -> bool:
+                    return bool(self._script.batches.get(step)) or time.monotonic() >= until_s
+
+                return answer, [], has_come_or_waited
             case _:
                 return self._control(request), [], _at_once
 
@@ -168,8 +180,6 @@ class ScriptedBroker:
             case TakeOver(step=step):
                 self._epoch, self._step = self._epoch + 1, step
                 return TookOver(version=PolicyVersion(self._epoch, step))
-            case RequestBatch():
-                return self._deliver(request)
             case RejectBatch(step=step):
                 self._script.batches[step].pop(0)
                 return Done()
