@@ -6,18 +6,17 @@ A process that is replaced has its imports to do again.
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream.deploy import main as deploy_main
 
 
-def become(_program: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def become(path: object, argv: Any, env: Any) -> NoReturn:  # noqa: ANN401 as there
     """Run `python -m MODULE ...` as ``os.execve`` would."""
-    _, dash_m, module, *words = command
-    assert dash_m == "-m", command
+    _, dash_m, module, *words = argv
+    assert dash_m == "-m", (path, argv)
     os.environ.clear()  # noqa: TID251 as there
-    os.environ.update(environment)  # noqa: TID251
+    os.environ.update(env)  # noqa: TID251
     sys.argv = [module, *words]
     sys.modules.pop(module, None)  # it becomes __main__
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -26,5 +25,5 @@ def become(_program: str, command: Sequence[str], environment: Mapping[str, str]
 
 if __name__ == "__main__":
     os.execve = become
-    os.execv = lambda program, command: become(program, command, dict(os.environ))  # noqa: TID251
+    os.execv = lambda path, argv: become(path, argv, dict(os.environ))  # noqa: TID251
     raise SystemExit(deploy_main.main())
