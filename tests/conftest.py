@@ -8,7 +8,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -64,15 +63,20 @@ def pytest_collection_finish() -> None:
 
 
 def in_turn(files: list[str]) -> list[str]:
-    """Return files in the order in which they are begun: one of whole runs, one of others.
+    """Return files in the order in which they are begun: what computes beside what waits.
 
-    The longest come first, so that the last ones end together. Whole runs keep the cores busy; most
-    of the others wait.
+    Whole runs keep the cores busy, and so do hermetic files; most of the others wait. The longest
+    come first, so that the last ones end together.
     """
     runs = [file for file in files if file.startswith("tests/e2e/")]
-    others = [file for file in files if not file.startswith("tests/e2e/")]
-    pairs = zip_longest(runs, others)
-    return [file for pair in pairs for file in pair if file is not None]
+    hermetic = [file for file in files if file.startswith(("tests/unit/", "tests/property/"))]
+    others = [file for file in files if file not in {*runs, *hermetic}]
+    order = [file for pair in zip(runs, others, strict=False) for file in pair]
+    rest = runs[len(others) :] + others[len(runs) :]
+    each = len(hermetic) / max(1, len(rest))
+    for number, file in enumerate(rest):
+        order += [file, *hermetic[round(number * each) : round((number + 1) * each)]]
+    return order if rest else order + hermetic
 
 
 class FileSeconds:

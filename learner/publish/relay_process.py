@@ -42,12 +42,10 @@ class RelayProcess:
     """The relay that answered last, and the one started here."""
 
     def __init__(
-        self,
-        launch: RelayLaunch,
-        popen: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+        self, launch: RelayLaunch, popen: Callable[..., "subprocess.Popen[bytes]"] | None = None
     ) -> None:
         self._launch = launch
-        self._popen = popen
+        self._popen = popen or subprocess.Popen
         self._started: subprocess.Popen[bytes] | None = None  # that we started last
         self._starts: list[float] = []  # monotonic seconds, of the last minutes
         self.pid = 0  # of the relay that answered last; a former learner may have started it

@@ -41,7 +41,7 @@ from slipstream.wire.messages.codec import decode_request, encode
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S
 
-_NOT_READY_S = 0.5  # until a learner that waits is told so; it asks again at once
+_NOT_READY_S = 0.1  # until a learner that waits is told so; it asks again at once
 R = TypeVar("R")
 Key = tuple[int, int]
 Batch = Sequence[RecordedGroup]

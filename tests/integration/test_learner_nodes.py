@@ -227,7 +227,7 @@ def test_a_run_folder_that_a_node_does_not_share_is_refused_on_both_nodes(nodes:
 
 FOUR = ("learner.ranks=4", "learner.ranks_per_node=2")
 SILENCE = "learner.node_silence_s=10"
-WAITS = ("run.steps=9", "weightbus.linger_s=1")  # the relay has the output of a killed learner
+WAITS = ("run.steps=9", "weightbus.linger_s=3")  # the relay has the output of a killed learner
 
 
 class Training:

@@ -4,6 +4,8 @@ It has one thread, so that a fork of it is whole, and is started once in a proce
 """
 
 import atexit
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -30,10 +32,12 @@ IMPORTED = (
     "slipstream.learner.launch",
     "slipstream.learner.loop",
     "slipstream.learner.memory",
+    "slipstream.weightbus.relay.main",
     "tests.support.bus.agent",
     "tests.support.bus.learner",
     "tests.support.ranks.loop",
     "tests.support.ranks.policy",
+    "transformers.models.auto.modeling_auto",
 )
 # What libraries read when they are imported: the same for all that is forked.
 _ENVIRONMENT = {
@@ -43,8 +47,13 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # as a learner on several nodes has it
 }
 _LEARNER = "slipstream.learner.main"
-_FORKED = ("slipstream.learner.", "tests.support.ranks.", "tests.support.bus.")
+_RELAY = "slipstream.weightbus.relay.main"
+_FORKED = ("slipstream.learner.", _RELAY, "tests.support.ranks.", "tests.support.bus.")
+_STARTS_OTHERS = (_LEARNER, "tests.support.bus.learner", "tests.support.ranks.loop")
+_LONGEST_COMMAND = 1 << 14  # bytes, of which a fork's own takes the place
 _MAX_BYTES = 1 << 18
+_MAX_FDS = 16
+_HIGH_FD = 500
 
 
 class Forked(subprocess.Popen[Any]):
@@ -71,13 +80,14 @@ class Forked(subprocess.Popen[Any]):
             "new_session": how["start_new_session"],
             "max_file_bytes": self._max_file_bytes,
             "is_rank": "--rank" in how["args"],
+            "passed": sorted(how["pass_fds"]),
         }
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         with Path(os.devnull).open() as nothing:
             fds = [how["p2cread"], how["c2pwrite"], how["errwrite"]]
             own = (nothing.fileno(), 1, 2)
             fds = [mine if fd < 0 else fd for fd, mine in zip(fds, own, strict=True)]
-            self.pid = self._source.ask(asked, fds)
+            self.pid = self._source.ask(asked, [*fds, *sorted(how["pass_fds"])])
         self._child_created = True
         self._ends = os.pidfd_open(self.pid)
         self._close_pipe_fds(*(how[pipe] for pipe in pipes))  # type: ignore[attr-defined]
@@ -127,7 +137,10 @@ def nursery() -> tuple[Nursery, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.nursery", str(theirs.fileno())],
+            [
+                *(sys.executable, "-m", "tests.support.nursery", str(theirs.fileno())),
+                " " * _LONGEST_COMMAND,
+            ],
             cwd=ROOT,
             env={**os.environ, **_ENVIRONMENT},  # noqa: TID251 handed on
             pass_fds=[theirs.fileno()],
@@ -186,7 +199,7 @@ def _serve(door: socket.socket) -> list[str]:
     """Fork what is asked for; return its command in the fork, nothing at the end."""
     gc.freeze()
     while True:
-        message, fds, _, _ = socket.recv_fds(door, _MAX_BYTES, 3)
+        message, fds, _, _ = socket.recv_fds(door, _MAX_BYTES, _MAX_FDS)
         if not message:
             return []
         asked = json.loads(message)
@@ -199,10 +212,11 @@ def _serve(door: socket.socket) -> list[str]:
         bind = bound_to_me()
         pid = os.fork()
         if pid == 0:
-            bind()
+            if asked["argv"][0] != _RELAY:  # it lingers
+                bind()
             door.close()
             _become(asked, fds)
-            if asked["argv"][0] != _LEARNER or asked["is_rank"]:
+            if asked["argv"][0] not in _STARTS_OTHERS or asked["is_rank"]:
                 return asked["argv"]
             ours, door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             bind = bound_to_me()
@@ -236,9 +250,15 @@ def _fork_ranks(source: Nursery) -> None:
 
 
 def _become(asked: dict[str, Any], fds: list[int]) -> None:
-    for number, fd in enumerate(fds):
+    numbers = [0, 1, 2, *asked["passed"]]
+    # Each may have the number that another is to get.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for number, fd in zip(numbers, high, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    _be_called([sys.executable, "-m", *asked["argv"]])
     if asked["new_session"]:
         os.setsid()
     if asked["max_file_bytes"] is not None:
@@ -250,6 +270,18 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
     os.chdir(asked["cwd"])
     os.environ.clear()  # noqa: TID251 it is another process's
     os.environ.update(asked["env"])  # noqa: TID251
+    for folder in filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep)):
+        if (own := Path(folder) / "sitecustomize.py").exists():  # as Python does when it begins
+            runpy.run_path(str(own))
+
+
+def _be_called(command: Sequence[str]) -> None:
+    """Show a command as that of this process: some are found by it."""
+    first, last = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    words = b"".join(word.encode() + b"\0" for word in command)
+    room = last - first
+    assert len(words) <= room, f"a command of {len(words)} bytes where {room} can be shown"
+    ctypes.memmove(first, words.ljust(room, b"\0"), room)
 
 
 def _main() -> None:
