@@ -51,7 +51,7 @@ lint:  ## style, types and import rules; changes nothing
 	$(PY) -m tests.commits
 #: Test
 unit:  ## hermetic tests, a minute; run before every commit
-	$(PYTEST) -n $(CORES) -m '$(HERMETIC)' $(HERMETIC_TESTS)
+	$(PYTEST) -n $(WORKERS) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
 	$(PYTEST) -n $(WORKERS) -m '(integration or redis or e2e) and $(TESTED)' $(PROCESS_TESTS)
 LINTED := .cache/lint.log
