@@ -73,7 +73,7 @@ async def try_environment(
         SlipstreamError: the engine does not start or has failed.
     """
     codec = TextCodec(settings.model, settings.sampling)
-    # As the sampler does, but before an engine starts.
+    # The sampler's own check, before an engine starts.
     rendering_of(codec).check(uses_tools=bool(settings.environment.tool_call_parser))
     async with AsyncExitStack() as cleanup:
         stopping = asyncio.create_task(stop_event().wait())

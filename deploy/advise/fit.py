@@ -14,7 +14,7 @@ from slipstream.wire.errors import ConfigError
 
 _TOLD_APART = 0.1  # deviation of the sequences over their mean from which on a slope is known
 _DRAWN = 1_000  # lengths that stand for all
-_MOST_TRAJECTORIES = 8_000  # of a simulation: a quarter of a second
+_MOST_TRAJECTORIES = 8_000  # a simulation of a quarter of a second
 _MEASURED = (8, 240)  # learner steps of it, after those in which it fills: at least, at most
 _TOO_MANY = 4_000_000  # trajectories of a simulation: minutes
 

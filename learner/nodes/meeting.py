@@ -400,7 +400,7 @@ class _Guest:
         store = self._store
         while True:
             asked(lambda: store.add(f"beat/{self._number}", 1))
-            has_failed = asked(lambda: store.check(["failed"]))  # after it has answered
+            has_failed = asked(lambda: store.check(["failed"]))  # written after its answers
             if asked(lambda: store.check([key])):
                 value: bytes = asked(lambda: store.get(key))
                 return value

@@ -45,7 +45,7 @@ def held_by_both(head: Host) -> list[dict[str, str]]:
         return []  # a command takes longer than a look
     view = json.loads(head.run("slipstream versions runs/tiny --json"))
     digests = [one["engine_digests"] for one in view["publishes"]]
-    return [one for one in digests if one.keys() >= BOTH]
+    return [digest for digest in digests if digest.keys() >= BOTH]
 
 
 @pytest.mark.parametrize(

@@ -143,16 +143,16 @@ def test_services_of_the_compose_file_become_ready_and_end_in_order_when_they_ar
         learner.until_it_says(
             "ready", lambda said: said["reason"] == "it waits for its policy to load"
         )
-        for one in (generator, worker, learner):
-            one.until_ready()
+        for role in (generator, worker, learner):
+            role.until_ready()
         until(lambda: status().steps >= 2, "two steps are not trained", every_s=0.5)
         for name, process in roles.processes.items():
             assert compose.is_healthy(name)
             words = " ".join(psutil.Process(process.pid).cmdline())
             assert password.read_text().strip() not in words
-        for one in (generator, worker, learner, broker):
-            assert one.says("live")["live"]
-            assert one.says("ready")["ready"]
+        for role in (generator, worker, learner, broker):
+            assert role.says("live")["live"]
+            assert role.says("ready")["ready"]
 
         until(
             lambda: any(one.leases for one in status().roles if one.role == "generator"),
@@ -173,9 +173,9 @@ def test_services_of_the_compose_file_become_ready_and_end_in_order_when_they_ar
         assert broker.says("ready")["ready"], "it waits for others to come"
         assert broker.ends() == 0, broker.log
         assert redis.ends() == 0, redis.log
-        for one in (generator, worker, learner, broker):
-            assert "Traceback" not in one.log
-            assert not one.says("live")["live"]
+        for role in (generator, worker, learner, broker):
+            assert "Traceback" not in role.log
+            assert not role.says("live")["live"]
     assert list((out / "redis").rglob("*.aof")), "its file is kept on the host"
 
 

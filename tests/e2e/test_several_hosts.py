@@ -112,7 +112,7 @@ def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
             key = f"run.broker={BROKER} run.key_file={keys}/learner-{host.folder.name}.key"
             place = f"--node {node} --rendezvous {RENDEZVOUS}"
             roles.start(host, f"learner-{node}", f"start-learner --config run.toml {key} {place}")
-        # Of what the relays handed on.
+        # Bytes that the relays handed on.
         until(lambda: "is proven" in roles.log("leader"), roles.logs, every_s=0.2)
         if is_replaced:
             roles.processes["follower"].terminate()  # its work goes back, the next engine takes it

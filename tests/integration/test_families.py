@@ -62,7 +62,9 @@ def aligned(folder: Path, *words: str, **learner: int) -> dict[str, dict[str, An
     done = called("align", folder, "--json", *words, *settings)
     assert done.returncode in {0, 1}, done.stderr
     found = json.loads(done.stdout)["comparisons"]
-    assert done.returncode == any(not p["is_within"] for one in found for p in one["points"])
+    assert done.returncode == any(
+        not point["is_within"] for pair in found for point in pair["points"]
+    )
     return {
         f"{one['one']} {one['other']}": {p["point"]: p["value"] for p in one["points"]}
         for one in found

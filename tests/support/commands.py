@@ -10,20 +10,10 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
 from unittest.mock import patch
 
 from slipstream.deploy import main as deploy_main
-from slipstream.wire.process.gpus import usable_gpus
-from tests.support.nursery import Forked, nursery
-
-# Programs that a command starts and that have torch or Megatron to import.
-_FORKED = (
-    "slipstream.deploy.align.reference",
-    "slipstream.deploy.check.node",
-    "slipstream.learner.align",
-    "slipstream.learner.measure",
-)
+from tests.support.nursery import forking
 
 
 def called(*words: object) -> "subprocess.CompletedProcess[str]":
@@ -35,7 +25,7 @@ def called(*words: object) -> "subprocess.CompletedProcess[str]":
     try:
         with (
             _signals_as_before(),
-            children_forked(),
+            patch("subprocess.Popen", forking()),
             patch("sys.argv", argv),
             redirect_stdout(output),
             redirect_stderr(errors),
@@ -44,22 +34,6 @@ def called(*words: object) -> "subprocess.CompletedProcess[str]":
     finally:
         logging.getLogger().removeHandler(log)
     return subprocess.CompletedProcess(argv, code, output.getvalue(), errors.getvalue())
-
-
-@contextmanager
-def children_forked() -> Iterator[None]:
-    """Fork what commands start in this block and a nursery has the imports of."""
-
-    class Popen(subprocess.Popen[Any]):
-        def __new__(cls, args: Any, **how: Any) -> Any:  # noqa: ANN401 as there
-            match args:
-                case [_, "-m", str(module), *_] if module in _FORKED and not usable_gpus():
-                    how.pop("preexec_fn", None)  # the nursery's forks are bound to it
-                    return Forked(args, source=nursery()[0], **how)
-            return super().__new__(cls)
-
-    with patch("subprocess.Popen", Popen):
-        yield
 
 
 @contextmanager

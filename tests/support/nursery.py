@@ -48,7 +48,20 @@ _ENVIRONMENT = {
 }
 _LEARNER = "slipstream.learner.main"
 _RELAY = "slipstream.weightbus.relay.main"
-_FORKED = ("slipstream.learner.", _RELAY, "tests.support.ranks.", "tests.support.bus.")
+# Beginnings of modules that import torch, Megatron or transformers.
+_FORKED = (
+    "slipstream.deploy.align.reference",
+    "slipstream.deploy.check.node",
+    "slipstream.learner.",
+    _RELAY,
+    "tests.integration.engine_",
+    "tests.integration.transformers_",
+    "tests.support.bus.",
+    "tests.support.families",
+    "tests.support.in_flight_oracle",
+    "tests.support.peft_logprobs",
+    "tests.support.ranks.",
+)
 _STARTS_OTHERS = (_LEARNER, "tests.support.bus.learner", "tests.support.ranks.loop")
 _LONGEST_COMMAND = 1 << 14  # bytes, of which a fork's own takes the place
 _MAX_BYTES = 1 << 18
@@ -156,10 +169,10 @@ def nursery() -> tuple[Nursery, subprocess.Popen[bytes]]:
 
 
 def is_forked(command: object) -> bool:
-    """Return whether a command has a module that a nursery forks."""
+    """Return whether a nursery forks a command: what has looked for a GPU cannot be forked."""
     match command:
         case [sys.executable, "-m", str(module), *_]:
-            return module.startswith(_FORKED)
+            return module.startswith(_FORKED) and not usable_gpus()
     return False
 
 
@@ -181,8 +194,7 @@ def start(
         how: more arguments of Popen.
     """
     how = {"cwd": ROOT, "env": env, "text": True} | how
-    # What has looked for a GPU cannot be forked.
-    if is_forked(command) and not anew and not usable_gpus():
+    if is_forked(command) and not anew:
         return Forked(command, source=nursery()[0], max_file_bytes=max_file_bytes, **how)
 
     def limit() -> None:
@@ -190,6 +202,22 @@ def start(
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
     return subprocess.Popen(command, preexec_fn=limit, **how)
+
+
+def forking(source: Nursery | None = None) -> type[subprocess.Popen[Any]]:
+    """Return what takes the place of ``subprocess.Popen`` to have a nursery fork what it can.
+
+    ``source`` is the nursery; None is the one of this process.
+    """
+
+    class Popen(subprocess.Popen[Any]):
+        def __new__(cls, args: Any, **how: Any) -> Any:  # noqa: ANN401 as there
+            if not is_forked(args):
+                return super().__new__(cls)
+            how.pop("preexec_fn", None)  # _become does what it does
+            return Forked(args, source=source or nursery()[0], **how)
+
+    return Popen
 
 
 # ---- the process that forks --------------------------------------------------
@@ -222,7 +250,8 @@ def _serve(door: socket.socket) -> list[str]:
             bind = bound_to_me()
             if os.fork():  # the learner; the other is the nursery of its further ranks
                 door.close()
-                _fork_ranks(Nursery(ours))
+                # Further ranks, and its relay.
+                subprocess.Popen = forking(Nursery(ours))  # type: ignore[misc]
                 return asked["argv"]
             bind()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the learner
@@ -234,19 +263,6 @@ def _serve(door: socket.socket) -> list[str]:
         for fd in fds:
             os.close(fd)
         door.send(json.dumps(pid).encode())
-
-
-def _fork_ranks(source: Nursery) -> None:
-    """Have a nursery fork what this process starts of a learner's further ranks."""
-
-    class Popen(subprocess.Popen[Any]):
-        def __new__(cls, args: Any, **how: Any) -> Any:  # noqa: ANN401 as there
-            if not is_forked(args):
-                return super().__new__(cls)
-            how.pop("preexec_fn", None)  # _become does what it does
-            return Forked(args, source=source, **how)
-
-    subprocess.Popen = Popen  # type: ignore[misc]
 
 
 def _become(asked: dict[str, Any], fds: list[int]) -> None:

@@ -11,19 +11,9 @@ from typing import Any
 import msgspec
 
 from slipstream.learner.config import LearnerSection
-from slipstream.wire.process.gpus import usable_gpus
 from tests.support import nursery
 from tests.support.nursery import ROOT
 from tests.support.waiting import HANG_S
-
-# Programs that ask transformers or layers of SGLang: the nursery has the torch that they import.
-_FORKED = (
-    "tests.integration.engine_",
-    "tests.integration.transformers_",
-    "tests.support.families",
-    "tests.support.in_flight_oracle",
-    "tests.support.peft_logprobs",
-)
 
 
 def start(
@@ -49,8 +39,6 @@ def start(
         "stdout": subprocess.PIPE,
         **({"stdin": subprocess.PIPE} if asked else {"stderr": subprocess.PIPE}),
     }
-    if command[2].startswith(_FORKED) and not anew and not usable_gpus():
-        return nursery.Forked(command, source=nursery.nursery()[0], cwd=ROOT, text=True, **how)
     return nursery.start(command, anew=anew, **how)
 
 
