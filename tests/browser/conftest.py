@@ -8,9 +8,17 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def browser() -> "Iterator[WebDriver]":
+def chromium() -> "Iterator[WebDriver]":
     from tests.browser.chromium import start_chromium  # which skips where selenium is missing
 
     driver = start_chromium()
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: "WebDriver") -> "WebDriver":
+    """Show no page: one of an earlier test may still ask its server, which is gone."""
+    chromium.get("about:blank")
+    chromium.get_log("browser")  # type: ignore[no-untyped-call]
+    return chromium

@@ -50,7 +50,6 @@ def shown(browser: WebDriver) -> str:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_two_runs_are_listed_drawn_and_compared(browser: WebDriver, address: str, theme: str):
-    complaints(browser)
     show(browser, address, theme=theme)
 
     rows = texts(browser, "#list tbody tr")

@@ -890,7 +890,6 @@ def test_the_page_is_never_wider_than_the_screen(
 def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
     browser: WebDriver, server: SampleServer
 ):
-    complaints(browser)  # of earlier tests
     show_answer(browser, server, samples.GROUPS[1], 0)
 
     asked = ask(browser, "performance.getEntriesByType('resource').map((one) => one.name)")

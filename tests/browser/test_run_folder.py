@@ -22,7 +22,6 @@ def test_logs_are_text_and_the_evaluation_says_how_its_answers_were_chosen(
     (folder / "logs").mkdir()
     (folder / "logs" / "learner.log").write_text(f"first\n{HOSTILE}\n" + "word " * 60)
     with served(samples.Run(steps=60), folder) as server:
-        complaints(browser)
         resize(browser, width, theme=theme)
         browser.get(server.address)
         until(lambda: "greedy" in text(browser, "#verdict-evaluation .more"))

@@ -45,7 +45,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
         sampling__temperature=temperature,
         sampling__min_response_tokens=200,
         sampling__max_response_tokens=240,
-        generators__max_sequences=2,  # one group at a time: engines are always in mid-answer
+        generators__max_sequences=8,  # two steps' groups at once: the second lands in mid-answer
         learner__lr=lr,
         weightbus__transport=transport,
         eval__file=inputs / "held_out.jsonl",
