@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _END_S = 60.0
 _HUNG_UP_S = 1.0
 _PUT_AWAY_S = 2.0
+_POLL_S = 0.01
 _PIPE_BYTES = 1 << 20
 
 
@@ -236,19 +237,10 @@ class ChildProcess(asyncio.Protocol):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PUT_AWAY_S):
                     await self._gone.wait()
-        table = process_table()
-        children = children_by_parent(table)
-        # Once it is reaped, its PID may be that of another process.
-        family = () if self.is_gone else descendants(process.pid, children)
-        started = {pid: table[pid].started_s for pid in family}
-        init = self._reaper(children) if self._jailed and family else None
-        if init is not None:
-            kill(init)  # the kernel kills all of its namespace before bubblewrap ends
-        else:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL if self._jailed else signal.SIGTERM)
+        started: dict[int, float] = {}
         try:
             async with asyncio.timeout(_END_S):
+                started = await self._kill(process)
                 await self._gone.wait()
         except TimeoutError:
             _log.error("%s does not end", self._name)
@@ -266,3 +258,26 @@ class ChildProcess(asyncio.Protocol):
         self._descriptors = []
         if self._transport is not None:
             self._transport.abort()
+
+    async def _kill(self, process: "subprocess.Popen[bytes]") -> dict[int, float]:
+        """Kill it; return its descendants, with the times when they started.
+
+        Bubblewrap is not killed before it has started process 1, which is bound to it only some
+        time later and would outlive it.
+        """
+        # Once it is reaped, its PID may be that of another process.
+        while not self.is_gone:
+            table = process_table()
+            children = children_by_parent(table)
+            family = descendants(process.pid, children)
+            init = self._reaper(children)
+            if not self._jailed:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+            elif init is not None:
+                kill(init)  # the kernel kills all of its namespace before bubblewrap ends
+            else:
+                await asyncio.sleep(_POLL_S)
+                continue
+            return {pid: table[pid].started_s for pid in family}
+        return {}

@@ -18,12 +18,14 @@ from msgspec import structs
 
 from slipstream.broker.config import RewardSection, RewardTable, private_paths, redis_folder
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import run_section
 from tests.support.bubblewrap import bubblewrap_works
+from tests.support.processes import adopted_orphans
 from tests.support.reward_work import score_all, work
 from tests.support.waiting import HANG_S, until, until_async
 
@@ -254,8 +256,9 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nothing_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     descriptors = psutil.Process().num_fds()
-    yield
-    left = set(psutil.Process().children(recursive=True)) - before
+    with adopted_orphans():
+        yield
+        left = set(psutil.Process().children(recursive=True)) - before
     assert left == set(), "processes are left"
     assert marked() == [], "daemons are left"
     assert psutil.Process().num_fds() <= descriptors + 1, "descriptors are left"
@@ -602,6 +605,15 @@ def test_a_batch_of_bad_answers_makes_one_call_more_than_it_has_answers(
     assert len((tmp_path / "calls").read_text().split()) == 11 + 1
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032])
+async def test_a_child_that_is_ended_while_it_starts_leaves_nothing(isolation: str, pause_s: float):
+    nothing = "slipstream.broker.reward_worker.child"
+    child = ChildProcess("child", nothing, lambda _: None, lambda _: None)
+    await child.start(jailed=isolation == "namespaces", hide=(), environment={})
+    await asyncio.sleep(pause_s)
+    await child.end()
+
+
 def test_unavailable_batch_is_not_retried(rewards: Path, tmp_path: Path):
     options = {"path": str(tmp_path / "calls"), "fault": "unavailable"}
     section = settings(rewards, "batch_with_a_fault", options=options)
@@ -741,6 +753,7 @@ WORKER = """
 import asyncio, sys
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.sandbox.child_process import ChildProcess
 from tests.support.reward_work import score_all, work
 
 async def main():

@@ -1,5 +1,4 @@
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.broker.sandbox.jail import jailed
 from slipstream.broker.sandbox.sandbox import Limits, Outcome
 from tests.support.bubblewrap import bubblewrap_works
+from tests.support.processes import adopted_orphans
 from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.integration
@@ -31,7 +31,6 @@ needs_namespaces = pytest.mark.usefixtures("_namespaces")
 SMALL = Limits(own_s=HANG_S, cpu_s=HANG_S, memory_bytes=96 << 20, max_processes=12)
 IMPATIENT = replace(SMALL, own_s=1.0, cpu_s=0.5)
 NOBODY = 65534
-SUBREAPER = 36
 LEFT = Path(f"/tmp/left-by-code-{os.getpid()}")  # noqa: S108 what the code in DAEMON writes
 ROOT = Path(sandbox.__file__).parents[2]
 COPIED = (
@@ -85,13 +84,11 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(own_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Orphans come back to us, not to init, so that every process a test leaves is found."""
     monkeypatch.setattr(tempfile, "tempdir", str(own_temporary_folder))
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
-    before = left_here()
-    yield
-    after = left_here()
-    ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
+    with adopted_orphans():
+        before = left_here()
+        yield
+        after = left_here()
     assert after == before
 
 

@@ -1,12 +1,24 @@
 """Processes of a test, and those that they started."""
 
-from collections.abc import Iterable
-from contextlib import suppress
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 _SHARED = "/dev/shm/"  # noqa: S108
+_SET_SUBREAPER = 36
+
+
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """Have orphans come back to us, not to init, so that all that is left is found below us."""
+    ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).prctl(_SET_SUBREAPER, 0, 0, 0, 0)
 
 
 def tree_of(pid: int) -> list[int]:
