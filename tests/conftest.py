@@ -89,7 +89,8 @@ class FileSeconds:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        if len(self._seconds) > 300:  # all files there are, not some
+        whole = any(file.startswith("tests/e2e/") for file in self._seconds)
+        if whole and len(self._seconds) > 300:  # all files there are, not some
             seconds = {file: round(s) for file, s in sorted(self._seconds.items())}
             SECONDS_HERE.parent.mkdir(exist_ok=True)
             SECONDS_HERE.write_text(json.dumps(seconds, indent=0) + "\n")
