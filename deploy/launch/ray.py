@@ -19,7 +19,13 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
@@ -568,6 +574,7 @@ class RayProcess:
             self.ended_because = self._site.forget(name)
         except RayError as error:
             self.ended_because = _first_line(error)
+            self._end_unfollowed()
         except TimeoutError:
             self.ended_because = "the learner's first node has not been placed"
         except Exception:  # noqa: BLE001 the supervisor would wait for it for ever
@@ -576,6 +583,12 @@ class RayProcess:
         finally:
             with self._lock:
                 self._code = code if self._code is None else self._code
+
+    def _end_unfollowed(self) -> None:
+        """Kill what may run on although it cannot be observed: another one may be started."""
+        if self._host is not None:
+            with suppress(RayError):
+                _got(self._host.actor.signal.remote(signal.SIGKILL))
 
     def _run(self) -> int:
         host = self._site.host_of(self._plan)
@@ -682,5 +695,8 @@ def _port_of(endpoint: str) -> int:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the beginning of an error, of a method that raised one that of its own."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        return f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -195,11 +195,10 @@ def _with_descendants(pids: Collection[int]) -> set[int]:
         if pid in found:
             continue
         found.add(pid)
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                left += map(int, path.read_text().split())
-            except OSError:
-                continue  # it has ended meanwhile
+        with suppress(OSError):  # it has ended meanwhile
+            for thread in list(Path(f"/proc/{pid}/task").iterdir()):
+                with suppress(OSError):
+                    left += map(int, (thread / "children").read_text().split())
     return found
 
 

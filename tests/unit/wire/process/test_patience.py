@@ -141,3 +141,26 @@ def test_peer_is_silent_only_for_the_time_in_which_this_process_ran():
     silence.heard()
     now_s = 1000.0
     assert not silence.is_over()
+
+
+FORKS = """
+import os
+while True:
+    children = []
+    for _ in range(8):
+        if not (pid := os.fork()):
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+"""
+
+
+def test_processes_that_end_while_they_are_looked_at_are_no_error():
+    with subprocess.Popen([sys.executable, "-c", FORKS]) as process:
+        look = signs_of(lambda: [process.pid])
+        try:
+            seen = [look() for _ in range(600)]
+        finally:
+            process.kill()
+    assert seen[-1].cpu_s > 0
