@@ -196,11 +196,6 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return keys_folder(self.run, self.broker)
 
     @property
-    def generators_score(self) -> bool:
-        """True if generators send rewards: by a function, or those of an environment."""
-        return self.reward.inline or self.environment.is_named
-
-    @property
     def max_in_flight(self) -> int:
         """Most groups that are neither trained nor dropped."""
         allowed = (self.run.staleness_bound + 1) * self.run.groups_per_step

@@ -17,7 +17,7 @@ from slipstream.broker.report.run_files import forget_after
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_ledger, readable_checkpoints
-from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.messages.trajectory import ItemKind, TrajectoryKey
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,11 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
             f"the run.groups_per_step = {run.groups_per_step} of one learner step"
         )
     acts, most = settings.environment.is_named, settings.environment.longest(sampling)
-    eval_response = settings.eval.max_response_tokens
+    prompt = most if acts else sampling.max_prompt_tokens
+    response: dict[ItemKind, int] = {
+        "train": most if acts else sampling.max_response_tokens,
+        "eval": most if acts else settings.eval.max_response_tokens or sampling.max_response_tokens,
+    }
     return LedgerRules(
         bound=StalenessBound(
             run.staleness_bound, run.groups_per_step, reserves=run.staleness_mode == "wait"
@@ -67,11 +71,10 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         high_water_bytes=settings.broker.high_water_bytes,
         replay_budget_bytes=settings.broker.replay_budget_bytes,
         drop_overlong=sampling.overlong_responses == "drop",
-        max_prompt_tokens=most if acts else sampling.max_prompt_tokens,
-        max_response_tokens={
-            "train": most if acts else sampling.max_response_tokens,
-            "eval": most if acts else eval_response or sampling.max_response_tokens,
-        },
+        max_prompt_tokens=prompt,
+        max_response_tokens=response,
+        max_tokens={kind: most if acts else prompt + one for kind, one in response.items()},
+        max_turns=settings.environment.max_turns if acts else 0,
         prompts_fingerprint=prompts.training.fingerprint(),
         problems_fingerprint=fingerprint_of(prompts.held_out),
         staleness_target=StalenessTarget(target.mismatch_kl, target.p95_lag)

@@ -204,6 +204,22 @@ class Ledger:
                 f"a response of {header.num_response_tokens} tokens in group {group.group_id}; the "
                 f"broker's max_response_tokens ({section}) is {longest}"
             )
+        if header.num_tokens > rules.max_tokens[group.item]:
+            raise RefusedError(
+                f"{header.num_tokens} tokens in group {group.group_id}, context included; a "
+                f"trajectory of this run has {rules.max_tokens[group.item]} at most "
+                "(environment.max_tokens, or max_prompt_tokens and max_response_tokens of sampling "
+                "or eval together)"
+            )
+        if len(header.turns) > rules.max_turns:
+            raise RefusedError(
+                f"{len(header.turns)} turns in group {group.group_id}; the broker's "
+                + (
+                    f"environment.max_turns is {rules.max_turns}"
+                    if rules.max_turns
+                    else "run has no environment (environment.function)"
+                )
+            )
         versions = [run.version for run in header.version_runs]
         oldest, newest = min(versions), max(versions)
         if newest > version:

@@ -23,18 +23,25 @@ class LeaseBook:
     """Leases of both kinds, by holder."""
 
     def __init__(
-        self, ledger: Ledger, scoring: ScoringQueue, *, on_return: Callable[[], None] = lambda: None
+        self,
+        ledger: Ledger,
+        scoring: ScoringQueue,
+        *,
+        scores_inline: bool = False,
+        on_return: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the book of a ledger and its scoring queue.
 
         Args:
             ledger: grants generation.
             scoring: grants scoring.
+            scores_inline: a generator may score what it delivered (reward.inline).
             on_return: called when work that was held may be granted again.
         """
         self._ledger = ledger
         self._book = ledger.book
         self._scoring = scoring
+        self._scores_inline = scores_inline
         self._on_return = on_return
 
     def restarted(self, now_s: float) -> None:
@@ -42,7 +49,8 @@ class LeaseBook:
         self._ledger.restarted(now_s)
         for group in self._book.groups.values():
             for sibling in group.unscored:
-                self._scoring.add((group.group_id, sibling))
+                holder = group.lessees.get(group.headers[sibling].lease_id, "")
+                self._queue((group.group_id, sibling), holder)
 
     @property
     def holders(self) -> set[str]:
@@ -67,6 +75,9 @@ class LeaseBook:
         lapsed = self._ledger.expire(now_s)
         for key, holder in self._scoring.expire(now_s):
             self._attempt_ended([key], holder, "the reward worker fell silent")
+        for key, name in self._scoring.abandoned(now_s):
+            reason = "the generator that delivered it is gone, and no reward worker is there"
+            self._attempt_ended([key], name, reason)
         if self._scoring.num_waiting:
             self._on_return()  # failed work may be due again
         return lapsed
@@ -127,15 +138,34 @@ class LeaseBook:
             return None
         group = self._book.groups.get(header.group_id)
         if group is not None:  # else dropped on arrival
-            self._scoring.add((header.group_id, header.sibling))
+            self._queue((header.group_id, header.sibling), holder)
         return group
 
+    def _queue(self, key: TrajectoryKey, holder: str) -> None:
+        self._scoring.add(key, deliverer=name_of(holder) if self._scores_inline else "")
+
     def lease_scoring(
-        self, holder: str, credits_left: int, *, now_s: float, whole_groups: bool
+        self,
+        holder: str,
+        credits_left: int,
+        *,
+        now_s: float,
+        whole_groups: bool = False,
+        own_only: bool = False,
     ) -> dict[int, TrajectoryKey]:
-        """Grant trajectories to score, by lease; whole groups only once all is generated."""
-        siblings_of = self._generated_siblings if whole_groups else None
-        return self._scoring.lease(holder, credits_left, now_s=now_s, siblings_of=siblings_of)
+        """Grant trajectories to score, by lease.
+
+        Args:
+            holder: the reward worker or generator.
+            credits_left: how many it can take on.
+            now_s: the time.
+            whole_groups: grant whole groups, and only once all of one is generated.
+            own_only: grant a generator what it delivered itself, one by one.
+        """
+        siblings_of = self._generated_siblings if whole_groups and not own_only else None
+        return self._scoring.lease(
+            holder, credits_left, now_s=now_s, siblings_of=siblings_of, own_only=own_only
+        )
 
     def _generated_siblings(self, group_id: int) -> tuple[int, ...]:
         group = self._book.groups.get(group_id)

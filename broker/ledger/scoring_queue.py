@@ -57,6 +57,11 @@ class ScoringQueue:
         self._failures: dict[TrajectoryKey, _Failures] = {}
         self.num_given_back = 0  # untried, because a sibling had failed
         self._seen: dict[str, float] = {}  # worker -> time of its last request for work
+        # Trajectories without a reward by the generator that delivered them and may score them, and
+        # when it was last there; a time at which it was looked for counts the first time.
+        self._delivered: dict[str, dict[TrajectoryKey, None]] = {}
+        self._deliverers: dict[TrajectoryKey, str] = {}
+        self._there: dict[str, float] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -76,14 +81,28 @@ class ScoringQueue:
         """Return the number of trajectories that one worker holds."""
         return len(self._by_holder.get(holder, ()))
 
-    def add(self, key: TrajectoryKey) -> None:
-        """Queue a trajectory."""
+    def add(self, key: TrajectoryKey, *, deliverer: str = "") -> None:
+        """Queue a trajectory.
+
+        Args:
+            key: of the trajectory.
+            deliverer: name of the generator that delivered it, if it may score it.
+        """
+        if deliverer:
+            self._deliverers[key] = deliverer
+            self._delivered.setdefault(deliverer, {})[key] = None
         if key not in self._lease_of:
             self._enqueue(key)
 
     def discard(self, key: TrajectoryKey) -> None:
         """Forget a trajectory that has its reward, or whose group ended."""
         self._dequeue(key)
+        deliverer = self._deliverers.pop(key, "")
+        if own := self._delivered.get(deliverer):
+            own.pop(key, None)
+            if not own:
+                del self._delivered[deliverer]
+                self._there.pop(deliverer, None)
         if self._failures.pop(key, None) is not None:
             failed = self._failed_of.get(key[0], {})
             failed.pop(key[1], None)
@@ -129,6 +148,7 @@ class ScoringQueue:
         *,
         now_s: float,
         siblings_of: Callable[[int], tuple[int, ...]] | None = None,
+        own_only: bool = False,
     ) -> dict[int, TrajectoryKey]:
         """Grant up to ``credits_left`` trajectories; return them by lease.
 
@@ -139,15 +159,21 @@ class ScoringQueue:
             siblings_of: returns all siblings of a group, and none before all are generated. If
                 given, groups are granted whole or not at all, with siblings that have their reward
                 already; a first group may be larger than the credits.
+            own_only: grant a generator what it delivered itself, and nothing else.
         """
         name = name_of(holder)
-        self._seen[name] = now_s
+        queued: Iterable[TrajectoryKey] = self._waiting
+        if own_only:
+            self._there[name] = now_s
+            queued = [key for key in self._delivered.get(name, ()) if key in self._waiting]
+        else:
+            self._seen[name] = now_s
         if len(self._seen) > _MANY_WORKERS:  # names HOST-PID of dead processes never return
             self._seen = {n: at for n, at in self._seen.items() if now_s - at <= self._lease_s}
         chosen: list[TrajectoryKey] = []
         groups: set[int] = set()
         passed = 0
-        for key in self._waiting:
+        for key in queued:
             if len(chosen) >= credits_left or passed >= _LOOK_AHEAD:
                 break
             if key[0] in groups:
@@ -202,6 +228,8 @@ class ScoringQueue:
 
     def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
         """Extend leases; return the ones the worker no longer has."""
+        if (name := name_of(holder)) in self._delivered:
+            self._there[name] = now_s
         return self._terms.extend(self._leases, holder, lease_ids, now_s)
 
     def postpone(self, for_s: float) -> None:
@@ -237,6 +265,20 @@ class ScoringQueue:
         for key, holder in ended:
             self._failures.setdefault(key, _Failures(set())).names.add(name_of(holder))
         return ended
+
+    def abandoned(self, now_s: float) -> list[tuple[TrajectoryKey, str]]:
+        """Return waiting work with its generator where that is gone and no worker is there.
+
+        Each is returned again after every further term without either.
+        """
+        if any(now_s - seen_s <= self._lease_s for seen_s in self._seen.values()):
+            return []
+        found: list[tuple[TrajectoryKey, str]] = []
+        for name, keys in self._delivered.items():
+            if now_s - self._there.setdefault(name, now_s) > self._lease_s:
+                self._there[name] = now_s
+                found += [(key, name) for key in keys if key in self._waiting]
+        return found
 
     def _put_back(self, lease_id: int) -> TrajectoryKey:
         holder = self._leases[lease_id].holder

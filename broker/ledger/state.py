@@ -40,6 +40,10 @@ class LedgerRules:
     max_response_tokens: Mapping[ItemKind, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
+    max_tokens: Mapping[ItemKind, int] = field(  # of prompt, context and responses together
+        default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
+    )
+    max_turns: int = MAX_TOKENS  # of a trajectory with an environment; 0: there is none
     high_water_bytes: int = 1 << 62  # of untrained payloads
     max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints

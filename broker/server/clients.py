@@ -72,7 +72,7 @@ class Clients:
                 lost = self._leases.extend(session.holder, lease_ids, now_s=self._now())
                 return Reply(HeartbeatAnswer(lost=lost))
             case Goodbye():
-                if session.role == "learner":
+                if session.holder == self._ledger.book.state.learner:
                     self._ledger.training.leave()
                 self._leases.release_all(session.holder, "left")
                 self._report.telemetry.left(session.name)

@@ -18,7 +18,7 @@ from slipstream.broker.server.clients import Clients
 from slipstream.broker.server.reply import HelloFirstError, Later, Outcome, Reply, log_text
 from slipstream.broker.server.sessions import Session, Sessions
 from slipstream.broker.store.payload_cache import FrameCache
-from slipstream.wire.errors import RefusedError
+from slipstream.wire.errors import ForbiddenError, RefusedError
 from slipstream.wire.messages.broker import (
     BatchDelivered,
     BatchNotReady,
@@ -70,7 +70,13 @@ class Learner:
         self._persist = persist
 
     def handle(self, session: Session, request: LearnerRequest) -> Outcome:
-        """Carry out a request."""
+        """Carry out a request.
+
+        Raises:
+            ForbiddenError: it is for the learner alone that took over.
+        """
+        if not isinstance(request, TakeOver | FetchPayloads):
+            self._refuse_others(session, request)
         match request:
             case TakeOver():
                 return Reply(self._take_over(session, request))
@@ -92,11 +98,20 @@ class Learner:
                 assert_never(request)
         return Reply(Done())
 
+    def _refuse_others(self, session: Session, request: LearnerRequest | RequestBatch) -> None:
+        """Refuse what is for the learner that took over: other ranks may fetch payloads alone."""
+        trains = self._book.state.learner
+        if trains and _taken_by(session) != trains:
+            raise ForbiddenError(
+                f"{session.name} does not train this run: {type(request).__name__} is for "
+                f"{name_of(trains)}, which took over"
+            )
+
     # ---- epochs --------------------------------------------------------------
 
     def _take_over(self, session: Session, request: TakeOver) -> TookOver:
         before, epoch = self._book.step, self._book.version.epoch
-        learner = session.holder if session.incarnation else ""
+        learner = _taken_by(session)
         self._clients.refuse_other_run(request.run_id)
         trains = self._book.state.learner
         if trains and trains != learner and self._sessions.is_connected(trains):
@@ -137,6 +152,7 @@ class Learner:
     ) -> BatchDelivered | RunComplete | NotYet:
         if not self._sessions.is_current(session):
             raise HelloFirstError("send a hello first")
+        self._refuse_others(session, request)
         batch = self._training.deliver(request.version, request.step)
         if isinstance(batch, NotYet):
             return batch
@@ -206,3 +222,7 @@ class Learner:
             self._report.step(request.version.step, metrics)
         state = self._book.state
         return StepCommitted(evaluations=tuple(state.eval_points), last_step=state.last_step)
+
+
+def _taken_by(session: Session) -> str:
+    return session.holder if session.incarnation else ""

@@ -12,6 +12,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -96,6 +97,7 @@ class BrokerServer:
         max_requests_per_s: float = 10_000.0,
         keys: KeyRing | None = None,
         scores_inline: bool = False,
+        environment_scores: bool = False,
         cache_bytes: int = 1 << 28,
         records: RunRecords | None = None,
         trail: Trail | None = None,
@@ -108,7 +110,9 @@ class BrokerServer:
         self._max_message_bytes = max_message_bytes
         self._most_pieces = most_pieces(max_message_bytes, MAX_FRAMES)
         self._rate: RateLimit[Peer | str] = RateLimit(max_requests_per_s)  # keys have one each
-        self._scores_inline = scores_inline
+        self._may_send = partial(
+            may_send, scores_inline=scores_inline, environment_scores=environment_scores
+        )
         self._trail = trail or Trail()
         self._writer = LedgerWriter(ledger.book.state, committer, self._trail, self._on_flood)
         self._now = now
@@ -130,7 +134,9 @@ class BrokerServer:
             store_name=store_name,
             generation=generation,
         )
-        leases = LeaseBook(ledger, scoring, on_return=self._settle_soon)
+        leases = LeaseBook(
+            ledger, scoring, scores_inline=scores_inline, on_return=self._settle_soon
+        )
         trouble = RewardTrouble()
         clients = Clients(ledger, leases, self.report, keys, now)
         sessions = clients.sessions
@@ -347,7 +353,7 @@ class BrokerServer:
         kind = type(request).__name__
         if session is None:
             raise HelloFirstError("send a hello first")
-        if not may_send(session.role, request, scores_inline=self._scores_inline):
+        if not self._may_send(session.role, request):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.received_from(session.name)
         if not isinstance(request, SubmitTrajectory):

@@ -3,13 +3,14 @@
 from typing import TypeAlias, assert_never
 
 from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.ledger.state import MAX_DEAD_LETTERS
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import with_newest_steps
 from slipstream.broker.server.clients import Clients
 from slipstream.broker.server.reply import Reply
 from slipstream.broker.server.sessions import Session
-from slipstream.wire.errors import RefusedError
+from slipstream.wire.errors import ForbiddenError, RefusedError
 from slipstream.wire.messages.broker import (
     DeadLetters,
     DeadLettersHandled,
@@ -55,6 +56,7 @@ class Operators:
         self._clients = clients
         self._report = report
         self._relay = RelayPlace(is_known=False)
+        self._relay_of = ""  # the learner that took over when it was named
 
     def handle(self, session: Session, request: Request) -> Reply:
         """Carry out a request."""
@@ -62,16 +64,14 @@ class Operators:
         match request:
             case RoleReport():
                 telemetry.report(session.name, request)
-            case PublishReport(record=record):
-                telemetry.published(record)
+            case PublishReport() | RelayReport():
+                return self._reported(session, request)
             case EngineQuarantined(version=version, reason=reason):
                 telemetry.quarantined(session.name, version, reason)
-            case RelayReport(members=members, door=door):
-                telemetry.members(members)
-                self._relay = RelayPlace(is_known=True, door=door)
-                return Reply(RelayHeard(generator_keys=self._clients.generator_keys()))
             case FindRelay():
-                return Reply(self._relay)
+                trains = _key_of(self._ledger.book.state.learner)
+                is_named = _key_of(self._relay_of) == trains
+                return Reply(self._relay if is_named else RelayPlace(is_known=False))
             case GetStatus(newest_steps=count):
                 status = with_newest_steps(self._report.status(), count)
                 return Reply(StatusAnswer(status=status))
@@ -97,6 +97,33 @@ class Operators:
             case _:
                 assert_never(request)
         return Reply(Done())
+
+    def _reported(self, relay: Session, report: PublishReport | RelayReport) -> Reply:
+        """Take what the relay of the learner that took over says; before that nothing of it counts.
+
+        Raises:
+            ForbiddenError: the relay has the key of another learner.
+        """
+        trains, telemetry = self._ledger.book.state.learner, self._report.telemetry
+        if trains and _key_of(trains) != _key_of(relay.name):
+            raise ForbiddenError(
+                f"{relay.name} is no relay of {name_of(trains)}, which trains this run"
+            )
+        if isinstance(report, PublishReport):
+            if trains:
+                telemetry.published(report.record)
+            return Reply(Done())
+        if not trains:
+            return Reply(RelayHeard(generator_keys={}))
+        telemetry.members(report.members)
+        self._relay = RelayPlace(is_known=True, door=report.door)
+        self._relay_of = trains
+        return Reply(RelayHeard(generator_keys=self._clients.generator_keys()))
+
+
+def _key_of(client: str) -> str:
+    """Return the name of the key in a client's name; empty for one on the Unix socket."""
+    return name_of(client).rpartition("/")[0]
 
 
 def _not_too_many(groups: tuple[int, ...]) -> tuple[int, ...]:

@@ -69,17 +69,20 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
 }
 
 
-def may_send(role: Role, request: Request, *, scores_inline: bool = True) -> bool:
+def may_send(
+    role: Role, request: Request, *, scores_inline: bool = True, environment_scores: bool = True
+) -> bool:
     """True if a request is accepted from this role.
 
     Args:
         role: of the client.
         request: of the client.
-        scores_inline: generators may score (reward.inline).
+        scores_inline: generators score what they deliver (reward.inline).
+        environment_scores: an environment, which they run, may give a reward.
     """
-    if role == "generator" and not scores_inline:
+    if role == "generator":
         if isinstance(request, SubmitTrajectory) and request.score is not None:
-            return False
+            return scores_inline or environment_scores
         if isinstance(request, LeaseScoring | SubmitScores):
-            return False
+            return scores_inline
     return role in ALLOWED[type(request)]

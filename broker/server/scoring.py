@@ -84,6 +84,7 @@ class Scoring:
                 min(request.credits, MAX_CREDITS),
                 now_s=self._now(),
                 whole_groups=request.whole_groups,
+                own_only=session.role == "generator",
             )
             if not leased and not finished:
                 return None

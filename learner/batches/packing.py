@@ -17,7 +17,12 @@ from torch import Tensor
 from slipstream.algos.linear_logprobs import Kept
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import DType, PackedArray
-from slipstream.wire.messages.trajectory import Decisions, TrajectoryHeader, TrajectoryPayload
+from slipstream.wire.messages.trajectory import (
+    MAX_TOKENS,
+    Decisions,
+    TrajectoryHeader,
+    TrajectoryPayload,
+)
 
 _LOGPROB_ROUNDING = 1e-3  # nats: rounding error of the logprob of a certain token
 _LEAST_LOGPROB = -1e4  # nats: its square is no trouble in float32, and none is drawn at e^-100
@@ -93,19 +98,30 @@ def unpack(
     payload: TrajectoryPayload,
     *,
     vocab_size: int,
+    longest: int = MAX_TOKENS,
     experts: ExpertSizes | None = None,
 ) -> TrainTrajectory:
     """Return a trajectory's arrays, those of the payload without copying them.
 
-    ``experts`` are the sizes of a model that chooses the engine's experts again; None leaves them.
+    Args:
+        header: of the trajectory.
+        payload: its arrays.
+        vocab_size: of the model.
+        longest: most tokens of a trajectory in this run.
+        experts: sizes of a model that chooses the engine's experts again; None leaves them.
 
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
-            belong together, a token is outside the vocabulary or not among those that it was
+            belong together, it is longer than any of this run, a token is outside the vocabulary or not among those that it was
             sampled from, experts are not the model's, the loss mask is not on the chosen tokens, or
             a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
+    if header.num_tokens > longest:
+        raise ProtocolError(
+            f"{name} has {header.num_tokens} tokens, one of this run {longest} at most "
+            "(environment.max_tokens, or sampling.max_prompt_tokens and max_response_tokens)"
+        )
     if payload.token_ids.shape != (header.num_tokens,):
         raise ProtocolError(
             f"{name}: header has {header.num_tokens} tokens, payload has {payload.token_ids.shape}"

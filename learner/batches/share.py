@@ -10,6 +10,7 @@ from slipstream.learner.model.collectives import any_rank, broadcast_frames, uni
 from slipstream.learner.model.topology import Topology
 from slipstream.wire.errors import PeerLostError, ProtocolError, SlipstreamError
 from slipstream.wire.messages.codec import Frame, decode_payload
+from slipstream.wire.messages.trajectory import MAX_TOKENS
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def unpack_share(
     frames: Sequence[Frame],
     *,
     vocab_size: int,
+    longest: int = MAX_TOKENS,
     experts: ExpertSizes | None = None,
 ) -> dict[int, TrainTrajectory] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
@@ -61,7 +63,11 @@ def unpack_share(
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
             sequences[i] = unpack(
-                headers[i], decode_payload(frame), vocab_size=vocab_size, experts=experts
+                headers[i],
+                decode_payload(frame),
+                vocab_size=vocab_size,
+                longest=longest,
+                experts=experts,
             )
         except ProtocolError as error:
             key = (headers[i].group_id, headers[i].sibling)

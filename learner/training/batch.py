@@ -120,6 +120,7 @@ class BatchTraining:
                 self._topology,
                 frames,
                 vocab_size=hf.vocab_size,
+                longest=self._settings.environment.longest(self._settings.sampling),
                 experts=expert_sizes(hf) if self._settings.run.routing_replay == "R3" else None,
             )
             if isinstance(sequences, Rejection):

@@ -135,7 +135,7 @@ def test_several_sets_are_sampled_and_scored_and_end_the_run_at_the_target(run: 
     assert set(versions["packages"]) >= {"torch", "sglang", "megatron-core"}
 
 
-def test_generators_score_their_own_answers_and_try_again_what_others_could_not(run: TinyRun):
+def test_generators_score_their_own_answers_and_try_again_what_they_could_not(run: TinyRun):
     assert_complete(run.folder)
     assert "reward_unavailable" not in run.summary()["dropped"]
     rows = run.rollouts()

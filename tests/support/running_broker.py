@@ -65,6 +65,12 @@ class Running:
         self.clients.append(client)
         return client
 
+    async def takes_over(self) -> BrokerClient:
+        """Connect a learner that trains the run."""
+        learner = await self.client("learner", "learner")
+        await learner.ask(TakeOver(step=0), TookOver)
+        return learner
+
     async def opened(self, *siblings: int) -> tuple[BrokerClient, BrokerClient, LeasedGroup]:
         """Connect a learner and a generator, which leases a group and answers these siblings."""
         learner = await self.client("learner", "learner")

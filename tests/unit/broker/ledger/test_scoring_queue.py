@@ -200,3 +200,31 @@ def test_a_group_that_a_function_takes_whole_is_granted_whole_though_one_of_it_f
         queue.failed(key, "w", now_s=0.0)
     granted = queue.lease("w", 8, now_s=5.0, siblings_of=lambda _: (0, 1))
     assert sorted(granted.values()) == [(0, 0), (0, 1)]
+
+
+def test_a_generator_is_granted_what_it_delivered_and_may_try_it_again():
+    queue = ScoringQueue(lease_s=10.0)
+    queue.add((0, 0), deliverer="g0")
+    queue.add((0, 1), deliverer="g1")
+    assert list(queue.lease("g0@a", 8, now_s=0.0, own_only=True).values()) == [(0, 0)]
+    assert queue.lease("g0@a", 8, now_s=0.0, own_only=True) == {}
+    queue.release_all("g0@a")
+    queue.failed((0, 0), "g0", now_s=0.0)
+    assert queue.lease("g1@a", 8, now_s=2.0, own_only=True) == {}, "its sibling decides first"
+    assert list(queue.lease("g0@b", 8, now_s=2.0, own_only=True).values()) == [(0, 0)]
+
+
+def test_answers_of_a_generator_that_is_gone_fail_once_a_term_while_no_worker_is_there():
+    queue = ScoringQueue(lease_s=10.0)
+    queue.add((0, 0), deliverer="g0")
+    queue.add((1, 0), deliverer="g1")
+    assert queue.abandoned(0.0) == []
+    queue.lease("g1@a", 0, now_s=9.0, own_only=True)
+    assert queue.abandoned(11.0) == [((0, 0), "g0")]
+    assert queue.abandoned(12.0) == [], "another term has begun"
+    queue.heartbeat("g0@a", (), now_s=20.0)
+    assert queue.abandoned(29.0) == [((1, 0), "g1")]
+    queue.lease("w@a", 0, now_s=30.0)
+    assert queue.abandoned(32.0) == [], "a worker may score them"
+    queue.discard((0, 0))
+    assert queue.abandoned(60.0) == [((1, 0), "g1")]

@@ -303,6 +303,8 @@ async def test_only_a_relay_may_report_engines_and_observers_see_the_report(it: 
         for report in reports:
             with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
                 await client.ask(report, broker.Done)
+        if role == "learner":
+            await client.ask(broker.TakeOver(step=0), broker.TookOver)
     assert (it.status.members, it.status.publish_history) == ([], [])
     await relay.ask(reports[0], broker.Done)
     assert (await relay.ask(reports[1], broker.RelayHeard))[0].generator_keys == {}
@@ -318,6 +320,7 @@ async def test_only_a_relay_may_report_engines_and_observers_see_the_report(it: 
 
 
 async def test_a_quarantine_is_in_the_record_of_its_version_and_counted(it: Running):
+    await it.takes_over()
     relay = await it.client("relay", "relay")
     generator = await it.client("generator", "generator-0")
     await relay.ask(broker.PublishReport(record=RECORD), broker.Done)
@@ -336,18 +339,60 @@ async def test_a_quarantine_is_in_the_record_of_its_version_and_counted(it: Runn
     assert (status.quarantines, status.publishes) == (3, 1)
 
 
-async def test_generator_gets_the_address_that_the_relay_reported(it: Running):
+async def test_generator_gets_the_address_that_the_relay_of_the_learner_reported(it: Running):
     door = RelayAddress(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
     relay, generator = await it.client("relay", "relay"), await it.client("generator", "g")
-    places = [(await generator.ask(broker.FindRelay(), broker.RelayPlace))[0]]
-    for found in (None, door):
-        await relay.ask(broker.RelayReport(members=[], door=found), broker.RelayHeard)
-        places.append((await generator.ask(broker.FindRelay(), broker.RelayPlace))[0])
-    assert places == [
-        broker.RelayPlace(is_known=False),
-        broker.RelayPlace(is_known=True),
-        broker.RelayPlace(is_known=True, door=door),
-    ]
+
+    async def found() -> broker.RelayPlace:
+        return (await generator.ask(broker.FindRelay(), broker.RelayPlace))[0]
+
+    assert await found() == broker.RelayPlace(is_known=False)
+    await relay.ask(broker.RelayReport(members=[], door=door), broker.RelayHeard)
+    assert await found() == broker.RelayPlace(is_known=False), "no learner has taken over"
+    await it.takes_over()
+    for place in (None, door):
+        await relay.ask(broker.RelayReport(members=[], door=place), broker.RelayHeard)
+        assert await found() == broker.RelayPlace(is_known=True, door=place)
+
+
+# ---- rights by item ----------------------------------------------------------
+
+
+async def test_a_generator_scores_what_it_delivered_and_nothing_else(it: Running):
+    _, generator, group = await it.opened(0, 1)
+    other = await it.client("generator", "generator-1")
+    now = broker.LeaseScoring(credits=8, wait_s=0.0)
+    assert (await other.ask(now, broker.ScoringLeased))[0].items == ()
+    leased, _ = await generator.ask(now, broker.ScoringLeased)
+    assert [(one.group_id, one.sibling) for one in leased.items] == [(0, 0), (0, 1)]
+    scores = tuple(
+        Score(group_id=0, sibling=one.sibling, lease_id=one.lease_id, reward=1.0 + one.sibling)
+        for one in leased.items
+    )
+    await other.ask(broker.SubmitScores(scores=scores), broker.Done)
+    assert it.ledger.book.groups[group.group_id].scores == {}, "it holds no lease of them"
+    await generator.ask(broker.SubmitScores(scores=scores), broker.Done)
+    assert it.ledger.book.groups[group.group_id].values_of("reward") == [1.0, 2.0]
+
+
+async def test_no_learner_but_the_one_that_took_over_trains(it: Running):
+    _, generator, group = await it.opened(0, 1)
+    await it.scored()
+    other = await it.client("learner", "learner-rank-1")
+    version = it.ledger.book.version
+    for request_ in (
+        broker.RequestBatch(version=version, step=0, wait_s=0.0),
+        broker.StepCommit(version=version.next(), metrics={}),
+        broker.RejectBatch(version=version, step=0, reason="revoked", groups=(0,)),
+        broker.SealSteps(version=version, step=0, oldest_kept=0),
+        broker.GetLedgerSnapshot(version=version),
+    ):
+        with pytest.raises(ForbiddenError, match="does not train this run"):
+            await other.ask_any(request_)
+    with pytest.raises(RefusedError, match="in no delivered batch"):  # a rank's right
+        await other.ask_any(broker.FetchPayloads(keys=((0, 0),)))
+    await other.ask(broker.Goodbye(), broker.Done)
+    assert not it.ledger.book.state.learner_left
 
 
 async def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):
@@ -531,7 +576,13 @@ async def test_answers_to_the_lease_of_another_are_refused(it: Running):
 
 
 async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: Path):
-    rules = make_rules(max_prompt_tokens=2, max_response_tokens={"train": RESPONSE_TOKENS})
+    most = 2 + RESPONSE_TOKENS
+    rules = make_rules(
+        max_prompt_tokens=2,
+        max_response_tokens={"train": RESPONSE_TOKENS},
+        max_tokens={"train": most},
+        max_turns=0,
+    )
     async with running(short_folder, make_ledger(rules)) as it:
         _, generator, _ = await it.opened()
         fits = header(0, 0, V0)
@@ -541,13 +592,22 @@ async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: P
                 replace(fits, num_prompt_tokens=3, num_tokens=7, version_runs=(VersionRun(3, V0),)),
                 "a prompt of 3 tokens.*sampling.max_prompt_tokens is 2",
             ),
+            (
+                replace(fits, num_tokens=200_004, turns=(Turn(2, 1), Turn(200_003, 1))),
+                f"200004 tokens in group 0, context included.* {most} at most",
+            ),
+            (
+                replace(fits, num_tokens=most, turns=(Turn(2, 1), Turn(4, 2))),
+                r"2 turns in group 0.*no environment \(environment.function\)",
+            ),
         )
         for sent, message in long:
+            replies = [encode(["a", "b"])] if sent.turns else []
             with pytest.raises(RefusedError, match=message):
                 await generator.ask(
                     broker.SubmitTrajectory(header=sent),
                     broker.Done,
-                    frames=[b"payload", b"response"],
+                    frames=[b"payload", b"response", *replies],
                 )
         await submit(generator, 0, 0)
 

@@ -43,14 +43,22 @@ def test_relay_may_send_only_hello_and_weight_bus_reports():
 
 def test_a_generator_scores_only_where_that_is_wanted():
     score = Score(group_id=0, sibling=0, lease_id=-1, reward=1.0)
+    scored = broker.SubmitTrajectory(header=header(0, 0, V0), score=score)
     scoring: list[broker.Request] = [
         broker.LeaseScoring(credits=1, wait_s=0.0),
         broker.SubmitScores(scores=(score,)),
-        broker.SubmitTrajectory(header=header(0, 0, V0), score=score),
     ]
-    assert all(may_send("generator", one, scores_inline=True) for one in scoring)
-    assert not any(may_send("generator", one, scores_inline=False) for one in scoring)
-    assert may_send(
-        "generator", broker.SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False
+
+    def may(request: broker.Request, *, inline: bool, environment: bool) -> bool:
+        return may_send(
+            "generator", request, scores_inline=inline, environment_scores=environment
+        )
+
+    assert all(may(one, inline=True, environment=False) for one in (scored, *scoring))
+    assert may(scored, inline=False, environment=True)
+    assert not any(may(one, inline=False, environment=True) for one in scoring)
+    assert not may(scored, inline=False, environment=False)
+    assert may(
+        broker.SubmitTrajectory(header=header(0, 0, V0)), inline=False, environment=False
     )
     assert may_send("reward_worker", scoring[1], scores_inline=False)
