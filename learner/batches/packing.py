@@ -112,9 +112,10 @@ def unpack(
 
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
-            belong together, it is longer than any of this run, a token is outside the vocabulary or not among those that it was
-            sampled from, experts are not the model's, the loss mask is not on the chosen tokens, or
-            a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
+            belong together, it is longer than any of this run, a token is outside the vocabulary or
+            not among those that it was sampled from, experts are not the model's, the loss mask is
+            not on the chosen tokens, or a logprob is not finite or above 0 (by more than rounding,
+            1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     if header.num_tokens > longest:

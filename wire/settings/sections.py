@@ -283,8 +283,9 @@ class EnvironmentSection(Section, frozen=True, kw_only=True):
         return bool(self.function)
 
     def longest(self, sampling: "SamplingSection") -> int:
-        """Return the most tokens of a trajectory."""
-        return self.max_tokens or sampling.max_prompt_tokens + sampling.max_response_tokens
+        """Return the most tokens of a trajectory, with or without an environment."""
+        most = self.max_tokens if self.is_named else 0
+        return most or sampling.max_prompt_tokens + sampling.max_response_tokens
 
 
 class SourceTable(Section, frozen=True, kw_only=True):

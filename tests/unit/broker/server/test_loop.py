@@ -376,14 +376,14 @@ async def test_a_generator_scores_what_it_delivered_and_nothing_else(it: Running
 
 
 async def test_no_learner_but_the_one_that_took_over_trains(it: Running):
-    _, generator, group = await it.opened(0, 1)
+    await it.opened(0, 1)
     await it.scored()
     other = await it.client("learner", "learner-rank-1")
     version = it.ledger.book.version
     for request_ in (
         broker.RequestBatch(version=version, step=0, wait_s=0.0),
         broker.StepCommit(version=version.next(), metrics={}),
-        broker.RejectBatch(version=version, step=0, reason="revoked", groups=(0,)),
+        broker.RejectBatch(version=version, step=0, reason="invalid", groups=(0,), detail=""),
         broker.SealSteps(version=version, step=0, oldest_kept=0),
         broker.GetLedgerSnapshot(version=version),
     ):

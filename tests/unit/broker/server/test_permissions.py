@@ -50,15 +50,11 @@ def test_a_generator_scores_only_where_that_is_wanted():
     ]
 
     def may(request: broker.Request, *, inline: bool, environment: bool) -> bool:
-        return may_send(
-            "generator", request, scores_inline=inline, environment_scores=environment
-        )
+        return may_send("generator", request, scores_inline=inline, environment_scores=environment)
 
     assert all(may(one, inline=True, environment=False) for one in (scored, *scoring))
     assert may(scored, inline=False, environment=True)
     assert not any(may(one, inline=False, environment=True) for one in scoring)
     assert not may(scored, inline=False, environment=False)
-    assert may(
-        broker.SubmitTrajectory(header=header(0, 0, V0)), inline=False, environment=False
-    )
+    assert may(broker.SubmitTrajectory(header=header(0, 0, V0)), inline=False, environment=False)
     assert may_send("reward_worker", scoring[1], scores_inline=False)
