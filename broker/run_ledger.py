@@ -18,6 +18,7 @@ from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_ledger, readable_checkpoints
 from slipstream.wire.messages.trajectory import ItemKind, TrajectoryKey
+from slipstream.wire.settings.sections import RunSection, SamplingSection
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,17 @@ def build_ledger(
         eval_prompt_at=prompts.held_out.__getitem__,
         state=state,
     )
+
+
+_ARRAY_BYTES = 4 + 1 + 4  # id, loss mask and logprob of a token
+_ID_BYTES = 4
+_EXPERT_BYTES = 16_384  # of the experts of a token in all layers, several times today's most
+
+
+def _token_bytes(run: RunSection, sampling: SamplingSection) -> int:
+    """Return the most bytes of a payload for each token."""
+    kept = _ID_BYTES * (1 + sampling.max_kept_tokens) if sampling.records_kept else 0
+    return _ARRAY_BYTES + kept + (_EXPERT_BYTES if run.routing_replay == "R3" else 0)
 
 
 def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
@@ -75,6 +87,7 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         max_response_tokens=response,
         max_tokens={kind: most if acts else prompt + one for kind, one in response.items()},
         max_turns=settings.environment.max_turns if acts else 0,
+        max_token_bytes=_token_bytes(run, sampling),
         prompts_fingerprint=prompts.training.fingerprint(),
         problems_fingerprint=fingerprint_of(prompts.held_out),
         staleness_target=StalenessTarget(target.mismatch_kl, target.p95_lag)

@@ -30,6 +30,7 @@ from slipstream.generators.rollout import (
 )
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
 from slipstream.wire.errors import EngineError, RefusedError
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.messages.broker import (
     Done,
     EngineQuarantined,
@@ -255,7 +256,9 @@ class GeneratorWorker:
         self._counters["rejected"] += 1
         _log.info("group %d rejected: %s", work.group_id, error)
         with suppress(RefusedError):
-            rejection = RejectPrompt(lease_id=work.lease_id, reason=reason, detail=str(error))
+            rejection = RejectPrompt(
+                lease_id=work.lease_id, reason=reason, detail=shortened(str(error))
+            )
             await self._client.ask(rejection, Done)
 
     async def _generate(self, work: LeasedGroup, prompt_ids: list[int], booking: Booking) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from slipstream.broker.ledger.groups import NOBODY, Group
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.leases import Holdings
+from slipstream.broker.ledger.scores import PartNames
 from slipstream.broker.ledger.state import BookState, LedgerRules
 from slipstream.broker.ledger.survivorship import bucket_of
 from slipstream.broker.ledger.throttle import StalenessController
@@ -39,6 +40,13 @@ class Book:
             )
         self.find_free_step()
         self.trace_lineage()
+        self.remember_parts()
+
+    def remember_parts(self) -> None:
+        """Begin with the names of the parts of rewards that groups in flight have."""
+        scores = (score for group in self.groups.values() for score in group.scores.values())
+        used = {name for score in scores for name in score.parts}
+        self.part_names = PartNames(filter(None, [self.rules.zero_variance_of, *sorted(used)]))
 
     # ---- current state -------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Ledger:
     def restarted(self, now_s: float) -> None:
         """Start after a replay: nothing is to be stored, every lease has a full term."""
         self.drain()
+        self.book.remember_parts()
         self.renew_leases(now_s)
 
     def renew_leases(self, now_s: float) -> None:
@@ -299,7 +300,7 @@ class Ledger:
             if group.failed_scorings[score.sibling] >= self.book.rules.max_attempts:
                 self._decisions.drop(group, "reward_unavailable")
             return
-        self._decisions.record(Scored(score=score))
+        self._decisions.record(Scored(score=self.book.part_names.bounded(score)))
         if group.item == "eval":
             self._decisions.close_eval_if_complete(group.eval_step)
         elif group.state == "ready" and self.book.rules.drop_zero_variance:

@@ -164,8 +164,18 @@ class LeaseBook:
         """
         siblings_of = self._generated_siblings if whole_groups and not own_only else None
         return self._scoring.lease(
-            holder, credits_left, now_s=now_s, siblings_of=siblings_of, own_only=own_only
+            holder,
+            credits_left,
+            now_s=now_s,
+            siblings_of=siblings_of,
+            own_only=own_only,
+            size_of=self._size_of,
         )
+
+    def _size_of(self, key: TrajectoryKey) -> int:
+        """Return the mean bytes of a sibling of that group."""
+        group = self._book.groups.get(key[0])
+        return group.num_bytes // max(1, len(group.headers)) if group is not None else 0
 
     def _generated_siblings(self, group_id: int) -> tuple[int, ...]:
         group = self._book.groups.get(group_id)

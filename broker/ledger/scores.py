@@ -1,6 +1,7 @@
 """Validates and bounds scores from a reward worker, which may be wrong or foreign."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 import msgspec
@@ -13,8 +14,44 @@ from slipstream.wire.messages.trajectory import (
     Score,
 )
 
+_log = logging.getLogger(__name__)
+MAX_PARTS_OF_RUN = 256  # each is a curve of every step, in files, on the page and in memory
+OTHER_PARTS = "other"
 _MOST = 1e15  # of a reward; squares of such are finite in float32
 _UNCHANGED = 100  # characters of all texts; nearly all scores are short
+
+
+class PartNames:
+    """Names of the parts of rewards that a run has had; the first ones come to keep theirs."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._known = {*known, OTHER_PARTS}
+        self.num_others = 0  # parts of scores that lost their name
+
+    def bounded(self, score: Score) -> Score:
+        """Return a score whose parts have known names; the sum of all others is one part more."""
+        new = score.parts.keys() - self._known
+        if not new:
+            return score
+        room = max(0, MAX_PARTS_OF_RUN + 1 - len(self._known))
+        admitted = [name for name in score.parts if name in new][:room]
+        self._known.update(admitted)
+        if len(admitted) == len(new):
+            return score
+        if not self.num_others:
+            _log.warning(
+                "rewards have had %d parts by name, as many as a run may have: others are summed "
+                "up as %r, as is %r of group %d",
+                MAX_PARTS_OF_RUN,
+                OTHER_PARTS,
+                min(new.difference(admitted)),
+                score.group_id,
+            )
+        others = [value for name, value in score.parts.items() if name not in self._known]
+        self.num_others += len(others)
+        parts = {name: value for name, value in score.parts.items() if name in self._known}
+        parts[OTHER_PARTS] = parts.get(OTHER_PARTS, 0.0) + sum(others)
+        return msgspec.structs.replace(score, parts=parts)
 
 
 def clamped(score: Score, num_turns: int = 1) -> Score:

@@ -13,6 +13,7 @@ _LOOK_AHEAD = 256  # trajectories passed over in search of some that a worker ma
 _MANY_WORKERS = 256  # names, before absent ones are forgotten
 _FIRST_PAUSE_S = 1.0  # before a second try; then four times as long, and so on
 _LONGEST_PAUSE_S = 30.0
+MAX_GRANTED_BYTES = 16 << 20  # at a time, to one worker: it and the broker hold all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class ScoringQueue:
         now_s: float,
         siblings_of: Callable[[int], tuple[int, ...]] | None = None,
         own_only: bool = False,
+        size_of: Callable[[TrajectoryKey], int] = lambda _: 0,
     ) -> dict[int, TrajectoryKey]:
         """Grant up to ``credits_left`` trajectories; return them by lease.
 
@@ -160,6 +162,8 @@ class ScoringQueue:
                 given, groups are granted whole or not at all, with siblings that have their reward
                 already; a first group may be larger than the credits.
             own_only: grant a generator what it delivered itself, and nothing else.
+            size_of: returns bytes of a trajectory. All that is granted has MAX_GRANTED_BYTES at
+                most, unless the first one alone has more.
         """
         name = name_of(holder)
         queued: Iterable[TrajectoryKey] = self._waiting
@@ -172,7 +176,7 @@ class ScoringQueue:
             self._seen = {n: at for n, at in self._seen.items() if now_s - at <= self._lease_s}
         chosen: list[TrajectoryKey] = []
         groups: set[int] = set()
-        passed = 0
+        passed = num_bytes = 0
         for key in queued:
             if len(chosen) >= credits_left or passed >= _LOOK_AHEAD:
                 break
@@ -182,9 +186,13 @@ class ScoringQueue:
             if siblings_of is not None:
                 work = [(key[0], sibling) for sibling in siblings_of(key[0])]
                 groups.add(key[0])
-            fits = not chosen or len(chosen) + len(work) <= credits_left
+            size = sum(map(size_of, work))
+            fits = not chosen or (
+                len(chosen) + len(work) <= credits_left and num_bytes + size <= MAX_GRANTED_BYTES
+            )
             if work and fits and all(self._may_have(one, name, now_s) for one in work):
                 chosen += work
+                num_bytes += size
             else:
                 passed += 1
         granted: dict[int, TrajectoryKey] = {}

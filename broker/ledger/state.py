@@ -44,6 +44,7 @@ class LedgerRules:
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
     max_turns: int = MAX_TOKENS  # of a trajectory with an environment; 0: there is none
+    max_token_bytes: int = MAX_TOKENS  # of a payload, for each token
     high_water_bytes: int = 1 << 62  # of untrained payloads
     max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints

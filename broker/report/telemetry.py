@@ -200,6 +200,7 @@ class Telemetry:
                 "lapsed_leases": state.ended_leases["lapsed"],
                 "restarted_trajectories": state.restarted_trajectories,
                 "dead_letters": len(book.state.dead_letters),
+                "other_reward_parts": book.part_names.num_others,
                 "rejected_messages": self.rejected.total(),
                 **{f"rejected_{why}": count for why, count in sorted(self.rejected.items())},
             },

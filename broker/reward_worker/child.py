@@ -33,6 +33,7 @@ from slipstream.broker.rewards.outcomes import (
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox.frames import Unframer, frame_of
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.bounds import shortened
 
 if TYPE_CHECKING:
     import asyncio
@@ -234,7 +235,7 @@ def load(link: Link, request: Load) -> list[RewardFunction] | None:
             for named in request.rewards
         ]
     except ConfigError as error:
-        link.send(LoadFailed(message=str(error)))
+        link.send(LoadFailed(message=shortened(str(error))))
         return None
     link.send(
         Loaded(

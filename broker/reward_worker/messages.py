@@ -5,15 +5,16 @@ from typing import TypeAlias
 import msgspec
 
 from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome
+from slipstream.wire.messages.bounds import ByName, Count, Figure, Several, Text
 from slipstream.wire.messages.trajectory import Json, Transcript
 
 
 class NamedReward(msgspec.Struct, frozen=True, kw_only=True):
     """A reward function as the settings name it."""
 
-    setting: str  # reward or reward.sources.NAME
-    function: str
-    options: dict[str, Json] = {}
+    setting: Text  # reward or reward.sources.NAME
+    function: Text
+    options: ByName[Json] = {}
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -23,37 +24,37 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 class Load(_Message, frozen=True):
     """First message to a child: the functions to import."""
 
-    rewards: tuple[NamedReward, ...]
-    offered: dict[str, Json]  # arguments for functions that name them
-    timeout_s: float  # for one call
+    rewards: Several[NamedReward]
+    offered: ByName[Json]  # arguments for functions that name them
+    timeout_s: Figure  # for one call
 
 
 class Call(_Message, frozen=True):
     """Run one function on these answers."""
 
-    call_id: int
-    function: int  # place in Load.rewards
-    transcripts: tuple[Transcript, ...]
+    call_id: Count
+    function: Count  # place in Load.rewards
+    transcripts: Several[Transcript]
 
 
 class Loaded(_Message, frozen=True):
     """The functions are there, in the order of Load."""
 
-    functions: tuple[FunctionInfo, ...]
-    are_async: tuple[bool, ...]
+    functions: Several[FunctionInfo]
+    are_async: Several[bool]
 
 
 class LoadFailed(_Message, frozen=True):
     """One of them is not, and why."""
 
-    message: str
+    message: Text
 
 
 class Answered(_Message, frozen=True):
     """The outcomes of a call, in the order of its transcripts."""
 
-    call_id: int
-    outcomes: tuple[Outcome, ...]
+    call_id: Count
+    outcomes: Several[Outcome]
     failed: bool = False  # as a whole, and not by saying Unavailable
 
 

@@ -12,6 +12,7 @@ from typing import Literal, SupportsFloat
 import msgspec
 
 from slipstream.broker.rewards.sdk import Takes, Unavailable
+from slipstream.wire.messages.bounds import ByName, Count, Figure, Several, Text
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import (
     MAX_EXCERPT,
@@ -41,19 +42,19 @@ class InvalidResultsError(ValueError):
 class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a reward function; name and version are part of every score."""
 
-    name: str  # MODULE:NAME or FILE.py:NAME
-    version: str  # as it declares, else 12 hexadecimal digits of the SHA-256 of its file
+    name: Text  # MODULE:NAME or FILE.py:NAME
+    version: Text  # as it declares, else 12 hexadecimal digits of the SHA-256 of its file
     takes: Takes = "answer"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of one answer: a reward, or the reason why there is none."""
 
-    reward: float | None = None
-    unavailable: str = ""
-    parts: dict[str, float] = {}
-    turn_rewards: tuple[float, ...] = ()  # one for each turn, or none at all
-    left_out: int = 0  # parts past the first MAX_PARTS
+    reward: Figure | None = None
+    unavailable: Text = ""
+    parts: ByName[Figure] = {}
+    turn_rewards: Several[Figure] = ()  # one for each turn, or none at all
+    left_out: Count = 0  # parts past the first MAX_PARTS
 
 
 def outcome_of(result: object, num_turns: int = 1) -> Outcome:

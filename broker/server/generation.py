@@ -14,7 +14,7 @@ from slipstream.broker.server.scoring import Scoring
 from slipstream.broker.server.sessions import Session, Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.broker.store.payload_cache import FrameCache
-from slipstream.wire.errors import ProtocolError
+from slipstream.wire.errors import ProtocolError, RefusedError
 from slipstream.wire.messages.broker import (
     Done,
     GroupsLeased,
@@ -24,9 +24,11 @@ from slipstream.wire.messages.broker import (
     SubmitTrajectory,
 )
 from slipstream.wire.messages.codec import Frame, decode_text, decode_texts, encode, expect_frames
-from slipstream.wire.messages.trajectory import transcript_of
+from slipstream.wire.messages.trajectory import TrajectoryHeader, transcript_of
 
 _log = logging.getLogger(__name__)
+MAX_TEXT_BYTES = 1_024  # of a token, several times the longest one of any tokenizer
+_HEAD_BYTES = 1_024  # of msgpack around arrays and texts
 
 GenerationRequest: TypeAlias = SubmitTrajectory | RejectPrompt | ReleaseLease
 
@@ -88,11 +90,35 @@ class Generation:
         """Answer a generator that has waited long enough."""
         return Reply(GroupsLeased(groups=(), finished=self._ledger.book.over))
 
+    def _check_sizes(self, header: TrajectoryHeader, frames: Sequence[Frame]) -> None:
+        """Refuse more bytes than the header's tokens can have.
+
+        Raises:
+            RefusedError: a frame is larger.
+        """
+        read = header.num_tokens - header.num_prompt_tokens
+        most = {
+            "payload": _HEAD_BYTES + header.num_tokens * self._ledger.book.rules.max_token_bytes,
+            "response": read * MAX_TEXT_BYTES,
+            "text of turns": _HEAD_BYTES + header.num_response_tokens * (MAX_TEXT_BYTES + 5),
+        }
+        for (what, limit), frame in zip(most.items(), frames, strict=False):
+            if len(frame) > limit:
+                raise RefusedError(
+                    f"a {what} of {len(frame)} bytes in group {header.group_id}, whose "
+                    f"{header.num_tokens} tokens can have {limit} at most (sampling.max_kept_tokens"
+                    ", run.routing_replay)"
+                    if what == "payload"
+                    else f"a {what} of {len(frame)} bytes in group {header.group_id}, whose tokens "
+                    f"can have {limit} at most: {MAX_TEXT_BYTES} for each"
+                )
+
     def _submit(
         self, session: Session, request: SubmitTrajectory, frames: Sequence[Frame]
     ) -> Reply:
         header = request.header
         expect_frames(frames, 3 if header.turns else 2, "SubmitTrajectory")
+        self._check_sizes(header, frames)
         key = (header.group_id, header.sibling)
         prompt = self._ledger.answered(session.holder, header).prompt
         response = decode_text(frames[1], "response")

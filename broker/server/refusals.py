@@ -16,6 +16,7 @@ from slipstream.wire.errors import (
     SlowDownError,
     SupersededError,
 )
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.messages.broker import Refusal, RefusalCode
 
 _log = logging.getLogger(__name__)
@@ -54,11 +55,11 @@ class Refusals:
                     self._complain(self._sessions.named(peer), str(error))
                 elif code == "name_taken":
                     self._complain("a second process", str(error))
-                return Reply(Refusal(reason=str(error), code=code))
+                return Reply(Refusal(reason=shortened(str(error)), code=code))
         # A bug of ours that one message exposed must not end the whole run.
         _log.error("request of %s failed", self._sessions.named(peer), exc_info=error)
         self._telemetry.rejected["internal"] += 1
-        return Reply(Refusal(reason=f"internal error: {error!r}", code=""))
+        return Reply(Refusal(reason=shortened(f"internal error: {error!r}"), code=""))
 
     def _complain(self, name: str, reason: str) -> None:
         """Log a forbidden request; once in a while, for a client may try very often."""

@@ -33,6 +33,7 @@ from slipstream.generators.environments.messages import (
     to_loader,
 )
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.process.processes import die_with_parent
 
 _READ_BYTES = 1 << 16
@@ -134,7 +135,7 @@ def main() -> int:
     try:
         environment = load_environment(order.function, order.options)
     except ConfigError as error:
-        loader.send(LoadFailed(message=str(error)))
+        loader.send(LoadFailed(message=shortened(str(error))))
         return 1
     if environment.rollout is not None:
         import openai  # noqa: F401 slow: before the fork

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from slipstream.wire.messages.bounds import Body, ByName, Count, Figure, Name, Number, Several, Text
 from slipstream.wire.messages.trajectory import Json, Prompt
 
 MAX_OBSERVATION_BYTES = 8 << 20
@@ -20,14 +21,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 class LoadEnvironment(_Message, frozen=True):
     """First message to the process: the environment to import."""
 
-    function: str  # MODULE:NAME or FILE.py:NAME
-    options: dict[str, Json]
+    function: Text  # MODULE:NAME or FILE.py:NAME
+    options: ByName[Json]
 
 
 class EnvironmentLoaded(_Message, frozen=True):
     """It is there."""
 
-    version: str  # hash of its file, or as it declares
+    version: Text  # hash of its file, or as it declares
     drives_itself: bool  # a function with a client of its own
     may_reward: bool = True
 
@@ -35,69 +36,69 @@ class EnvironmentLoaded(_Message, frozen=True):
 class LoadFailed(_Message, frozen=True):
     """It is not, and why."""
 
-    message: str
+    message: Text
 
 
 class Fork(_Message, frozen=True):
     """Start a process for a trajectory, which connects to ``address`` and shows ``ticket``."""
 
-    number: int
-    address: str  # of a Unix socket
-    ticket: str
+    number: Count
+    address: Text  # of a Unix socket
+    ticket: Name
 
 
 class Forked(_Message, frozen=True):
     """The process of a trajectory runs, and connects."""
 
-    number: int
-    pid: int  # in the loader's namespace
+    number: Count
+    pid: Count  # in the loader's namespace
 
 
 class Ended(_Message, frozen=True):
     """The process of a trajectory has ended."""
 
-    number: int
-    code: int  # exit code, or -N after signal N
+    number: Count
+    code: Number  # exit code, or -N after signal N
 
 
 class Connected(_Message, frozen=True):
     """First message of a trajectory's process."""
 
-    ticket: str
+    ticket: Name
 
 
 class Begin(_Message, frozen=True):
     """Reset the environment, or run the function."""
 
     prompt: Prompt
-    url: str = ""  # of the endpoint, for a function that drives itself
-    api_key: str = ""
+    url: Name = ""  # of the endpoint, for a function that drives itself
+    api_key: Name = ""
 
 
 class Turned(_Message, frozen=True):
     """What the environment says; without messages it is done."""
 
-    messages: tuple[dict[str, Json], ...]
-    tools: tuple[dict[str, Json], ...] = ()  # with the first messages
-    reward: float | None = None  # of the turn before; of all if it drives itself
-    turn_rewards: tuple[float, ...] | None = None  # of each reply, if it drives itself
+    messages: Several[ByName[Json]]
+    tools: Several[ByName[Json]] = ()  # with the first messages
+    reward: Figure | None = None  # of the turn before; of all if it drives itself
+    turn_rewards: Several[Figure] | None = None  # of each reply, if it drives itself
     done: bool = False
-    parts: dict[str, float] = {}
+    parts: ByName[Figure] = {}
 
 
 class Replied(_Message, frozen=True):
     """What the policy said."""
 
-    text: str
-    tool_calls: tuple[dict[str, Json], ...]  # as of OpenAI's API
-    finish_reason: str
-    num_tokens: int
+    text: Body
+    tool_calls: Several[ByName[Json]]  # as of OpenAI's API
+    finish_reason: Name
+    num_tokens: Count
 
 
 class Unable(_Message, frozen=True):
     """The environment cannot go on, and why."""
 
-    reason: str
+    reason: Text
 
 
 ToLoader: TypeAlias = LoadEnvironment | Fork

@@ -18,6 +18,7 @@ from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.errors import ProtocolError, RefusedError
 from slipstream.wire.files.checkpoints import CheckpointInfo
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.messages.broker import (
     BatchDelivered,
     BatchNotReady,
@@ -150,7 +151,7 @@ class LeaderLink(PayloadLink):
             step=version.step,
             reason=rejection.reason,
             groups=rejection.groups,
-            detail=rejection.detail,
+            detail=shortened(rejection.detail),
         )
         self._loop.run(self._forget_next())
         self._loop.run(self._client.ask(request, Done))

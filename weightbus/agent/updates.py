@@ -16,6 +16,7 @@ from slipstream.weightbus.version.disk import check_folder
 from slipstream.weightbus.version.engine_checksums import Holder, check_same, digest_of
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
@@ -171,7 +172,7 @@ class EngineUpdates:
             self._has_failed = True
             self._lose(command)
             _log.warning("%s failed: %s", type(command).__name__, error)
-            return Outcome(command_id=number, error=str(error))
+            return Outcome(command_id=number, error=shortened(str(error)))
         return Outcome(command_id=number)
 
     def _lose(self, command: Order) -> None:

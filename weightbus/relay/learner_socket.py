@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ProtocolError, PublishError, SupersededError
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.messages.codec import decode_relay_request, encode
 from slipstream.wire.messages.relay import (
     Alive,
@@ -71,10 +72,10 @@ class LearnerSocket:
                     answer = self._answer(decode_relay_request(b"".join(frames)))
                 except SupersededError as error:
                     _log.warning("refused: %s", error)
-                    answer = Ok(error=str(error), superseded=True)
+                    answer = Ok(error=shortened(str(error)), superseded=True)
                 except (ProtocolError, PublishError) as error:
                     _log.warning("refused: %s", error)
-                    answer = Ok(error=str(error), pid=os.getpid())
+                    answer = Ok(error=shortened(str(error)), pid=os.getpid())
                 await socket.send_multipart([peer, encode(answer)])
         finally:
             socket.close()

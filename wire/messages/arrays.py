@@ -1,9 +1,11 @@
 """Packed arrays: dtype, shape and little-endian bytes, so bulk data is never a list."""
 
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from slipstream.wire.messages.bounds import Count, Several
 
 DType = Literal["int32", "float32", "bool", "uint8", "uint16"]
 _ITEM_BYTES: dict[DType, int] = {"int32": 4, "float32": 4, "bool": 1, "uint8": 1, "uint16": 2}
@@ -15,8 +17,8 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An array as it travels: decoded by the receiver without copying its bytes."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    data: memoryview
+    shape: Several[Count]
+    data: Annotated[memoryview, msgspec.Meta(max_length=_MAX_SIZE)]
 
     def __post_init__(self) -> None:
         if any(not 0 <= size <= _MAX_SIZE for size in self.shape):

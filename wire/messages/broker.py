@@ -5,10 +5,22 @@ that travels in a frame of its own. Messages that change state are idempotent by
 keys (group, sibling, lease, step): a repeated one is answered from the present state.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from slipstream.wire.messages.bounds import (
+    Blob,
+    ById,
+    ByName,
+    Count,
+    Figure,
+    Listed,
+    Name,
+    Number,
+    Several,
+    Text,
+)
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus
@@ -41,33 +53,34 @@ class Hello(Message, frozen=True):
     """First message of every client, and of every new connection; answered by Welcome."""
 
     role: Role
-    name: str  # stable over restarts of the same role, e.g. generator-0
-    incarnation: str = ""  # differs after every restart of the role
+    name: Name  # stable over restarts of the same role, e.g. generator-0
+    incarnation: Name = ""  # differs after every restart of the role
     reconnects: bool = False  # the same incarnation was welcome before; requests are sent again
-    held: tuple[int, ...] = ()  # leases of generation it still works on; all others are taken back
-    wire_revision: int = WIRE_REVISION
-    packages: dict[str, str] = {}  # versions worth recording, by package
-    tokenizer: str = ""  # hash of the tokenizer that this role uses; empty uses none
-    run_id: str = ""  # that it was welcome to before
+    held: Several[Count] = ()  # leases of generation it still works on; all others are taken back
+    wire_revision: Count = WIRE_REVISION
+    packages: ByName[Name] = {}  # versions worth recording, by package
+    tokenizer: Name = ""  # hash of the tokenizer that this role uses; empty uses none
+    run_id: Name = ""  # that it was welcome to before
 
 
 class Welcome(Message, frozen=True):
     """The client is known. Every further request on the connection carries its session."""
 
-    run_name: str
-    session: bytes  # 16 random bytes; on another connection they are worth nothing
-    learner_step: int
-    heartbeat_s: float  # send a heartbeat at least this often
-    run_id: str = ""  # as in the run folder's identity.json
+    run_name: Name
+    # 16 random bytes, which are worth nothing on another connection.
+    session: Annotated[bytes, msgspec.Meta(max_length=64)]
+    learner_step: Count
+    heartbeat_s: Figure  # send a heartbeat at least this often
+    run_id: Name = ""  # as in the run folder's identity.json
 
 
 class RoleReport(Message, frozen=True):
     """A role's cumulative report, so losing one is fine; answered by Done."""
 
-    phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
-    counters: dict[str, float]  # monotonic counts, e.g. tokens
+    phase_seconds: ByName[float]  # seconds by phase, e.g. generate, wait, adopt
+    counters: ByName[float]  # monotonic counts, e.g. tokens
     adopted: PolicyVersion | None = None
-    gauges: dict[str, float] = {}  # readings of now, e.g. kv_use
+    gauges: ByName[float] = {}  # readings of now, e.g. kv_use
 
 
 class Done(Message, frozen=True):
@@ -77,14 +90,14 @@ class Done(Message, frozen=True):
 class Refusal(Message, frozen=True):
     """The request was understood and refused."""
 
-    reason: str
+    reason: Text
     code: RefusalCode = ""
 
 
 class GetLedger(Message, frozen=True):
     """Ask for the account of all items; answered by LedgerAnswer."""
 
-    num_items: int = 10  # how many of the oldest items to name
+    num_items: Count = 10  # how many of the oldest items to name
 
 
 class LedgerAnswer(Message, frozen=True):
@@ -96,7 +109,7 @@ class LedgerAnswer(Message, frozen=True):
 class GetStatus(Message, frozen=True):
     """Ask for the state of the run; answered by StatusAnswer."""
 
-    newest_steps: int = -1  # how many learner steps to report; -1 is all that are kept
+    newest_steps: Number = -1  # how many learner steps to report; -1 is all that are kept
 
 
 class StatusAnswer(Message, frozen=True):
@@ -111,39 +124,39 @@ class StatusAnswer(Message, frozen=True):
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Generation work: the siblings that are still missing of one group."""
 
-    group_id: int
-    lease_id: int
+    group_id: Count
+    lease_id: Number
     item: ItemKind
-    position: int  # of the prompt in its source; with the sibling it decides the seed
+    position: Count  # of the prompt in its source; with the sibling it decides the seed
     prompt: Prompt
-    siblings: tuple[int, ...]
+    siblings: Several[Count]
 
 
 class LeaseGroups(Message, frozen=True):
     """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
 
     adopted: PolicyVersion | None  # version of the engine; None gets no work yet
-    max_sequences: int  # siblings that it can start now
-    wait_s: float
+    max_sequences: Count  # siblings that it can start now
+    wait_s: Figure
 
 
 class GroupsLeased(Message, frozen=True):
     """Zero or more groups; ``finished`` means that no work will ever come again."""
 
-    groups: tuple[LeasedGroup, ...]
+    groups: Several[LeasedGroup]
     finished: bool = False
 
 
 class Heartbeat(Message, frozen=True):
     """Keep these leases, of generation or scoring; answered by HeartbeatAnswer."""
 
-    lease_ids: tuple[int, ...]
+    lease_ids: Several[Count]
 
 
 class HeartbeatAnswer(Message, frozen=True):
     """The leases that this client no longer holds: stop working on them."""
 
-    lost: tuple[int, ...]
+    lost: Several[Count]
 
 
 class SubmitTrajectory(Message, frozen=True):
@@ -160,16 +173,16 @@ class SubmitTrajectory(Message, frozen=True):
 class ReleaseLease(Message, frozen=True):
     """Hand work back; answered by Done."""
 
-    lease_id: int
-    reason: str
+    lease_id: Number
+    reason: Text
 
 
 class RejectPrompt(Message, frozen=True):
     """No generator could answer this prompt: drop its group with a reason. Answered by Done."""
 
-    lease_id: int
+    lease_id: Number
     reason: Literal["overlong_prompt", "bad_prompt"]
-    detail: str
+    detail: Text
 
 
 class Goodbye(Message, frozen=True):
@@ -182,30 +195,30 @@ class Goodbye(Message, frozen=True):
 class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory to score; its transcript is the frame at the same position."""
 
-    group_id: int
-    sibling: int
-    lease_id: int
+    group_id: Count
+    sibling: Count
+    lease_id: Number
 
 
 class LeaseScoring(Message, frozen=True):
     """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
 
-    credits: int  # trajectories that it can take on besides its present ones
-    wait_s: float
+    credits: Count  # trajectories that it can take on besides its present ones
+    wait_s: Figure
     whole_groups: bool = False  # all siblings of a group at once, when they are all there
 
 
 class ScoringLeased(Message, frozen=True):
     """Zero or more trajectories to score; frames: one transcript each."""
 
-    items: tuple[ScoringItem, ...]
+    items: Several[ScoringItem]
     finished: bool = False
 
 
 class SubmitScores(Message, frozen=True):
     """Outcomes of scoring; answered by Done."""
 
-    scores: tuple[Score, ...]
+    scores: Several[Score]
 
 
 # ---- operators ---------------------------------------------------------------
@@ -214,35 +227,35 @@ class SubmitScores(Message, frozen=True):
 class GetDeadLetters(Message, frozen=True):
     """Request the groups given up; answered by DeadLetters."""
 
-    after: int = -1  # groups with a greater id only
-    limit: int = 100
+    after: Number = -1  # groups with a greater id only
+    limit: Count = 100
 
 
 class DeadLetters(Message, frozen=True):
     """Groups given up, by id."""
 
-    letters: tuple[DeadLetter, ...]
-    total: int
-    forgotten: int  # older ones that there was no room for
+    letters: Several[DeadLetter]
+    total: Count
+    forgotten: Count  # older ones that there was no room for
 
 
 class RetryDeadLetters(Message, frozen=True):
     """Issue the prompts of these groups again, as new items; answered by DeadLettersHandled."""
 
-    groups: tuple[int, ...]
+    groups: Several[Count]
 
 
 class DropDeadLetters(Message, frozen=True):
     """Forget these dead letters; answered by DeadLettersHandled."""
 
-    groups: tuple[int, ...]
+    groups: Several[Count]
 
 
 class DeadLettersHandled(Message, frozen=True):
     """Groups handled, and groups not."""
 
-    done: dict[int, int]  # group -> the new item; -1 where it was forgotten
-    refused: dict[int, str]  # group -> why
+    done: ById[Number]  # group -> the new item; -1 where it was forgotten
+    refused: ById[Text]  # group -> why
 
 
 # ---- learner -----------------------------------------------------------------
@@ -254,10 +267,10 @@ class TakeOver(Message, frozen=True):
     Batches of that step and later ones that were delivered before are delivered again as they were.
     """
 
-    step: int
-    checkpoint: str = ""  # that it resumes from, for the record
+    step: Count
+    checkpoint: Text = ""  # that it resumes from, for the record
     held: PolicyVersion | None = None  # version of that; None: the run's first weights
-    run_id: str = ""  # of that, from its checkpoint.json
+    run_id: Name = ""  # of that, from its checkpoint.json
 
 
 class TookOver(Message, frozen=True):
@@ -270,16 +283,16 @@ class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """A header and its reward; the payload is fetched apart."""
 
     header: TrajectoryHeader
-    reward: float
-    parts: dict[str, float] = {}  # named parts of the reward
-    turn_rewards: tuple[float, ...] = ()  # of each chosen turn of the header; none: not known
+    reward: Figure
+    parts: ByName[Figure] = {}  # named parts of the reward
+    turn_rewards: Several[Figure] = ()  # of each chosen turn of the header; none: not known
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
     """All siblings of one group, in order."""
 
-    group_id: int
-    trajectories: tuple[DeliveredTrajectory, ...]
+    group_id: Count
+    trajectories: Several[DeliveredTrajectory]
 
 
 class RequestBatch(Message, frozen=True):
@@ -291,41 +304,41 @@ class RequestBatch(Message, frozen=True):
     """
 
     version: PolicyVersion  # the learner's own
-    step: int
-    wait_s: float
+    step: Count
+    wait_s: Figure
 
 
 class BatchDelivered(Message, frozen=True):
     """These groups are bound to this learner step."""
 
-    step: int
-    groups: tuple[DeliveredGroup, ...]
+    step: Count
+    groups: Several[DeliveredGroup]
 
 
 class BatchNotReady(Message, frozen=True):
     """Reason why there is no batch yet: missing groups and the holders of their leases."""
 
-    waiting_for: tuple[int, ...]
-    reason: str
-    last_step: int  # learner steps of the run, as far as is known by now
+    waiting_for: Several[Count]
+    reason: Text
+    last_step: Count  # learner steps of the run, as far as is known by now
 
 
 class RunComplete(Message, frozen=True):
     """All steps are trained and evaluated; the learner may leave."""
 
-    evaluations: tuple[EvalPoint, ...] = ()
+    evaluations: Several[EvalPoint] = ()
 
 
 class FetchPayloads(Message, frozen=True):
     """Ask for payloads of delivered trajectories; answered by Payloads."""
 
-    keys: tuple[tuple[int, int], ...]  # (group_id, sibling)
+    keys: Several[tuple[Count, Count]]  # (group_id, sibling)
 
 
 class Payloads(Message, frozen=True):
     """Frames: one payload per trajectory, in the requested order."""
 
-    num_frames: int
+    num_frames: Count
 
 
 class RejectBatch(Message, frozen=True):
@@ -335,32 +348,32 @@ class RejectBatch(Message, frozen=True):
     """
 
     version: PolicyVersion  # the learner's own
-    step: int
+    step: Count
     reason: Literal["nonfinite", "invalid"]  # of the loss or gradient; of a payload
-    groups: tuple[int, ...]
-    detail: str
+    groups: Several[Count]
+    detail: Text
 
 
 class SealSteps(Message, frozen=True):
     """A durable checkpoint holds every step before ``step``; answered by Done."""
 
     version: PolicyVersion  # the learner's own
-    step: int
-    oldest_kept: int  # step of the oldest checkpoint that is still there
+    step: Count
+    oldest_kept: Count  # step of the oldest checkpoint that is still there
 
 
 class StepCommit(Message, frozen=True):
     """The step that ``version`` results from was trained; answered by StepCommitted."""
 
     version: PolicyVersion  # (epoch, steps completed)
-    metrics: dict[str, float]
+    metrics: ByName[float]  # a figure that is no number is left out
 
 
 class StepCommitted(Message, frozen=True):
     """The commit is durable. Evaluations decide which checkpoint is the best."""
 
-    evaluations: tuple[EvalPoint, ...]
-    last_step: int  # as in BatchNotReady
+    evaluations: Several[EvalPoint]
+    last_step: Count  # as in BatchNotReady
 
 
 class GetLedgerSnapshot(Message, frozen=True):
@@ -372,7 +385,7 @@ class GetLedgerSnapshot(Message, frozen=True):
 class LedgerSnapshotAnswer(Message, frozen=True):
     """The broker's state for a checkpoint; opaque to the learner."""
 
-    data: bytes
+    data: Blob
 
 
 class PublishReport(Message, frozen=True):
@@ -385,20 +398,20 @@ class EngineQuarantined(Message, frozen=True):
     """A generator's engine does not compute what the learner does; answered by Done."""
 
     version: PolicyVersion
-    reason: str
+    reason: Text
 
 
 class RelayReport(Message, frozen=True):
     """Version of each engine and the relay's address; sent twice a second."""
 
-    members: list[MemberState]
+    members: Listed[MemberState]
     door: RelayAddress | None = None  # for generators on other hosts
 
 
 class RelayHeard(Message, frozen=True):
     """The keys that the relay may admit."""
 
-    generator_keys: dict[str, str]  # public key -> name of the key
+    generator_keys: ByName[Name]  # public key -> name of the key
 
 
 class FindRelay(Message, frozen=True):

@@ -4,6 +4,7 @@ from typing import Literal, TypeAlias, TypeGuard, get_args
 
 import msgspec
 
+from slipstream.wire.messages.bounds import Count, Name, Number, Several, Text
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
 
 DeadReason: TypeAlias = Literal["reward_unavailable", "lease_exhausted", "poison"]
@@ -17,22 +18,22 @@ def is_dead(reason: str) -> TypeGuard[DeadReason]:
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt that failed."""
 
-    sibling: int = -1  # -1 is all that were missing
-    by: str = ""  # name of the worker
-    reason: str = ""
-    function: str = ""  # that was to score it
-    version: str = ""  # of the function
-    excerpt: str = ""  # the beginning of the answer
+    sibling: Number = -1  # -1 is all that were missing
+    by: Name = ""  # name of the worker
+    reason: Text = ""
+    function: Text = ""  # that was to score it
+    version: Text = ""  # of the function
+    excerpt: Text = ""  # the beginning of the answer
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """A group that was dropped because no worker could answer or score it."""
 
-    group_id: int
+    group_id: Count
     item: ItemKind
-    position: int  # of the prompt in its source
+    position: Count  # of the prompt in its source
     prompt: Prompt
     reason: DeadReason
-    step: int  # learner steps completed when it was dropped
-    failures: tuple[Failure, ...]  # the last ones
-    retry_of: int = -1  # the group that it repeats
+    step: Count  # learner steps completed when it was dropped
+    failures: Several[Failure]  # the last ones
+    retry_of: Number = -1  # the group that it repeats

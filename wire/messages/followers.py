@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from slipstream.wire.messages.bounds import ByName, Count, Name, Text
 from slipstream.wire.messages.weightbus import EngineName, Receive, RelayAddress
 
 NodeNumber = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # 0 is the leader
@@ -28,8 +29,8 @@ class Follow(FollowerMessage, frozen=True):
     node: NodeNumber
     incarnation: EngineName  # differs after each restart
     host: HostName
-    pid: int
-    facts: dict[str, str]  # what every node must have in common, in the order of comparison
+    pid: Count
+    facts: ByName[Name]  # what every node must have in common, in the order of comparison
 
 
 class Following(FollowerMessage, frozen=True):
@@ -45,7 +46,7 @@ class FollowerEnds(FollowerMessage, frozen=True):
 
     node: NodeNumber
     incarnation: EngineName
-    reason: str = ""  # empty if the leader let it
+    reason: Text = ""  # empty if the leader let it
 
 
 class FetchedThere(FollowerMessage, frozen=True):
@@ -53,9 +54,9 @@ class FetchedThere(FollowerMessage, frozen=True):
 
     node: NodeNumber
     incarnation: EngineName
-    command_id: int
-    error: str = ""
-    num_bytes: int = 0  # that came over bulk sockets
+    command_id: Count
+    error: Text = ""
+    num_bytes: Count = 0  # that came over bulk sockets
 
 
 # ---- leader to follower ------------------------------------------------------
@@ -70,21 +71,21 @@ class Heeded(FollowerMessage, frozen=True):
 class Refused(FollowerMessage, frozen=True):
     """A process is not admitted."""
 
-    reason: str
+    reason: Text
     is_taken: bool = False  # another process is that node
 
 
 class StartNode(FollowerMessage, frozen=True):
     """Start the ranks of this node, which meet those of the others at a store of torch's."""
 
-    host: str
+    host: Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class FetchToo(FollowerMessage, frozen=True):
     """Get a version into the memory of this host, as the leader does; check every digest."""
 
-    command_id: int
+    command_id: Count
     receive: Receive
     relay: RelayAddress
     may_be_read: bool = False  # the memory, by ranks that load an earlier version: take other
@@ -93,7 +94,7 @@ class FetchToo(FollowerMessage, frozen=True):
 class EndNode(FollowerMessage, frozen=True):
     """The engine ends: end the ranks of this node, and the node."""
 
-    reason: str
+    reason: Text
     is_orderly: bool = False
 
 

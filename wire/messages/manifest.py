@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from slipstream.wire.messages.bounds import Count, Name, Several
 from slipstream.wire.messages.versions import PolicyVersion
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -14,10 +15,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor under its Hugging Face name."""
 
-    name: str
-    dtype: str  # torch's name without prefix, e.g. float32
-    shape: tuple[int, ...]
-    digest: str = ""  # of its bytes, as weightbus/version/digests.py has it
+    name: Name
+    dtype: Name  # torch's name without prefix, e.g. float32
+    shape: Several[Count]
+    digest: Name = ""  # of its bytes, as weightbus/version/digests.py has it
 
     @property
     def num_bytes(self) -> int:
@@ -28,16 +29,16 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
     """Tensors that travel in one transfer, laid end to end in this order."""
 
-    tensors: tuple[TensorSpec, ...]
-    num_bytes: int
-    part: int = 0  # number of the host, of the learner's, in whose memory it is
+    tensors: Several[TensorSpec]
+    num_bytes: Count
+    part: Count = 0  # number of the host, of the learner's, in whose memory it is
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All tensors of one version, in the buckets in which they travel, end to end."""
 
     version: PolicyVersion
-    buckets: tuple[Bucket, ...]
+    buckets: Several[Bucket]
     parent: PolicyVersion | None = None
     encoding: Literal["full"] = "full"
 

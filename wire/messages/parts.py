@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from slipstream.wire.messages.bounds import ByName, Count, Name, Several, Text
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
 
@@ -26,20 +27,20 @@ class PartState(PartMessage, frozen=True):
     """A part and the versions that are whole there; its heartbeat, and sent when one is."""
 
     part: PartNumber
-    epoch: int  # of the learner that writes there
-    incarnation: str  # differs after each restart of the part relay
+    epoch: Count  # of the learner that writes there
+    incarnation: Name  # differs after each restart of the part relay
     door: BulkDoor  # where its buckets are fetched
-    whole: tuple[PolicyVersion, ...]
-    keys_digest: str = ""  # as in PartHeard, of the keys that it admits; empty before the first
-    held: tuple[PolicyVersion, ...] = ()  # for the head that it heard last
+    whole: Several[PolicyVersion]
+    keys_digest: Name = ""  # as in PartHeard, of the keys that it admits; empty before the first
+    held: Several[PolicyVersion] = ()  # for the head that it heard last
 
 
 class PartHeld(PartMessage, frozen=True):
     """The answer to Hold, once the digests of the part's tensors are known."""
 
-    command_id: int
-    error: str = ""  # it is not whole there, or no longer
-    digests: dict[str, str] = {}  # of the part's tensors, by name
+    command_id: Count
+    error: Text = ""  # it is not whole there, or no longer
+    digests: ByName[Name] = {}  # of the part's tensors, by name
 
 
 # ---- head to part ------------------------------------------------------------
@@ -48,25 +49,25 @@ class PartHeld(PartMessage, frozen=True):
 class PartHeard(PartMessage, frozen=True):
     """The answer to a heartbeat."""
 
-    relay: str  # differs after each restart of the head
+    relay: Name  # differs after each restart of the head
     # Of the keys of who may fetch now; empty while this head has not heard from the broker.
-    keys_digest: str = ""
+    keys_digest: Name = ""
     # Those, public key -> name, where the part reported another digest; None: it has them.
-    generator_keys: dict[str, str] | None = None
+    generator_keys: ByName[Name] | None = None
 
 
 class Hold(PartMessage, frozen=True):
     """Keep a version until it is released: engines are about to fetch it."""
 
-    command_id: int
-    epoch: int
+    command_id: Count
+    epoch: Count
     version: PolicyVersion
 
 
 class Release(PartMessage, frozen=True):
     """No engine fetches this version any more."""
 
-    epoch: int
+    epoch: Count
     version: PolicyVersion
 
 

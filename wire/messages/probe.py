@@ -2,13 +2,15 @@
 
 import msgspec
 
+from slipstream.wire.messages.bounds import Count, Figure, Several
+
 
 class ProbeLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences of tokens, and the learner's logprobs of them under one version."""
 
-    sequences: tuple[tuple[int, ...], ...]  # S of equal length L
-    logprobs: tuple[tuple[float, ...], ...]  # [S, L - num_context], nats, at temperature 1
-    num_context: int  # leading tokens of each sequence without a logprob
+    sequences: Several[Several[Count]]  # S of equal length L
+    logprobs: Several[Several[Figure]]  # [S, L - num_context], nats, at temperature 1
+    num_context: Count  # leading tokens of each sequence without a logprob
 
     def __post_init__(self) -> None:
         lengths = {len(one) for one in self.sequences}

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from slipstream.wire.messages.bounds import Count, Name, Several, Text
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
@@ -25,46 +26,46 @@ class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 class OpenMemory(RelayMessage, frozen=True):
     """Serve the versions written here; ``whole`` names one already present."""
 
-    epoch: int
-    path: str
+    epoch: Count
+    path: Text
     layout: WeightManifest  # names, types, shapes and buckets; its version means nothing
-    num_slots: int
+    num_slots: Count
     whole: PolicyVersion | None = None
-    slot: int = 0  # of the whole version
-    run_id: str = ""  # as in the run folder's identity.json
+    slot: Count = 0  # of the whole version
+    run_id: Name = ""  # as in the run folder's identity.json
     probe: ProbeLogprobs | None = None  # of the whole version
-    part: int = 0  # number of the host whose buckets of the layout are in this memory
-    part_keys: tuple[str, ...] = ()  # public keys that the relays of parts 1, 2, ... prove
+    part: Count = 0  # number of the host whose buckets of the layout are in this memory
+    part_keys: Several[Name] = ()  # public keys that the relays of parts 1, 2, ... prove
 
 
 class ServeHead(RelayMessage, frozen=True):
     """To a part relay: the address of the head relay, and the key to prove there."""
 
-    epoch: int
+    epoch: Count
     head: RelayAddress
-    public: str
-    secret: str
+    public: Name
+    secret: Name
 
 
 class Writing(RelayMessage, frozen=True):
     """To a part relay: this slot is about to be written, and holds no version any more."""
 
-    epoch: int
-    slot: int
+    epoch: Count
+    slot: Count
 
 
 class Reserve(RelayMessage, frozen=True):
     """Request for the next slot to write."""
 
-    epoch: int
+    epoch: Count
 
 
 class Written(RelayMessage, frozen=True):
     """The slot holds the whole version."""
 
-    epoch: int
+    epoch: Count
     version: PolicyVersion
-    slot: int
+    slot: Count
     probe: ProbeLogprobs | None = None
 
 
@@ -75,21 +76,21 @@ class Alive(RelayMessage, frozen=True):
 class EndRelay(RelayMessage, frozen=True):
     """No version will follow, and none is needed any more."""
 
-    epoch: int
+    epoch: Count
 
 
 class Reserved(RelayMessage, frozen=True):
     """The answer to Reserve."""
 
-    slot: int
+    slot: Count
 
 
 class Ok(RelayMessage, frozen=True):
     """The answer to all other requests; ``error`` is why it was not done."""
 
-    error: str = ""
+    error: Text = ""
     superseded: bool = False  # a newer learner uses this relay
-    pid: int = 0  # of the relay
+    pid: Count = 0  # of the relay
     door: RelayAddress | None = None  # where it listens for other hosts
 
 

@@ -2,6 +2,16 @@
 
 import msgspec
 
+from slipstream.wire.messages.bounds import (
+    ByName,
+    Count,
+    Figure,
+    Listed,
+    Name,
+    Number,
+    Several,
+    Text,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 
@@ -17,19 +27,19 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     up to n (a right answer among k), response_tokens and truncated (share of answers).
     """
 
-    num_problems: int
-    num_answers: int
-    num_dropped: int  # problems without an answer; not counted as wrong
-    metrics: dict[str, float]
+    num_problems: Count
+    num_answers: Count
+    num_dropped: Count  # problems without an answer; not counted as wrong
+    metrics: ByName[Figure]
 
 
 class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation round."""
 
-    step: int  # learner steps completed when the round was issued
+    step: Count  # learner steps completed when the round was issued
     overall: EvalFigures
-    by_source: dict[str, EvalFigures]
-    versions: tuple[PolicyVersion, ...]  # that chose at least one token
+    by_source: ByName[EvalFigures]
+    versions: Several[PolicyVersion]  # that chose at least one token
 
     @property
     def mean(self) -> float:
@@ -41,9 +51,9 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
 class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
     """A quarter of the answers by length, the shortest first."""
 
-    up_to_tokens: int
-    trajectories: int
-    dropped_for_age: int
+    up_to_tokens: Count
+    trajectories: Count
+    dropped_for_age: Count
 
     @property
     def dropped_share(self) -> float:
@@ -54,22 +64,22 @@ class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
 class Survivorship(msgspec.Struct, frozen=True, kw_only=True):
     """Measures whether long answers are trained as often as short ones."""
 
-    generated_mean: float  # response tokens, of all answers that were trained or dropped
-    trained_mean: float
-    cancelled: int  # answers that were not finished when their group was dropped
-    quartiles: list[LengthQuartile]
-    alarm: str  # what is wrong and which setting changes it, or empty
-    lengths: dict[str, int] = {}  # up to so many response tokens -> answers, of any fate
+    generated_mean: Figure  # response tokens, of all answers that were trained or dropped
+    trained_mean: Figure
+    cancelled: Count  # answers that were not finished when their group was dropped
+    quartiles: Listed[LengthQuartile]
+    alarm: Text  # what is wrong and which setting changes it, or empty
+    lengths: ByName[Count] = {}  # up to so many response tokens -> answers, of any fate
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over an engine's answers: their tokens L, seconds D, and the sequences n meanwhile."""
 
-    tokens: float  # L
-    sequences: float  # L n
-    squares: float  # L n^2
-    seconds: float  # D
-    sequence_seconds: float  # D n
+    tokens: Figure  # L
+    sequences: Figure  # L n
+    squares: Figure  # L n^2
+    seconds: Figure  # D
+    sequence_seconds: Figure  # D n
 
     def __add__(self, other: "Pace") -> "Pace":
         """Return the sums over the answers of both."""
@@ -85,103 +95,105 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the run."""
 
-    name: str
-    role: str
-    age_s: float  # since its Hello
-    silent_s: float  # since its last message
-    busy: float  # share of its time that was not waiting, since its Hello
-    phase_seconds: dict[str, float]
-    tokens_per_second: float
+    name: Name
+    role: Name
+    age_s: Figure  # since its Hello
+    silent_s: Figure  # since its last message
+    busy: Figure  # share of its time that was not waiting, since its Hello
+    phase_seconds: ByName[Figure]
+    tokens_per_second: Figure
     adopted: PolicyVersion | None = None
-    leases: int = 0
-    trajectories: float = 0.0  # that it finished
-    retracted: float = 0.0  # times that an answer was thrown out of the engine's cache
-    kv_use: float | None = None  # share of the engine's cache that unfinished answers hold
-    sequences: int = 0  # answers that the engine has been given and has not finished
-    sequence_limit: int = 0  # how many it may be given at present; 0: not reported
+    leases: Count = 0
+    trajectories: Figure = 0.0  # that it finished
+    retracted: Figure = 0.0  # times that an answer was thrown out of the engine's cache
+    kv_use: Figure | None = None  # share of the engine's cache that unfinished answers hold
+    sequences: Count = 0  # answers that the engine has been given and has not finished
+    sequence_limit: Count = 0  # how many it may be given at present; 0: not reported
     has_left: bool = False  # it said so: its silence is none
-    decision_bytes_per_token: float = 0.0  # of kept tokens and experts that it sent
-    probes: float = 0.0  # versions that its engine was proven to compute, or not
-    probe_difference: float | None = None  # nats, mean of the last probe
-    probe_bound: float | None = None  # nats, the largest that is taken for noise
-    acting: int | None = None  # trajectories that environments answer; None: there are none
-    environment_failed: float = 0.0  # trajectories whose environment could not go on
-    engine_s: float = 0.0  # of all trajectories of several turns, in calls of the engine
-    environment_s: float = 0.0  # and outside of it
+    decision_bytes_per_token: Figure = 0.0  # of kept tokens and experts that it sent
+    probes: Figure = 0.0  # versions that its engine was proven to compute, or not
+    probe_difference: Figure | None = None  # nats, mean of the last probe
+    probe_bound: Figure | None = None  # nats, the largest that is taken for noise
+    acting: Count | None = None  # trajectories that environments answer; None: there are none
+    environment_failed: Figure = 0.0  # trajectories whose environment could not go on
+    engine_s: Figure = 0.0  # of all trajectories of several turns, in calls of the engine
+    environment_s: Figure = 0.0  # and outside of it
     pace: Pace | None = None  # of its engine; None: nothing is known
-    cpu_cores: float | None = None  # CPU seconds per second, lately, with its children
-    memory_bytes: float | None = None  # resident, with its children
-    gpu_bytes: float | None = None  # of GPU memory, with its children
-    gpu_busy: float | None = None  # share of the time that these GPUs were busy, for whomever
+    cpu_cores: Figure | None = None  # CPU seconds per second, lately, with its children
+    memory_bytes: Figure | None = None  # resident, with its children
+    gpu_bytes: Figure | None = None  # of GPU memory, with its children
+    gpu_busy: Figure | None = None  # share of the time that these GPUs were busy, for whomever
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """A chart's point for one learner step."""
 
-    step: int
-    at_s: float  # since the run started
-    metrics: dict[str, float]
+    step: Count
+    at_s: Figure  # since the run started
+    metrics: ByName[Figure]
 
 
 class ThrottleChange(msgspec.Struct, frozen=True, kw_only=True):
     """What a staleness target changed."""
 
-    step: int  # learner steps completed then
-    bound: int  # in force since, in learner steps
-    in_flight: int  # groups under way, at most
-    reason: str
+    step: Count  # learner steps completed then
+    bound: Count  # in force since, in learner steps
+    in_flight: Count  # groups under way, at most
+    reason: Text
 
 
 class ThrottleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What run.staleness_target holds, and by what."""
 
-    target: str  # as in "p95_lag = 1"
-    bound: int  # in force, in learner steps
-    in_flight: int  # groups under way, at most
-    most_in_flight: int  # that the settings allow
-    excess: float | None  # the figure lately over its target; None: not known since the last change
-    changes: tuple[ThrottleChange, ...] = ()  # the newest last
+    target: Name  # as in "p95_lag = 1"
+    bound: Count  # in force, in learner steps
+    in_flight: Count  # groups under way, at most
+    most_in_flight: Count  # that the settings allow
+    excess: (
+        Figure | None
+    )  # the figure lately over its target; None: not known since the last change
+    changes: Several[ThrottleChange] = ()  # the newest last
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whole status of a run."""
 
-    run_name: str
-    outcome: str  # running, finished, or why it ended
+    run_name: Name
+    outcome: Text  # running, finished, or why it ended
     finished: bool  # all steps trained and all evaluations answered
-    stop_reason: str  # why the run ends before total_steps, or empty
-    elapsed_s: float
-    steps: int  # learner steps completed
-    total_steps: int
-    max_staleness_steps: int
-    group_size: int
-    groups_per_step: int
-    issued: int  # groups of kind train, ever
-    trained: int
-    sealed: int  # of trained: a durable checkpoint holds their step
-    requeued: int  # groups to be generated again because a lost step's payloads were gone
-    dropped: dict[str, int]  # groups by reason
-    in_flight: dict[str, int]  # groups by state, neither trained nor dropped
-    unaccounted: int  # issued - trained - dropped - in_flight: must read 0
-    trajectories: dict[str, int]  # the same equation per trajectory, flat
-    staleness_histogram: dict[str, int]  # staleness in steps -> trained tokens
+    stop_reason: Text  # why the run ends before total_steps, or empty
+    elapsed_s: Figure
+    steps: Count  # learner steps completed
+    total_steps: Count
+    max_staleness_steps: Count
+    group_size: Count
+    groups_per_step: Count
+    issued: Count  # groups of kind train, ever
+    trained: Count
+    sealed: Count  # of trained: a durable checkpoint holds their step
+    requeued: Count  # groups to be generated again because a lost step's payloads were gone
+    dropped: ByName[Count]  # groups by reason
+    in_flight: ByName[Count]  # groups by state, neither trained nor dropped
+    unaccounted: Number  # issued - trained - dropped - in_flight: must read 0
+    trajectories: ByName[Count]  # the same equation per trajectory, flat
+    staleness_histogram: ByName[Count]  # staleness in steps -> trained tokens
     survivorship: Survivorship
-    queue: dict[str, int]  # groups ready, trajectories waiting for a reward, ...
-    waiting_for: str  # why the learner has no batch, or empty
-    eval: list[EvalPoint]
-    steps_history: list[StepPoint]
-    publishes: int  # versions that at least one engine adopted
-    publishes_while_generating: int
-    publish_history: list[PublishRecord]
-    members: list[MemberState]  # version of each engine
-    tokens_per_second: dict[str, float]  # by role, over the whole run
-    busy: dict[str, float]  # by role, mean over its processes
-    roles: list[RoleStatus]
-    data: dict[str, int]  # rows and rows_skipped of the training prompts, eval_problems
-    versions: dict[str, str]  # of packages and servers
-    queue_age_s: float | None = None  # how long the oldest ready group has waited; None: none is
-    lags_in_flight: dict[str, int] = {}  # present staleness in steps -> groups that are not ready
-    lags_in_queue: dict[str, int] = {}  # the same of groups that are ready
-    quarantines: int = 0  # engines that did not compute what the learner does, ever
-    memory: dict[str, int] = {}  # store_bytes (untrained payloads), rss_bytes of the broker
+    queue: ByName[Count]  # groups ready, trajectories waiting for a reward, ...
+    waiting_for: Text  # why the learner has no batch, or empty
+    eval: Listed[EvalPoint]
+    steps_history: Listed[StepPoint]
+    publishes: Count  # versions that at least one engine adopted
+    publishes_while_generating: Count
+    publish_history: Listed[PublishRecord]
+    members: Listed[MemberState]  # version of each engine
+    tokens_per_second: ByName[Figure]  # by role, over the whole run
+    busy: ByName[Figure]  # by role, mean over its processes
+    roles: Listed[RoleStatus]
+    data: ByName[Count]  # rows and rows_skipped of the training prompts, eval_problems
+    versions: ByName[Name]  # of packages and servers
+    queue_age_s: Figure | None = None  # how long the oldest ready group has waited; None: none is
+    lags_in_flight: ByName[Count] = {}  # present staleness in steps -> groups that are not ready
+    lags_in_queue: ByName[Count] = {}  # the same of groups that are ready
+    quarantines: Count = 0  # engines that did not compute what the learner does, ever
+    memory: ByName[Count] = {}  # store_bytes (untrained payloads), rss_bytes of the broker
     throttle: ThrottleStatus | None = None  # of run.staleness_target; None: there is none

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from slipstream.wire.messages.arrays import COUNTS, PackedArray
+from slipstream.wire.messages.bounds import Body, ByName, Count, Figure, Name, Number, Several, Text
 from slipstream.wire.messages.versions import PolicyVersion
 
 Json: TypeAlias = Any  # null, bool, number, text, list or object
@@ -31,15 +32,15 @@ MAX_TOKENS = 2**31 - 1  # of a trajectory
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens from ``first_token`` up to the next run were chosen by ``version``."""
 
-    first_token: int  # index into token_ids
+    first_token: Count  # index into token_ids
     version: PolicyVersion
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens that the policy chose at one time."""
 
-    first_token: int  # index into token_ids
-    num_tokens: int
+    first_token: Count  # index into token_ids
+    num_tokens: Count
 
     @property
     def end(self) -> int:
@@ -50,18 +51,18 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Metadata of a trajectory for the broker and the learner's planner."""
 
-    group_id: int
-    sibling: int  # 0 .. group_size - 1
-    lease_id: int  # the lease under which it was generated
-    num_prompt_tokens: int
-    num_tokens: int  # T
-    version_runs: tuple[VersionRun, ...]  # as the engine reported them, by first token
-    temperature: float  # of the distribution that was sampled from; 0.0 is greedy
+    group_id: Count
+    sibling: Count  # 0 .. group_size - 1
+    lease_id: Number  # the lease under which it was generated
+    num_prompt_tokens: Count
+    num_tokens: Count  # T
+    version_runs: Several[VersionRun]  # as the engine reported them, by first token
+    temperature: Figure  # of the distribution that was sampled from; 0.0 is greedy
     finish_reason: FinishReason
-    min_response_tokens: int = 0  # before that many, no token of end_token_ids could be chosen
-    end_token_ids: tuple[int, ...] = ()
-    turns: tuple[Turn, ...] = ()  # in order; none: one turn, the response
-    branches: tuple[int, ...] = ()  # first tokens of the second and further branches
+    min_response_tokens: Count = 0  # before that many, no token of end_token_ids could be chosen
+    end_token_ids: Several[Count] = ()
+    turns: Several[Turn] = ()  # in order; none: one turn, the response
+    branches: Several[Count] = ()  # first tokens of the second and further branches
 
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt_tokens < self.num_tokens <= MAX_TOKENS:
@@ -216,19 +217,19 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation."""
 
-    role: str
-    content: str
+    role: Name
+    content: Body
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One problem: the input of the policy, and the data for its reward function."""
 
-    prompt: str | tuple[ChatMessage, ...]  # text as it is, or turns for the chat template
+    prompt: Body | Several[ChatMessage]  # text as it is, or turns for the chat template
     ground_truth: Json = ""
-    data_source: str = "default"
-    ability: str = ""
+    data_source: Text = "default"
+    ability: Text = ""
     extra_info: dict[str, Json] = {}
-    row: int = -1  # in its file or data set, from 0; -1 is unknown
+    row: Number = -1  # in its file or data set, from 0; -1 is unknown
 
     @property
     def text(self) -> str:
@@ -242,10 +243,10 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Input of a reward function."""
 
     prompt: Prompt
-    response: str
-    num_response_tokens: int
+    response: Body
+    num_response_tokens: Count
     finish_reason: FinishReason
-    replies: tuple[str, ...] = ()  # of several turns, in the order of the header's
+    replies: Several[Body] = ()  # of several turns, in the order of the header's
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -288,17 +289,17 @@ NO_SCORING_LEASE = -1  # of a score without a lease
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of scoring one trajectory: a reward, or why there is none."""
 
-    group_id: int
-    sibling: int
-    lease_id: int
+    group_id: Count
+    sibling: Count
+    lease_id: Number
     reward: float | None = None
-    unavailable: str = ""  # why there is no reward; never a reward of 0
-    parts: dict[str, float] = {}  # named parts of the reward, for metrics
-    turn_rewards: tuple[float, ...] = ()
+    unavailable: Text = ""  # why there is no reward; never a reward of 0
+    parts: ByName[float] = {}  # named parts of the reward, for metrics
+    turn_rewards: Several[float] = ()
     """Of each of the header's ``chosen`` turns, in their order; none: they are not known."""
-    function: str = ""  # MODULE:NAME or FILE.py:NAME of the reward function
-    version: str = ""  # of the reward function: as it declares, else a hash of its file
-    excerpt: str = ""  # start of an answer that got no reward, for inspection
+    function: Text = ""  # MODULE:NAME or FILE.py:NAME of the reward function
+    version: Text = ""  # of the reward function: as it declares, else a hash of its file
+    excerpt: Text = ""  # start of an answer that got no reward, for inspection
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (not self.unavailable):

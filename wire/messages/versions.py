@@ -6,6 +6,7 @@ from typing import Self
 import msgspec
 
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.bounds import Count
 
 _LABEL = re.compile(r"v([0-9]+)\.([0-9]+)")
 
@@ -17,8 +18,8 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True, gc
     over, so versions of one run never go back even where ``step`` does.
     """
 
-    epoch: int  # >= 1, granted by the broker at take-over
-    step: int  # >= 0, learner steps completed before these weights were published
+    epoch: Count  # >= 1, granted by the broker at take-over
+    step: Count  # >= 0, learner steps completed before these weights were published
 
     def next(self) -> Self:
         """Return the version that this learner's next step will make."""

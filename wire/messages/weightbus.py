@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from slipstream.wire.messages.bounds import ByName, Count, Figure, Name, Several, Text
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
@@ -33,9 +34,9 @@ class BulkDoor(msgspec.Struct, frozen=True, kw_only=True):
 class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses at which engines reach a relay."""
 
-    endpoint: str
-    bulk_endpoint: str
-    key: str = ""  # the public key that the relay proves; empty on Unix sockets
+    endpoint: Name
+    bulk_endpoint: Name
+    key: Name = ""  # the public key that the relay proves; empty on Unix sockets
     is_bulk_plain: bool = False  # as is_plain of a door
 
     @property
@@ -83,14 +84,14 @@ class Leave(BusMessage, frozen=True):
 class Outcome(BusMessage, frozen=True):
     """The answer to one command."""
 
-    command_id: int
-    error: str = ""  # empty is success
-    num_in_flight: int = 0  # generations in flight, with the answer to Pause or Adopt
-    num_bytes: int = 0  # that came over bulk sockets, with the answer to Receive
+    command_id: Count
+    error: Text = ""  # empty is success
+    num_in_flight: Count = 0  # generations in flight, with the answer to Pause or Adopt
+    num_bytes: Count = 0  # that came over bulk sockets, with the answer to Receive
     # Of the checksums of all tensors in the engine, with the answer to Verify or Adopt.
-    digest: str = ""
-    checksums: dict[str, str] = {}  # those, by the engine's tensor name, where it is about names
-    phase_seconds: dict[str, float] = {}  # of PUBLISH_PHASES, within Receive and Adopt
+    digest: Name = ""
+    checksums: ByName[Name] = {}  # those, by the engine's tensor name, where it is about names
+    phase_seconds: ByName[Figure] = {}  # of PUBLISH_PHASES, within Receive and Adopt
 
 
 class FetchBucket(BusMessage, frozen=True):
@@ -101,7 +102,7 @@ class FetchBucket(BusMessage, frozen=True):
     """
 
     version: PolicyVersion
-    index: int
+    index: Count
     base: PolicyVersion | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -111,32 +112,32 @@ class FetchBucket(BusMessage, frozen=True):
 class Heard(BusMessage, frozen=True):
     """The answer to a heartbeat."""
 
-    relay: str  # differs after each restart of the relay
+    relay: Name  # differs after each restart of the relay
 
 
 class OpenGroup(BusMessage, frozen=True):
     """Have the engine join a process group as ``rank``: rank 0 is the relay."""
 
-    command_id: int
-    host: str
-    port: int
-    group_name: str
+    command_id: Count
+    host: Name
+    port: Count
+    group_name: Name
     backend: Literal["gloo", "nccl"]
-    rank: int = 1
-    world_size: int = 2
+    rank: Count = 1
+    world_size: Count = 2
 
 
 class Abandon(BusMessage, frozen=True):
     """The publish failed: leave the group, close the update; resume unless bytes moved."""
 
-    command_id: int
-    reason: str
+    command_id: Count
+    reason: Text
 
 
 class Offer(BusMessage, frozen=True):
     """The version to come into live weights. The agent refuses tensors that are not its model's."""
 
-    command_id: int
+    command_id: Count
     manifest: WeightManifest
     transport: TransportName = "collective"
 
@@ -147,14 +148,16 @@ class Receive(BusMessage, frozen=True):
     The agent refuses tensors that are not its model's.
     """
 
-    command_id: int
+    command_id: Count
     manifest: WeightManifest
-    path: str = ""  # of the version's folder; empty if it is to be fetched
+    path: Text = ""  # of the version's folder; empty if it is to be fetched
     is_checked: bool = True  # compute what the engine's checksums will be compared with
     # By part of the version: where its buckets are, the next one for when the one before fails.
     # Empty: all are at the relay that sends this.
-    sources: tuple[tuple[BulkDoor, ...], ...] = ()
-    first_part: int = 0  # is fetched from first, the others in turn: not all from one host at once
+    sources: Several[Several[BulkDoor]] = ()
+    first_part: Count = (
+        0  # is fetched from first, the others in turn: not all from one host at once
+    )
 
 
 class Admit(BusMessage, frozen=True):
@@ -163,34 +166,34 @@ class Admit(BusMessage, frozen=True):
     Carried out at once, also while another command is.
     """
 
-    command_id: int
+    command_id: Count
     version: PolicyVersion
-    keys: tuple[str, ...]  # public keys (Z85) of other engines
+    keys: Several[Name]  # public keys (Z85) of other engines
 
 
 class EncodedReceive(BusMessage, frozen=True, tag=Receive.__name__.lower()):
     """The bytes of a ``Receive``, with a manifest that was encoded once for all members."""
 
-    command_id: int
+    command_id: Count
     manifest: msgspec.Raw
-    path: str = ""
+    path: Text = ""
     is_checked: bool = True
-    sources: tuple[tuple[BulkDoor, ...], ...] = ()
-    first_part: int = 0
+    sources: Several[Several[BulkDoor]] = ()
+    first_part: Count = 0
 
 
 class Pause(BusMessage, frozen=True):
     """Stop generating; requests in flight stay."""
 
-    command_id: int
+    command_id: Count
 
 
 class LoadBucket(BusMessage, frozen=True):
     """Have the engine receive the bucket at ``index`` of the offered manifest over the group."""
 
-    command_id: int
-    index: int
-    group_name: str
+    command_id: Count
+    index: Count
+    group_name: Name
 
 
 class Adopt(BusMessage, frozen=True):
@@ -200,7 +203,7 @@ class Adopt(BusMessage, frozen=True):
     paused.
     """
 
-    command_id: int
+    command_id: Count
     version: PolicyVersion
     probe: ProbeLogprobs | None = None  # what the engine is to compute from now on
 
@@ -211,7 +214,7 @@ class Verify(BusMessage, frozen=True):
     The relay compares the digest of all, and asks again where that differs.
     """
 
-    command_id: int
+    command_id: Count
     wants: Literal["nothing", "digest", "checksums"] = "digest"  # checksums: of the last digest
 
 
@@ -222,9 +225,9 @@ class Commit(BusMessage, frozen=True):
     the checksums.
     """
 
-    command_id: int
+    command_id: Count
     version: PolicyVersion  # that it was offered and has loaded
-    digest: str = ""  # of the checksums that it must have; empty compares nothing
+    digest: Name = ""  # of the checksums that it must have; empty compares nothing
     probe: ProbeLogprobs | None = None  # as of Adopt
 
 
@@ -236,11 +239,11 @@ class BucketAnswer(BusMessage, frozen=True):
     """
 
     version: PolicyVersion
-    index: int
-    error: str = ""  # then there is no further frame
+    index: Count
+    error: Text = ""  # then there is no further frame
     base: PolicyVersion | None = None
-    num_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
-    whole: tuple[int, ...] = ()
+    num_steps: Count = 0
+    whole: Several[Count] = ()
 
 
 Command: TypeAlias = (
@@ -270,17 +273,17 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one publish to its members."""
 
     version: PolicyVersion
-    at_s: float  # unix time at which the transfer began
-    adopted_by: dict[str, float]  # member -> seconds from offer to commit
-    failed: dict[str, str] = {}  # member -> why it was left out
-    num_in_flight: dict[str, int] = {}  # member -> generations in flight at the pause
-    digest: str = ""  # of all that was sent; empty if it failed before that was known
-    engine_digests: dict[str, str] = {}  # member -> digest of all that its engine holds
-    phase_seconds: dict[str, float] = {}  # by phase, the slowest member
-    num_bytes: int = 0
-    fetched_bytes: dict[str, int] = {}  # member -> bytes that it fetched; deltas are fewer
-    transports: dict[str, TransportName] = {}  # member -> how it got the version
-    quarantined: dict[str, str] = {}  # member -> how its engine differs from the learner
+    at_s: Figure  # unix time at which the transfer began
+    adopted_by: ByName[Figure]  # member -> seconds from offer to commit
+    failed: ByName[Text] = {}  # member -> why it was left out
+    num_in_flight: ByName[Count] = {}  # member -> generations in flight at the pause
+    digest: Name = ""  # of all that was sent; empty if it failed before that was known
+    engine_digests: ByName[Name] = {}  # member -> digest of all that its engine holds
+    phase_seconds: ByName[Figure] = {}  # by phase, the slowest member
+    num_bytes: Count = 0
+    fetched_bytes: ByName[Count] = {}  # member -> bytes that it fetched; deltas are fewer
+    transports: ByName[TransportName] = {}  # member -> how it got the version
+    quarantined: ByName[Text] = {}  # member -> how its engine differs from the learner
 
 
 def merged(records: Sequence[PublishRecord]) -> PublishRecord:
@@ -322,9 +325,9 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     """Version of one engine, as known to the relay."""
 
-    name: str
+    name: Name
     state: Literal["current", "behind", "receiving", "torn"]
     version: PolicyVersion | None  # None: nothing yet, or a mixture
-    since_s: float  # unix time since when
+    since_s: Figure  # unix time since when
     transport: TransportName
-    reason: str = ""  # of the last failure
+    reason: Text = ""  # of the last failure

@@ -22,6 +22,7 @@ from slipstream.generators.environments.messages import (
     Unable,
 )
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.bounds import Count, Name, Several, Text
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -32,8 +33,7 @@ MAX_PATH = 200  # characters, with the method
 SIGN_S = 1.0  # between two signs of life of a generator
 LOOK_S = SIGN_S / 4  # between two looks at who is silent
 _MOST_AT_ONCE = 1_024  # messages between two looks, more than there are generators
-Number = Annotated[int, msgspec.Meta(ge=0)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+ProcessName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -46,42 +46,42 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 class Hello(_Message, frozen=True):
     """A generator's sign of life; the first one begins."""
 
-    client: Name  # differs after each restart
-    revision: int
-    open: tuple[Number, ...] = ()  # trajectories that it has there; others of its end
+    client: ProcessName  # differs after each restart
+    revision: Count
+    open: Several[Count] = ()  # trajectories that it has there; others of its end
 
 
 class Open(_Message, frozen=True):
     """Begin a trajectory; answered by Opened."""
 
-    client: Name
-    number: Number
+    client: ProcessName
+    number: Count
 
 
 class Tell(_Message, frozen=True):
     """Tell its process something; it answers each with one message."""
 
-    client: Name
-    number: Number
+    client: ProcessName
+    number: Count
     said: Begin | Replied
 
 
 class Close(_Message, frozen=True):
     """End a trajectory."""
 
-    client: Name
-    number: Number
+    client: ProcessName
+    number: Count
 
 
 class Answered(_Message, frozen=True):
     """A part of the answer to a request of an agent; status and type are with the first."""
 
-    client: Name
-    number: Number
-    call: Number
-    body: bytes
-    status: int = 0
-    content_type: str = ""
+    client: ProcessName
+    number: Count
+    call: Count
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
+    status: Count = 0
+    content_type: Name = ""
     is_last: bool = False
 
 
@@ -91,51 +91,51 @@ class Answered(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     """The answer to a Hello: what is served here."""
 
-    server: Name  # differs after each restart
-    version: str  # of the environment
-    identity: str  # of its name and options (``identity_of``)
+    server: ProcessName  # differs after each restart
+    version: Text  # of the environment
+    identity: Name  # of its name and options (``identity_of``)
     drives_itself: bool
-    revision: int
+    revision: Count
     may_reward: bool = True
-    room: int = 0  # for so many trajectories more
-    open: tuple[Number, ...] = ()  # of those that the Hello named, the ones that are under way
+    room: Count = 0  # for so many trajectories more
+    open: Several[Count] = ()  # of those that the Hello named, the ones that are under way
 
 
 class Opened(_Message, frozen=True):
     """A trajectory begins, or there is no room for it."""
 
-    number: Number
+    number: Count
     is_full: bool = False
 
 
 class Heard(_Message, frozen=True):
     """What a trajectory's process said."""
 
-    number: Number
+    number: Count
     said: Turned | Unable
 
 
 class Failed(_Message, frozen=True):
     """A trajectory cannot go on, and why."""
 
-    number: Number
-    reason: str
+    number: Count
+    reason: Text
 
 
 class Asked(_Message, frozen=True):
     """A request of an agent, for the generator's endpoint."""
 
-    number: Number
-    call: Number
+    number: Count
+    call: Count
     path: Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
-    body: bytes
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 
 
 class Left(_Message, frozen=True):
     """The agent no longer waits for an answer."""
 
-    number: Number
-    call: Number
+    number: Count
+    call: Count
 
 
 ToServer: TypeAlias = Hello | Open | Tell | Close | Answered

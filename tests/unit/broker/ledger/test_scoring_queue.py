@@ -1,4 +1,4 @@
-from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.ledger.scoring_queue import MAX_GRANTED_BYTES, ScoringQueue
 
 
 def filled(*keys: tuple[int, int]) -> ScoringQueue:
@@ -12,6 +12,17 @@ def test_first_come_first_scored_up_to_the_credits():
     queue = filled((0, 0), (0, 1), (1, 0))
     assert list(queue.lease("worker-0", 2, now_s=0.0).values()) == [(0, 0), (0, 1)]
     assert (queue.num_waiting, queue.num_leased, queue.leases_of("worker-0")) == (1, 2, 2)
+
+
+def test_no_more_bytes_are_granted_at_a_time_than_a_worker_can_hold():
+    queue = filled((0, 0), (0, 1), (0, 2), (0, 3))
+    third = MAX_GRANTED_BYTES // 3
+
+    def granted(num_bytes: int) -> list[tuple[int, int]]:
+        return list(queue.lease("worker-0", 8, now_s=0.0, size_of=lambda _: num_bytes).values())
+
+    assert granted(2 * MAX_GRANTED_BYTES) == [(0, 0)], "one that is larger is granted alone"
+    assert granted(third + 1) == [(0, 1), (0, 2)]
 
 
 def test_a_trajectory_added_twice_is_scored_once():

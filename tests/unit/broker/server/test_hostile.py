@@ -20,6 +20,7 @@ from slipstream.broker.server.sessions import Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.wire.errors import RefusedError, SupersededError
 from slipstream.wire.messages import broker
+from slipstream.wire.messages.bounds import MOST
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.trajectory import Score
@@ -70,20 +71,22 @@ async def test_request_before_hello_is_counted(it: Running):
         assert it.server.telemetry.rejected["hello_first"] == 1
 
 
-@pytest.mark.parametrize("num_items", [-1, -(2**63), 2**63])
+@pytest.mark.parametrize("num_items", [0, MOST])
 def test_any_number_of_items_may_be_asked_for(short_folder: Path, num_items: int):
     (answer,) = answers_to(short_folder, "observer", broker.GetLedger(num_items=num_items))
     assert isinstance(answer, broker.LedgerAnswer)
 
 
-async def test_a_wait_that_is_no_number_is_the_longest_one(it: Running):
+async def test_no_wait_is_longer_than_the_longest_one(it: Running):
     """The event loop keeps its timers in order; NaN has none."""
     async with bare_socket(it.endpoint) as ask:
         await ask(b"0", encode(broker.Hello(role="generator", name="g")))
-        strange = broker.LeaseScoring(credits=1, wait_s=NAN)
-        await ask(b"1", encode(strange), answered=False)
+        for wait_s in (NAN, INF, -INF):
+            refusal = await ask(b"1", encode(broker.LeaseScoring(credits=1, wait_s=wait_s)))
+            assert isinstance(refusal, broker.Refusal)
+        await ask(b"1", encode(broker.LeaseScoring(credits=1, wait_s=1e308)), answered=False)
         answer = await ask(
-            b"2", encode(broker.LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF))
+            b"2", encode(broker.LeaseGroups(adopted=V0, max_sequences=1, wait_s=-1e308))
         )
         (parked,) = it.server.pending_scoring._by_key.values()
         assert parked.timer is not None
@@ -157,7 +160,7 @@ def test_an_evaluated_answer_whose_text_cannot_be_read_is_recorded_all_the_same(
 def test_a_text_of_a_client_is_one_short_line_of_the_log(
     short_folder: Path, caplog: pytest.LogCaptureFixture
 ):
-    reason = "no\n2026-01-01 ERROR forged \x1b[2J" + "x" * 100_000
+    reason = "no\n2026-01-01 ERROR forged \x1b[2J" + "x" * 60_000
     with caplog.at_level(logging.WARNING):
         answers_to(short_folder, "generator", broker.ReleaseLease(lease_id=1, reason=reason))
     (line,) = (one.getMessage() for one in caplog.records if "handed back" in one.getMessage())
@@ -238,7 +241,7 @@ async def test_score_of_an_answer_not_yet_generated_queues_nothing(it: Running):
     _, generator, group = await it.opened()
     scores = tuple(
         Score(group_id=group.group_id, sibling=sibling, lease_id=1, reward=1.0)
-        for sibling in (0, -1, 7)
+        for sibling in (0, 7)
     )
     await generator.ask_any(broker.SubmitScores(scores=scores))
     assert it.server._leases._scoring.num_waiting == 0

@@ -18,6 +18,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
 from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.scores import MAX_PARTS_OF_RUN, OTHER_PARTS
 from slipstream.broker.ledger.state import decode_state
 from slipstream.broker.report.run_records import Frames, RunRecords
 from slipstream.broker.server.loop import MAX_WAIT_S, may_wait_s
@@ -30,11 +31,25 @@ from slipstream.wire.errors import (
 )
 from slipstream.wire.messages import broker
 from slipstream.wire.messages.codec import decode_transcript, encode
-from slipstream.wire.messages.trajectory import Prompt, Score, Turn, VersionRun, transcript_of
+from slipstream.wire.messages.trajectory import (
+    Prompt,
+    Score,
+    TrajectoryHeader,
+    Turn,
+    VersionRun,
+    transcript_of,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
-from tests.support.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
+from tests.support.ledger_driver import (
+    RESPONSE_TOKENS,
+    generate,
+    header,
+    lease,
+    make_ledger,
+    make_rules,
+)
 from tests.support.memory_store import MemoryStore
 from tests.support.running_broker import (
     BATCH,
@@ -610,6 +625,50 @@ async def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: P
                     frames=[b"payload", b"response", *replies],
                 )
         await submit(generator, 0, 0)
+
+
+async def test_texts_and_arrays_of_an_answer_have_no_more_bytes_than_its_tokens_can(
+    short_folder: Path,
+):
+    turns = replace(header(0, 0, V0), num_tokens=9, turns=(Turn(2, 1), Turn(7, 2)))
+    rules = make_rules(max_token_bytes=9)
+    async with running(short_folder, make_ledger(rules)) as it:
+        _, generator, _ = await it.opened()
+        whole = header(0, 0, V0)
+        text = 1_024 * RESPONSE_TOKENS
+        large: list[tuple[TrajectoryHeader, list[bytes], str]] = [
+            (whole, [b"", b"x" * (text + 1)], f"a response of {text + 1} bytes.*{text} at most"),
+            (whole, [b"x" * 1_079, b""], "a payload of 1079 bytes.*1078.*sampling.max_kept_tokens"),
+            (turns, [b"", b"", encode(["x" * 9_000, ""])], "a text of turns of 9005 bytes"),
+        ]
+        for sent, frames, message in large:
+            with pytest.raises(RefusedError, match=message):
+                await generator.ask(
+                    broker.SubmitTrajectory(header=sent), broker.Done, frames=frames
+                )
+        assert it.server.telemetry.rejected["refused"] == len(large)
+        frames = [b"x" * 1_078, b"x" * text]
+        await generator.ask(broker.SubmitTrajectory(header=whole), broker.Done, frames=frames)
+
+
+async def test_parts_of_rewards_with_ever_new_names_are_summed_up(
+    short_folder: Path, caplog: pytest.LogCaptureFixture
+):
+    ledger = make_ledger(make_rules(groups_per_step=MAX_PARTS_OF_RUN, drop_zero_variance=False))
+    names = [f"{'x' * 40}{i}" for i in range(MAX_PARTS_OF_RUN + 10)]
+    for first in range(0, len(names), 2):
+        (group,) = lease(ledger, max_sequences=2)
+        generate(ledger, group)
+        for sibling in (0, 1):
+            parts = {names[first + sibling]: 2.0, "known": 1.0}
+            score = Score(group_id=group.group_id, sibling=sibling, lease_id=0, reward=0.5)
+            ledger.score(replace(score, parts=parts))
+    scores = [score for group in ledger.book.groups.values() for score in group.scores.values()]
+    assert scores[-1].parts == {"known": 1.0, OTHER_PARTS: 2.0}
+    assert len({name for score in scores for name in score.parts}) == MAX_PARTS_OF_RUN + 1
+    async with running(short_folder, ledger) as it:
+        assert it.status.queue["other_reward_parts"] == 11
+    assert caplog.text.count("as many as a run may have") == 1
 
 
 async def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):

@@ -1,0 +1,39 @@
+"""Bounds of what a peer sends, enforced where a message is decoded: numbers, texts, collections.
+
+They hold for every run. What depends on a run's settings, as the tokens of a trajectory, the ledger
+and the learner check. A field without a bound is named, with its reason, in
+tests/unit/wire/messages/test_bounds.py.
+"""
+
+import sys
+from typing import Annotated, TypeAlias, TypeVar
+
+from msgspec import Meta
+
+_Item = TypeVar("_Item")
+MOST = 2**53  # beyond that a number of JSON is rounded
+MOST_ITEMS = 1 << 20  # of one collection
+MOST_CHARACTERS = 1 << 16  # of a reason
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MOST)]
+"""A number of things, an id, a place or a step."""
+Number: TypeAlias = Annotated[int, Meta(ge=-MOST, le=MOST)]
+"""The same where -1 means none, or a difference."""
+Figure: TypeAlias = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A measurement, never infinite and always a number."""
+Name: TypeAlias = Annotated[str, Meta(max_length=300)]
+"""A name, an address, a digest or a key."""
+Text: TypeAlias = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
+"""A reason or a path."""
+Body: TypeAlias = Annotated[str, Meta(max_length=1 << 26)]
+"""What a policy read or wrote; a message has a bound of its own that depends on its sender."""
+Blob: TypeAlias = Annotated[bytes, Meta(max_length=1 << 28)]
+Several: TypeAlias = Annotated[tuple[_Item, ...], Meta(max_length=MOST_ITEMS)]
+ByName: TypeAlias = Annotated[dict[Name, _Item], Meta(max_length=MOST_ITEMS)]
+ById: TypeAlias = Annotated[dict[Count, _Item], Meta(max_length=MOST_ITEMS)]
+Listed: TypeAlias = Annotated[list[_Item], Meta(max_length=MOST_ITEMS)]
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text of others that a ``Text`` holds."""
+    return text[:MOST_CHARACTERS]
