@@ -96,6 +96,8 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     """A lease of generation ends after this long in spite of heartbeats; 0 is never."""
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""
+    max_batch_attempts: AtLeast1 = 3
+    """Learners that may end with the same batch in hand before its groups become dead letters."""
     max_in_flight: int | None = None
     """Most groups started and in no batch yet; default is the most the staleness bound allows."""
     drop_zero_variance: bool = True

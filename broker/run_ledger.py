@@ -69,6 +69,7 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         group_size=run.group_size,
         total_steps=run.steps,
         max_attempts=settings.broker.max_attempts,
+        max_batch_attempts=settings.broker.max_batch_attempts,
         max_in_flight=settings.max_in_flight,
         drop_zero_variance=settings.broker.drop_zero_variance,
         lease_s=settings.broker.lease_s,

@@ -37,6 +37,7 @@ from slipstream.broker.ledger.events import (
     Unbound,
 )
 from slipstream.broker.ledger.groups import NOBODY, Group, Lease
+from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.ledger.state import TrainedStep
 from slipstream.broker.ledger.survivorship import TRAINED
 from slipstream.wire.messages.dead_letters import Failure, is_dead
@@ -230,6 +231,7 @@ def _apply_learner(
             book.bind(group_ids, step)
         case Unbound(step=step):
             book.bind(state.batches.pop(step), NOBODY)
+            del state.cut_off[step]
         case Trained(version=version):
             _train(book, version)
         case Evicted(step=step):
@@ -252,6 +254,7 @@ def _train(book: Book, version: PolicyVersion) -> None:
     """Move the groups of a step from its batch to those kept until a checkpoint holds them."""
     state, step = book.state, version.step - 1
     groups = [book.groups[group_id] for group_id in state.batches.pop(step)]
+    del state.cut_off[step]
     staleness: Counter[int] = Counter()
     for group in groups:
         for header in group.headers.values():
@@ -273,6 +276,11 @@ def _train(book: Book, version: PolicyVersion) -> None:
 def _take_over(book: Book, event: TakenOver) -> None:
     """Undo the learner steps past its own: bind their batches again, or have them requeued."""
     state, version, step = book.state, event.version, event.version.step
+    if event.cut_off >= 0:
+        state.cut_off[event.cut_off] += 1
+        why = f"it ended while it trained step {event.cut_off}"
+        for group_id in state.batches[event.cut_off]:
+            book.groups[group_id].note(Failure(by=name_of(state.learner), reason=why))
     for lost in sorted(s for s in state.history if s >= step):
         record = state.history.pop(lost)
         state.trained -= len(record.groups)

@@ -16,6 +16,7 @@ DropReason = Literal[
     "lease_exhausted",  # no attempt to answer succeeded
     "poison",  # every process that tried to answer died
     "reward_unavailable",  # no attempt to score succeeded
+    "unfinished",  # the learner ended again and again with its batch in hand
     "stale",  # past its deadline, in drop mode
     "orphaned",  # sampled by weights that a take-over from a checkpoint abandoned
     "nonfinite",  # its learner step had no finite loss or gradient
@@ -127,6 +128,7 @@ class TakenOver(Event, frozen=True):
     version: PolicyVersion
     checkpoint: str = ""
     learner: str = ""  # the incarnation it was granted to
+    cut_off: int = -1  # the step whose batch the learner before it had in hand when it ended
 
 
 class Requeued(Event, frozen=True):

@@ -44,6 +44,7 @@ class LedgerRules:
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
     max_turns: int = MAX_TOKENS  # of a trajectory with an environment; 0: there is none
+    max_batch_attempts: int = 3  # learners that may end with a batch in hand
     max_token_bytes: int = MAX_TOKENS  # of a payload, for each token
     high_water_bytes: int = 1 << 62  # of untrained payloads
     max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
@@ -108,6 +109,8 @@ class BookState(msgspec.Struct, kw_only=True):
     groups: dict[int, Group] = msgspec.field(default_factory=dict)
     leases: dict[int, Lease] = msgspec.field(default_factory=dict)
     batches: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)  # step -> group ids
+    # Step -> how many learners ended with its batch in hand.
+    cut_off: Counter[int] = msgspec.field(default_factory=Counter)
     replay: dict[int, list[Group]] = msgspec.field(default_factory=dict)  # trained, payloads kept
     history: dict[int, TrainedStep] = msgspec.field(default_factory=dict)
     lost: list[tuple[int, int]] = msgspec.field(default_factory=list)  # to be requeued at once
@@ -149,6 +152,7 @@ def for_checkpoint(state: BookState) -> BookState:
         groups={group.group_id: group.prompt_only() for group in waiting},
         leases={},
         batches={},
+        cut_off=Counter(),
         replay={},
         eval_rounds={
             step: EvalRound(step, one.num_problems) for step, one in state.eval_rounds.items()

@@ -1,5 +1,6 @@
 """Decides the learner's requests about items: epochs, batches, commits, checkpoints."""
 
+import logging
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
@@ -23,6 +24,7 @@ from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 
+_log = logging.getLogger(__name__)
 Delivery: TypeAlias = list[Group] | NotYet | None  # None: the run is complete
 
 
@@ -33,6 +35,7 @@ class Training:
         self._decisions = decisions
         self._book = decisions.book
         self._prompt_at = prompt_at
+        self._in_hand: set[int] = set()  # steps whose batches this learner was given
 
     # ---- epochs --------------------------------------------------------------
 
@@ -71,12 +74,32 @@ class Training:
                 "(slipstream run --resume CHECKPOINT)"
             )
         version = PolicyVersion(max(book.version.epoch, state.granted_epoch) + 1, step)
-        self._decisions.record(TakenOver(version=version, checkpoint=checkpoint, learner=learner))
+        given = book.step in self._in_hand and book.step in state.batches
+        cut_off = book.step if given else -1
+        self._in_hand.clear()
+        self._decisions.record(
+            TakenOver(version=version, checkpoint=checkpoint, learner=learner, cut_off=cut_off)
+        )
         if book.controller is not None:
             book.controller.went_back(step)
         self._answer_again()
+        self._set_aside()
         self._decisions.open_eval_if_due()
         return version
+
+    def _set_aside(self) -> None:
+        """Drop the batches that too many learners have not finished."""
+        state, most = self._book.state, self._book.rules.max_batch_attempts
+        for step in [step for step, count in state.cut_off.items() if count >= most]:
+            _log.warning(
+                "%d learners ended while they trained step %d: its groups become dead letters "
+                "(broker.max_batch_attempts = %d)",
+                state.cut_off[step],
+                step,
+                most,
+            )
+            for group in self._unbind(step):
+                self._decisions.drop(group, "unfinished")
 
     def _answer_again(self) -> None:
         """After a take-over, requeue prompts whose answers are gone, and drop the rest."""
@@ -100,7 +123,8 @@ class Training:
                 self._decisions.drop(group, "orphaned")
 
     def leave(self) -> None:
-        """Record that the learner of a run that is complete has nothing left to do."""
+        """Record that the learner ends in order; of a complete run it has nothing left to do."""
+        self._in_hand.clear()
         if self._book.finished and not self._book.state.learner_left:
             self._decisions.record(LearnerLeft())
 
@@ -127,6 +151,7 @@ class Training:
         if book.finished:
             return None
         if step in state.batches:
+            self._in_hand.add(step)
             return [book.groups[group_id] for group_id in state.batches[step]]
         if step >= state.last_step or step != book.free_step:
             return NotYet(book.rules.bound.groups_per_step)
@@ -148,6 +173,7 @@ class Training:
         book, bound = self._book, self._book.rules.bound
         group_ids = book.index.nearest(take)
         self._decisions.record(Delivered(step=step, group_ids=group_ids))
+        self._in_hand.add(step)
         batch = [book.groups[group_id] for group_id in group_ids]
         if not bound.reserves and book.index.any_due_before(book.free_step):  # "drop" mode
             for group in list(book.groups.values()):
@@ -220,6 +246,7 @@ class Training:
         if book.step not in state.batches:
             raise RefusedError(f"commit of step {book.step}, which was never delivered")
         self._decisions.record(Trained(version=version, metrics=metrics))
+        self._in_hand.discard(version.step - 1)
         if book.controller is not None:
             staleness = state.history[book.step - 1].staleness
             book.controller.observe(book.step, staleness, metrics)

@@ -1,5 +1,6 @@
 """Joins the roles' reports about themselves with the ledger into the state of the run."""
 
+import logging
 import os
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ from slipstream.broker.ledger.survivorship import survivorship_of
 from slipstream.broker.report.bounds import MAX_CHARS, MAX_NAMES, by_phase
 from slipstream.broker.report.publishes import PublishHistory, bounded_members
 from slipstream.broker.report.role_record import RoleRecord
+from slipstream.broker.report.step_watch import StepWatch
 from slipstream.broker.report.summary import means_of
 from slipstream.broker.report.throttled import throttle_of
 from slipstream.wire.messages.broker import MANY, Hello, RoleReport
@@ -25,6 +27,7 @@ from slipstream.wire.process.phases import WAIT, busy_share
 from slipstream.wire.process.usage import ProcessUsage
 from slipstream.wire.settings.sections import RunSection
 
+_log = logging.getLogger(__name__)
 _KEPT_STEPS = 2_000
 _MAX_NOTICES = 100_000  # of newly ready groups; one a second at most
 _GONE_S = 3_600.0
@@ -57,6 +60,8 @@ class Telemetry:
         self._num_quarantines = 0
         # Groups that were ready at some time, in all, and when that was noticed.
         self._ready_seen: deque[tuple[int, float]] = deque(maxlen=_MAX_NOTICES)
+        self._step_watch = StepWatch()
+        self._told_slow = False
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
@@ -138,8 +143,14 @@ class Telemetry:
         self._members = bounded_members(members)
 
     def notice(self, book: Book) -> None:
-        """Start the clock of newly ready groups. Call it every second."""
+        """Start clocks, of newly ready groups and of the learner's step. Call it every second."""
         self._age_of_oldest_ready(book)
+        now = self._now()
+        self._step_watch.look(book.version, book.state.batches.get(book.step, ()), now)
+        slow = self._step_watch.slow(now)
+        if slow is not None and not self._told_slow:
+            _log.warning("%s", slow.text)
+        self._told_slow = slow is not None
 
     def _age_of_oldest_ready(self, book: Book) -> float | None:
         """Seconds since the notice that found the oldest ready group; None without one."""
@@ -208,6 +219,7 @@ class Telemetry:
             eval=state.eval_points,
             steps_history=list(self._steps),
             throttle=throttle_of(book.controller),
+            slow_step=self._step_watch.slow(self._now()),
             publishes=self._publishes.adopted,
             publishes_while_generating=self._publishes.while_generating,
             publish_history=self._publishes.records,

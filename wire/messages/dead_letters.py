@@ -7,7 +7,7 @@ import msgspec
 from slipstream.wire.messages.bounds import Count, Name, Number, Several, Text
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
 
-DeadReason: TypeAlias = Literal["reward_unavailable", "lease_exhausted", "poison"]
+DeadReason: TypeAlias = Literal["reward_unavailable", "lease_exhausted", "poison", "unfinished"]
 
 
 def is_dead(reason: str) -> TypeGuard[DeadReason]:

@@ -18,6 +18,7 @@ from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 REPORT_EVERY_S = 0.5  # every process reports to the broker this often
 SILENT_S = 1.5  # three reports are missing: something is wrong with it
 GONE_S = 10.0  # it is more than a hiccup
+_SHOWN = 8  # groups that are named
 
 
 class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +156,25 @@ class ThrottleStatus(msgspec.Struct, frozen=True, kw_only=True):
     changes: Several[ThrottleChange] = ()  # the newest last
 
 
+class SlowStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A learner step that takes many times as long as those before it."""
+
+    step: Count
+    seconds: Figure  # since it could begin
+    usual_s: Figure  # median of the steps before it
+    groups: Several[Count]  # of its batch
+
+    @property
+    def text(self) -> str:
+        """The sentence without its end."""
+        more = len(self.groups) - _SHOWN
+        groups = ", ".join(map(str, self.groups[:_SHOWN])) + (f" and {more} more" * (more > 0))
+        return (
+            f"the learner has trained step {self.step} for {self.seconds:.0f} s, those before it "
+            f"took {self.usual_s:.3g} s; groups of its batch: {groups}"
+        )
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whole status of a run."""
 
@@ -197,3 +217,4 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantines: Count = 0  # engines that did not compute what the learner does, ever
     memory: ByName[Count] = {}  # store_bytes (untrained payloads), rss_bytes of the broker
     throttle: ThrottleStatus | None = None  # of run.staleness_target; None: there is none
+    slow_step: SlowStep | None = None  # None: the step under way takes as long as others

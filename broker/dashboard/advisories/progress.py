@@ -45,6 +45,19 @@ def _work_not_granted(view: View) -> Finding | None:
 
 
 @RULES.add
+def _step_without_end(view: View) -> Finding | None:
+    slow = view.status.slow_step
+    if slow is None:
+        return None
+    text = (
+        f"{slow.text[0].upper()}{slow.text[1:]}. See the learner's log; if the step never ends, "
+        "kill the learner: after broker.max_batch_attempts such ends its groups become dead "
+        "letters."
+    )
+    return Finding(text, "broker.max_batch_attempts", "error")
+
+
+@RULES.add
 def _evaluation_waits_for_rewards(view: View) -> Finding | None:
     unscored = view.stalled("queue:eval_unscored")
     if not unscored or not unscored[0] or any(b < a for a, b in pairwise(unscored)):

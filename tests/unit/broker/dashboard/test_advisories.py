@@ -18,7 +18,7 @@ from slipstream.broker.dashboard.advisories.view import (
     Column,
     Trends,
 )
-from slipstream.wire.messages.status import RoleStatus, RunStatus
+from slipstream.wire.messages.status import RoleStatus, RunStatus, SlowStep
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
 from tests.support.wire_samples import RECORD, STATUS
@@ -202,6 +202,11 @@ CASES: list[Case] = [
         *(idle(3, 3, leases=1), still(0, flat(7))),
         *(idle(3, 3, leases=1), still(0, [*flat(7, ROWS - 1), 6])),
     ),
+    (
+        "step-without-end",
+        *(status(slow_step=SlowStep(step=5, seconds=1e3, usual_s=1.0, groups=(7,))), history()),
+        *(HERE, history()),
+    ),
     ("fsync-too-weak", HERE, history(fsync="everysec"), HERE, history(fsync="always")),
     (
         "survivorship-bias",
@@ -236,7 +241,10 @@ CASES: list[Case] = [
     of_steps("mismatch-kl-rising-with-lag", lambda x: by_lag(x, 0.03), 0.0149, 0.0151),
 ]
 NAMES = [case[0] for case in CASES]
-WITHOUT_WINDOW = {"survivorship-bias", "engine-left-out", "engine-quarantined"}  # events
+WITHOUT_WINDOW = {  # events
+    *("survivorship-bias", "step-without-end"),
+    *("engine-left-out", "engine-quarantined"),
+}
 
 
 def test_every_rule_is_tried_here():

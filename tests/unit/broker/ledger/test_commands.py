@@ -564,6 +564,44 @@ def test_each_take_over_grants_the_next_epoch_and_a_learner_at_another_step_is_r
         ledger.training.take_over(4)
 
 
+def test_a_batch_that_three_learners_have_not_finished_becomes_dead_letters():
+    ledger = begun()
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    batch = ledger.training.deliver(ledger.book.version)
+    assert isinstance(batch, list)
+    for end in range(3):
+        assert ledger.training.deliver(ledger.book.version) == batch, "as it was"
+        ledger.training.take_over(0, learner=f"learner@{end}")
+    letters = stored(ledger.book.state).dead_letters
+    assert {one.group_id for one in batch} == set(letters)
+    assert {one.reason for one in letters.values()} == {"unfinished"}
+    reasons = [failure.reason for failure in letters[batch[0].group_id].failures]
+    assert reasons == ["it ended while it trained step 0"] * 3
+    assert letters[batch[0].group_id].failures[1].by == "learner"
+    assert ledger.book.state.cut_off == {}
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    again = ledger.training.deliver(ledger.book.version)
+    assert isinstance(again, list)
+    assert not {one.group_id for one in again} & set(letters)
+    train_step(ledger)
+
+
+def test_a_learner_that_had_no_batch_or_finished_it_or_left_in_order_counts_for_none():
+    ledger = begun(total_steps=9)
+    make_ready(ledger, lease(ledger, max_sequences=8))
+    ledger.training.deliver(ledger.book.version)
+    ledger.training.leave()
+    ledger.training.take_over(0)  # the one before left in order, and this one asks for nothing
+    ledger.training.take_over(0)
+    assert ledger.book.state.cut_off == {}
+    ledger.training.deliver(ledger.book.version)
+    ledger.training.take_over(0)
+    assert ledger.book.state.cut_off == {0: 1}
+    train_step(ledger)
+    ledger.training.take_over(1)
+    assert ledger.book.state.cut_off == {}
+
+
 def test_a_take_over_that_arrives_twice_is_granted_once():
     ledger = make_ledger(make_rules(total_steps=9))
     version = ledger.training.take_over(0, learner="learner@a1")
