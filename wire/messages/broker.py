@@ -28,7 +28,7 @@ from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, Traject
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayAddress
 
-WIRE_REVISION = 8
+WIRE_REVISION = 9
 
 Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "operator"]
 MANY: tuple[Role, ...] = ("generator", "reward_worker")  # of which a run has any number
