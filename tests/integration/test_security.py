@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from slipstream.broker.client import BrokerClient
@@ -20,11 +21,13 @@ from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.keyring import Holder, KeyRing, broker_key, make_client_key, revoke
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
-from slipstream.wire.errors import ConfigError, ForbiddenError
+from slipstream.wire.errors import ConfigError, ForbiddenError, RefusedError
 from slipstream.wire.files.keys import ClientKey, read_client_key, write_client_key
 from slipstream.wire.messages.broker import (
     WIRE_REVISION,
     Done,
+    FindRelay,
+    GetLedgerSnapshot,
     GetStatus,
     GroupsLeased,
     Heartbeat,
@@ -33,12 +36,17 @@ from slipstream.wire.messages.broker import (
     LeaseGroups,
     LeaseScoring,
     Refusal,
+    RelayHeard,
+    RelayPlace,
+    RelayReport,
+    RequestBatch,
     Role,
     RoleReport,
     ScoringLeased,
     StatusAnswer,
     StepCommit,
     StepCommitted,
+    SubmitScores,
     SubmitTrajectory,
     TakeOver,
     TookOver,
@@ -46,7 +54,9 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.codec import decode_answer, encode
 from slipstream.wire.messages.pieces import cut
+from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import header, make_ledger, make_rules
 from tests.support.memory_store import MemoryStore
@@ -158,6 +168,64 @@ async def test_a_reward_workers_key_cannot_commit_a_step_and_the_attempt_is_coun
         with pytest.raises(ForbiddenError, match="hostb/w is a reward_worker, which may not"):
             await worker.ask(commit, StepCommitted)
         assert (it.rejected("forbidden"), it.ledger.book.step) == (1, 0)
+
+
+async def test_the_key_of_another_host_of_a_learner_trains_nothing_and_moves_no_relay(
+    short_folder: Path,
+):
+    async with secured(short_folder) as it:
+        first, stolen = it.key("node-0", "learner"), it.key("node-1", "learner")
+        learner = await it.client("learner", "learner", first)
+        (taken, _) = await learner.ask(TakeOver(step=0), TookOver)
+        relay = await it.client("relay", "relay", first)
+        true = RelayAddress(endpoint="tcp://10.0.0.1:1", bulk_endpoint="tcp://10.0.0.1:2")
+        await relay.ask(RelayReport(members=[], door=true), RelayHeard)
+
+        thief = await it.client("learner", "learner", stolen)
+        for request in (
+            RequestBatch(version=taken.version, step=0, wait_s=0.0),
+            StepCommit(version=taken.version.next(), metrics={}),
+            GetLedgerSnapshot(version=taken.version),
+        ):
+            with pytest.raises(ForbiddenError, match="is for node-0/learner, which took over"):
+                await thief.ask_any(request)
+        with pytest.raises(RefusedError, match="is connected and trains this run"):
+            await thief.ask(TakeOver(step=0), TookOver)
+        false = await it.client("relay", "relay", stolen)
+        with pytest.raises(ForbiddenError, match="no relay of node-0/learner"):
+            await false.ask(
+                RelayReport(members=[], door=replace(true, endpoint="tcp://10.0.0.9:1")), RelayHeard
+            )
+        assert it.rejected("forbidden") == 4
+        generator = await it.client("generator", "g", it.key("gpu1", "generator"))
+        assert (await generator.ask(FindRelay(), RelayPlace))[0].door == true
+
+
+async def test_a_generators_key_scores_nothing_of_anybody_else_and_sees_no_truth(
+    short_folder: Path,
+):
+    async with secured(short_folder) as it:
+        learner = await it.client("learner", "learner", it.key("node-0", "learner"))
+        (taken, _) = await learner.ask(TakeOver(step=0), TookOver)
+        honest = await it.client("generator", "g", it.key("gpu1", "generator"))
+        thief = await it.client("generator", "g", it.key("gpu2", "generator"))
+        work = LeaseGroups(adopted=taken.version, max_sequences=2, wait_s=30.0)
+        (leased, _) = await honest.ask(work, GroupsLeased)
+        (group,) = leased.groups
+        answer = SubmitTrajectory(
+            header=header(group.group_id, 0, taken.version, lease_id=group.lease_id)
+        )
+        await honest.ask(answer, Done, frames=[b"payload", b"response"])
+        for request in (
+            LeaseScoring(credits=8, wait_s=0.0),
+            SubmitScores(scores=(Score(group_id=0, sibling=0, lease_id=1 << 40, reward=1e15),)),
+        ):
+            with pytest.raises(ForbiddenError, match="may not send"):
+                await thief.ask_any(request)
+        worker = await it.client("reward_worker", "w", it.key("cpu1", "reward_worker"))
+        (items, transcripts) = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+        assert (len(items.items), len(transcripts)) == (1, 1)
+        assert not it.ledger.book.groups[0].scores
 
 
 async def test_a_key_is_good_for_its_own_role_alone(short_folder: Path):

@@ -58,7 +58,7 @@ class Hello(Message, frozen=True):
     reconnects: bool = False  # the same incarnation was welcome before; requests are sent again
     held: Several[Count] = ()  # leases of generation it still works on; all others are taken back
     wire_revision: Count = WIRE_REVISION
-    packages: ByName[Name] = {}  # versions worth recording, by package
+    packages: ByName[Text] = {}  # versions worth recording, by package
     tokenizer: Name = ""  # hash of the tokenizer that this role uses; empty uses none
     run_id: Name = ""  # that it was welcome to before
 

@@ -30,7 +30,7 @@ class Follow(FollowerMessage, frozen=True):
     incarnation: EngineName  # differs after each restart
     host: HostName
     pid: Count
-    facts: ByName[Name]  # what every node must have in common, in the order of comparison
+    facts: ByName[Text]  # what every node must have in common, in the order of comparison
 
 
 class Following(FollowerMessage, frozen=True):

@@ -210,7 +210,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     busy: ByName[Figure]  # by role, mean over its processes
     roles: Listed[RoleStatus]
     data: ByName[Count]  # rows and rows_skipped of the training prompts, eval_problems
-    versions: ByName[Name]  # of packages and servers
+    versions: ByName[Text]  # of packages and servers
     queue_age_s: Figure | None = None  # how long the oldest ready group has waited; None: none is
     lags_in_flight: ByName[Count] = {}  # present staleness in steps -> groups that are not ready
     lags_in_queue: ByName[Count] = {}  # the same of groups that are ready
