@@ -39,6 +39,7 @@ class ProbeAudit:
         self._engine = engine
         self._noise = noise
         self._probes: dict[PolicyVersion, ProbeLogprobs] = {}  # the newest, oldest first
+        self._engines: Sequence[str] = ()  # that served parts of the version adopted last
         self._pending: PolicyVersion | None = None  # adopted last, and without a verdict
         self._passed: PolicyVersion | None = None  # answers up to this version may be sent
         self._changed = asyncio.Event()
@@ -62,9 +63,18 @@ class ProbeAudit:
         """The engine generates again, with a new version or the one before."""
         self._is_paused = False
 
-    def adopted(self, version: PolicyVersion, probe: ProbeLogprobs | None) -> None:
-        """The engine runs a version; without a probe its answers are sent as they come."""
+    def adopted(
+        self, version: PolicyVersion, probe: ProbeLogprobs | None, engines: Sequence[str] = ()
+    ) -> None:
+        """The engine runs a version; without a probe its answers are sent as they come.
+
+        Args:
+            version: that it runs.
+            probe: what it is to compute.
+            engines: other engines that have served parts of it.
+        """
         self._num_adopts += 1
+        self._engines = engines
         if probe is None:
             if self._pending is not None:
                 self._unproven(self._pending, "a version without a probe followed")
@@ -182,7 +192,9 @@ class ProbeAudit:
 
     def _condemn(self, version: PolicyVersion, why: str) -> None:
         self.condemned = version
-        raise QuarantineError(f"the engine does not compute {version.label}: {why}")
+        engines = ", ".join(self._engines)
+        served = f"; parts of its weights came from {engines}" if engines else ""
+        raise QuarantineError(f"the engine does not compute {version.label}: {why}{served}")
 
     def _wake(self) -> None:
         self._changed.set()

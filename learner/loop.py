@@ -21,6 +21,7 @@ newer than the broker's learner step. All ranks agree before each of them: a bat
 rejected by all, a version is published whole or not at all.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 
@@ -280,8 +281,8 @@ class LearnerLoop:
             self._policy.bring_weights()
             slot = self._publishing.write(version)
         if self._probe is None:
-            run_id = self._coordinator.agreed(self._coordinator.run_id, str)
-            self._probe = Probe(self._policy, self._settings.weightbus, run_id=run_id)
+            seed = self._coordinator.agreed(secrets.token_hex(16), str)
+            self._probe = Probe(self._policy, self._settings.weightbus, seed=seed)
         with self._clock.phase("probe"):
             probe = self._probe.logprobs()
         with self._clock.phase("export"):

@@ -91,9 +91,9 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Of each tensor, computed by the relay and checked where it is received. xxh3 finds accidents;
     keyed also what strangers in a network without encryption made up, as its keys come encrypted;
     blake2b also what a hostile generator made up, which knows these. The first two cost little,
-    blake2b a core for about 1 GB/s. auto is xxh3, and where `weightbus.bulk` is plain keyed, or
-    blake2b with chains (`weightbus.fanout`). A generator takes xxh3 from a plain door only if it is
-    set to xxh3 itself."""
+    blake2b a core for about 1 GB/s. auto is blake2b with chains (`weightbus.fanout`), which take
+    nothing else; without them xxh3, or keyed where `weightbus.bulk` is plain. A generator takes
+    xxh3 from a plain door only if it is set to xxh3 itself."""
     parts: Literal["auto", "off"] = "auto"
     """Of a learner on several hosts: with auto each keeps and serves the tensors that it writes,
     over tcp; with off the first host keeps all of them, for every transport."""
@@ -108,9 +108,9 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
         """How digests are computed."""
         if self.digests != "auto":
             return self.digests
-        if self.bulk == "encrypted":
-            return "xxh3"
-        return "blake2b" if self.fanout else "keyed"
+        if self.fanout:
+            return "blake2b"
+        return "xxh3" if self.bulk == "encrypted" else "keyed"
 
     @property
     def takes_plain(self) -> bool:
@@ -135,6 +135,12 @@ def weightbus_section(table: Table) -> WeightBusSection:
             f'weightbus.transport = "{found.transport}" writes into the weights of a paused '
             f"engine, and with lora.rank versions are adapters beside them: set {others}, or "
             'lora.publish = "merged"'
+        )
+    if found.fanout and found.digest_kind != "blake2b":
+        raise ConfigError(
+            f'weightbus.digests = "{found.digests}" with weightbus.fanout = {found.fanout}: what '
+            'comes from another generator is checked by "blake2b" (or "auto") alone, since that '
+            "generator could make other bytes with such a digest"
         )
     for name, address in (("listen", found.listen), ("forward", found.forward)):
         if address and (why := _why_no_address(address)):

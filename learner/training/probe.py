@@ -1,4 +1,7 @@
-"""What the learner computes of a few fixed sequences, for engines to compare with.
+"""What the learner computes of a few random sequences, for engines to compare with.
+
+Their context is that of the whole run, so that a prefix cache may hold it from before; the tokens
+after it differ from version to version, and no engine knows them before it has that version.
 
 Every rank of every replica runs the same forward pass, without gradients and random numbers, so
 that the result is on all of them and the run goes on as if there had been none.
@@ -7,11 +10,12 @@ Shapes: S sequences of L tokens, of which the first half is context without a lo
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from slipstream.learner.batches.packing import TrainTrajectory, pack
+from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
 from slipstream.learner.batches.probe_sequences import probe_sequences
 from slipstream.learner.model.device import device
 from slipstream.learner.training.policy import Policy
@@ -22,33 +26,17 @@ from slipstream.wire.messages.probe import ProbeLogprobs
 class Probe:
     """The probe of one policy. Every rank has one."""
 
-    def __init__(self, policy: Policy, settings: WeightBusSection, *, run_id: str) -> None:
-        """Choose the sequences of a run; ``run_id`` is the same on every rank."""
+    def __init__(self, policy: Policy, settings: WeightBusSection, *, seed: str) -> None:
+        """Choose nothing yet; ``seed`` is the same on every rank, and known to no engine."""
         hf = policy.model.hf_config
-        length = min(settings.probe_tokens, hf.max_position_embeddings - 1)  # and a token chosen
         self._policy = policy
         self._every = settings.probe_every
         self._num_publishes = 0
-        self._num_context = length // 2
-        self._sequences = probe_sequences(
-            f"slipstream probe {run_id}",
-            vocab_size=hf.vocab_size,
-            count=settings.probe_sequences,
-            length=length,
-        )
-        mask = np.arange(length) >= self._num_context
-        self._batch = pack(
-            [
-                TrainTrajectory(
-                    token_ids=np.array(one, np.int32),
-                    loss_mask=mask,
-                    behavior_logprobs=np.zeros(length, np.float32),
-                    temperature=1.0,
-                )
-                for one in self._sequences
-            ],
-            device(),
-        )
+        self._seed = seed
+        self._vocab_size = hf.vocab_size
+        self._count = settings.probe_sequences
+        self._length = min(settings.probe_tokens, hf.max_position_embeddings - 1)  # and one chosen
+        self._num_context = self._length // 2
 
     @property
     def is_due(self) -> bool:
@@ -64,12 +52,41 @@ class Probe:
         is_due, self._num_publishes = self.is_due, self._num_publishes + 1
         if not is_due:
             return None
-        self._batch.chosen_before.clear()
-        (outputs,) = self._policy.proximal([self._batch])
-        rows = outputs.logprobs.float().view(len(self._sequences), -1)[:, self._num_context :]
+        sequences = self._sequences()
+        (outputs,) = self._policy.proximal([self._batch_of(sequences)])
+        rows = outputs.logprobs.float().view(len(sequences), -1)[:, self._num_context :]
         logprobs = tuple(tuple(row) for row in rows.tolist())
         if not all(math.isfinite(one) for row in logprobs for one in row):
             return None
-        return ProbeLogprobs(
-            sequences=self._sequences, logprobs=logprobs, num_context=self._num_context
+        return ProbeLogprobs(sequences=sequences, logprobs=logprobs, num_context=self._num_context)
+
+    def _sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Return the run's context and tokens of this publish."""
+        of_run, of_publish = (
+            probe_sequences(
+                f"slipstream probe {self._seed}{number}",
+                vocab_size=self._vocab_size,
+                count=self._count,
+                length=self._length,
+            )
+            for number in ("", f" {self._num_publishes}")
+        )
+        at = self._num_context
+        return tuple(
+            (*run[:at], *publish[at:]) for run, publish in zip(of_run, of_publish, strict=True)
+        )
+
+    def _batch_of(self, sequences: Sequence[Sequence[int]]) -> PackedBatch:
+        mask = np.arange(self._length) >= self._num_context
+        return pack(
+            [
+                TrainTrajectory(
+                    token_ids=np.array(one, np.int32),
+                    loss_mask=mask,
+                    behavior_logprobs=np.zeros(self._length, np.float32),
+                    temperature=1.0,
+                )
+                for one in sequences
+            ],
+            device(),
         )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -57,4 +58,9 @@ def test_training_is_the_same_to_the_bit_with_and_without(tmp_path: Path, family
         (report,) = reports(work, 1)
         assert all((one is None) == (every == 0) for one in report["probes"])
         weights[every] = report["weights"]
+        of_versions = [one["sequences"] for one in report["probes"] if one is not None]
+        for before, after in pairwise(of_versions):
+            for old, new in zip(before, after, strict=True):
+                assert old[:15] == new[:15], "the context, which a cache may hold from before"
+                assert old[15:] != new[15:], "what is scored is known to nobody before"
     assert weights[0] == weights[1]

@@ -66,7 +66,7 @@ class Bus(Published):
             model_tensors(folder / "model", dtype="float32"),
             Staging(folder, "generator-0"),
             transport=transport,
-            on_probe=lambda version, probe: self.probes.append((version, probe)),
+            on_probe=lambda version, probe, _: self.probes.append((version, probe)),
         )
 
     def moved(self, by: float) -> dict[str, Tensor]:

@@ -214,6 +214,7 @@ class BucketFetcher:
         self._address: RelayAddress | None = None
         self._key: ClientKey | None = None
         self._relay: _OpenDoor | None = None
+        self.engines: tuple[str, ...] = ()  # that have served buckets of the last version
         self._others: dict[BulkDoor, _OpenDoor] = {}
 
     def connect(self, address: RelayAddress, key: ClientKey | None) -> None:
@@ -301,10 +302,18 @@ class BucketFetcher:
     def _refuse_forgeable(
         self, manifest: WeightManifest, wanted: Sequence[Sequence[BulkDoor]]
     ) -> None:
+        kinds = {kind_of(spec.digest) for spec in manifest.tensors}
+        engine = next((door for doors in wanted for door in doors if door.of_engine), None)
+        if engine is not None and kinds != {"blake2b"}:
+            raise PublishError(
+                f"{engine.endpoint} is another generator's, which can make bytes that fit the "
+                f"digests of {manifest.version.label} ({', '.join(sorted(kinds))}): with chains "
+                'weightbus.digests is "blake2b" at the learner'
+            )
         plain = next((door for doors in wanted for door in doors if door.is_plain), None)
         if plain is None or self._trusts_xxh3:
             return
-        if any(kind_of(spec.digest) == "xxh3" for spec in manifest.tensors):
+        if "xxh3" in kinds:
             raise PublishError(
                 f"{plain.endpoint} is not encrypted, and {manifest.version.label} has digests of "
                 'which others can make bytes that fit: set weightbus.digests = "keyed" or '
@@ -355,6 +364,12 @@ class Receiving:
         self._timeout_s = timeout_s
         self._traffic = traffic
         self._served: dict[int, _OpenDoor] = {}
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Addresses of other engines that have served buckets of it."""
+        doors = {door.door for door in self._served.values() if door.door.of_engine}
+        return tuple(sorted(door.endpoint for door in doors))
 
     async def fetch(self, index: int, base: Base = _NO_DELTAS) -> Frame | BucketDelta:
         """Return the bytes of a bucket from the first door that has them, or its deltas.

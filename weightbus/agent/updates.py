@@ -42,10 +42,10 @@ Order: TypeAlias = (
 
 
 OnAdopt: TypeAlias = Callable[[PolicyVersion, float | None], None]
-OnProbe: TypeAlias = Callable[[PolicyVersion, ProbeLogprobs | None], None]
+OnProbe: TypeAlias = Callable[[PolicyVersion, ProbeLogprobs | None, Sequence[str]], None]
 
 
-def ignore(_version: PolicyVersion, _probe: ProbeLogprobs | None) -> None:
+def ignore(_version: PolicyVersion, _probe: ProbeLogprobs | None, _engines: Sequence[str]) -> None:
     """Leave an engine unproven."""
 
 
@@ -93,6 +93,7 @@ async def fetch_into(
         fetcher.reconnect()
         raise
     fetcher.traffic.copied_bytes += manifest.num_bytes
+    fetcher.engines = receiving.engines
     return folder
 
 
@@ -129,6 +130,7 @@ class EngineUpdates:
         self._received: Path | None = None
         self._expected: Mapping[str, str] | None = None  # checksums of what was received
         self._fetched_there = 0  # bytes of the last version, by other hosts
+        self._engines: tuple[str, ...] = ()  # that served parts of what was received
         self._checksums: dict[str, str] = {}  # that the engine answered last
         self._group = ""  # of the engine's collective; empty without one
         self._before: PolicyVersion | None = None  # that a paused engine ran
@@ -188,7 +190,7 @@ class EngineUpdates:
         if runs is not None and manifest.version < runs:
             raise PublishError(f"refused {manifest.version.label}: this engine ran {runs.label}")
         self._manifest = manifest
-        self._received = None
+        self._received, self._engines = None, ()
         self._expected = None
         self._has_failed = False
 
@@ -216,6 +218,7 @@ class EngineUpdates:
         manifest, holder = command.manifest, self._holder
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
+        self._engines = () if command.path else fetcher.engines
         since_s = time.monotonic()
         if command.is_checked:
             self._expected = await asyncio.to_thread(
@@ -290,7 +293,7 @@ class EngineUpdates:
         self.adopted = self._before = version
         self.failures.clear()
         self._on_adopt(version, stood_s)
-        self._on_probe(version, probe)
+        self._on_probe(version, probe, self._engines)
 
     async def _verify(self, command: Verify) -> Outcome:
         """Close an update; answer with a digest of the engine, or the checksums of the last."""

@@ -10,6 +10,8 @@ its last source, so that a chain heals.
 import re
 from collections.abc import Sequence
 
+import msgspec
+
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
 
@@ -80,4 +82,5 @@ def sources_behind(
     """
     if before is None:
         return tuple(tuple(doors) for doors in parts)
-    return tuple((before, *doors) for doors in parts or ((own,),))
+    engine = msgspec.structs.replace(before, of_engine=True)
+    return tuple((engine, *doors) for doors in parts or ((own,),))

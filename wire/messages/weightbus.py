@@ -29,6 +29,7 @@ class BulkDoor(msgspec.Struct, frozen=True, kw_only=True):
     key: ShortText = ""  # its public key; empty on Unix sockets
     # Buckets come unencrypted, and a request is two frames, a MAC and a FetchBucket.
     is_plain: bool = False
+    of_engine: bool = False  # an agent's, as the relay that names it knows
 
 
 class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
     contents = AdaptersAlone(policy.model) if lora.is_named else WholeModel(policy.model)
     policy.bring_weights()
     writer = WeightWriter(policy.model, topology, bucket_bytes=1 << 16, contents=contents)
-    probe = Probe(policy, bus, run_id="a")
+    probe = Probe(policy, bus, seed="a")
     probes, is_same = [], []
     for step in range(orders["steps"] + 1):
         if step:

@@ -105,12 +105,13 @@ async def test_answers_wait_for_the_verdict_on_their_version():
 
 async def test_an_engine_that_computes_something_else_is_quarantined_and_its_answers_never_sent():
     async with audited() as it:
-        it.audit.adopted(version(0), probe(-1.0))
+        it.audit.adopted(version(0), probe(-1.0), ["tcp://10.0.0.7:5600"])
         it.engine.computes(-1.25, 0)
         why = await it.verdict()
         assert why == (
             "the engine does not compute v1.0: its logprobs of the probe differ by 0.25 nats "
-            "on average, 0.25 at worst, of noise 0.02 nats on average, 0.32 at worst"
+            "on average, 0.25 at worst, of noise 0.02 nats on average, 0.32 at worst; parts of its "
+            "weights came from tcp://10.0.0.7:5600"
         )
         assert await it.waits(0)
 

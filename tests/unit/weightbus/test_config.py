@@ -11,18 +11,25 @@ TIMES = ("timeout_s", "receive_timeout_s", "member_silence_s", "linger_s")
 def test_what_goes_unencrypted_has_digests_that_strangers_cannot_fit_unless_others_were_chosen():
     for bulk, fanout, digests, kind, takes_plain in [
         ("encrypted", 0, "auto", "xxh3", False),
-        ("encrypted", 1, "auto", "xxh3", False),
+        ("encrypted", 1, "auto", "blake2b", True),
         ("plain", 0, "auto", "keyed", True),
         ("plain", 1, "auto", "blake2b", True),
         ("encrypted", 0, "xxh3", "xxh3", True),
         ("plain", 0, "xxh3", "xxh3", True),
-        ("plain", 1, "keyed", "keyed", True),
+        ("plain", 0, "keyed", "keyed", True),
         ("encrypted", 0, "blake2b", "blake2b", True),
     ]:
         table = {"bulk": bulk, "digests": digests, "fanout": fanout}
         section = weightbus_section({"weightbus": table})
         assert section.digest_kind == kind
         assert section.takes_plain is takes_plain
+
+
+@pytest.mark.parametrize("digests", ["xxh3", "keyed"])
+def test_chains_have_digests_that_no_generator_can_fit(digests: str):
+    table = {"digests": digests, "fanout": 2}
+    with pytest.raises(ConfigError, match=rf'digests = "{digests}" with weightbus.fanout = 2'):
+        weightbus_section({"weightbus": table})
 
 
 @pytest.mark.parametrize(

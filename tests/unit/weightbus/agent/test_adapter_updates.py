@@ -73,7 +73,7 @@ class Agent:
             staging=Staging(folder, "a"),
             on_pause=self._paused,
             on_adopt=lambda version, _stood_s: self.adopted.append(version),
-            on_probe=lambda version, probe: self.probes.append((version, probe)),
+            on_probe=lambda version, probe, _: self.probes.append((version, probe)),
         )
         self._folder = folder
 

@@ -45,6 +45,7 @@ class Relay(BucketFetcher):
             def __init__(self) -> None:
                 self.order = list(range(len(manifest.buckets)))
                 self.ahead = 2
+                self._served = {}
 
             async def fetch(self, index: int, _base: object = None) -> bytes:  # type: ignore[override]
                 start = starts[index]

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,9 @@ class Agent:
         )
         self._folder = folder
 
-    def _on_probe(self, version: PolicyVersion, probe: ProbeLogprobs | None) -> None:
+    def _on_probe(
+        self, version: PolicyVersion, probe: ProbeLogprobs | None, _engines: Sequence[str]
+    ) -> None:
         self.told.append(f"probe {version.label}")
         self.probes.append(probe)
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slipstream.weightbus.relay.chain import Chains, may_be_source, sources_behind
 from slipstream.wire.messages.versions import PolicyVersion
@@ -59,8 +60,9 @@ def test_without_failures_chains_are_even_and_as_many_as_allowed(fanout: int, nu
 def test_every_engine_behind_another_has_the_relay_last():
     before, own = BulkDoor(endpoint="tcp://b", key="k"), BulkDoor(endpoint="tcp://relay", key="r")
     parts = [(BulkDoor(endpoint=f"tcp://part{i}", key="p"),) for i in range(3)]
-    assert sources_behind(before, own) == ((before, own),)
-    assert sources_behind(before, own, parts) == tuple((before, *doors) for doors in parts)
+    engine = replace(before, of_engine=True)
+    assert sources_behind(before, own) == ((engine, own),)
+    assert sources_behind(before, own, parts) == tuple((engine, *doors) for doors in parts)
     assert sources_behind(None, own) == ()
     assert sources_behind(None, own, parts) == tuple(parts)
 
