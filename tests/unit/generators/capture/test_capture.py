@@ -15,6 +15,7 @@ import openai
 import pytest
 import yarl
 
+from slipstream.broker.listening.gate import Limit
 from slipstream.generators.capture.requests import TextRequest
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession
@@ -96,7 +97,7 @@ async def served(
     *says: str,
     max_turns: int = 999,
     max_tokens: int = 99_999,
-    max_connections: int = 0,
+    limit: Limit | None = None,
     idle_s: float = 60.0,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
@@ -113,12 +114,7 @@ async def served(
         vocab_size=VOCABULARY,
     )
     server = CaptureServer(
-        host="127.0.0.1",
-        port=0,
-        model="policy",
-        token_text=token_text,
-        max_connections=max_connections,
-        idle_s=idle_s,
+        host="127.0.0.1", port=0, model="policy", token_text=token_text, limit=limit, idle_s=idle_s
     )
     await server.start()
     key = server.open(session)
@@ -454,7 +450,9 @@ class Door:
 
     async def status(self, key: str) -> int:
         """Return how a request on a new connection is answered; that stays open."""
-        asking = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n"
+        asking = (
+            f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"
+        )
         line = await (await self.connect(asking.encode())).readline()
         return int(line.split()[1])
 
@@ -464,12 +462,11 @@ class Door:
 
     @property
     def num_open(self) -> int:
-        runner = self._it.server._runner
-        return len(runner.server.connections) if runner and runner.server else 0
+        return self._it.server._http.num_open
 
 
 async def test_connections_past_a_bound_are_refused_and_counted(caplog: pytest.LogCaptureFixture):
-    async with served("yes", max_connections=3) as it, Door(it) as door:
+    async with served("yes", limit=Limit(3, "ulimit -n")) as it, Door(it) as door:
         for _ in range(3):
             await door.connect()
         await until_async(lambda: door.num_open == 3)
