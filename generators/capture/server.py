@@ -17,6 +17,7 @@ from aiohttp import web
 from slipstream.broker.listening.gate import Limit, limit_of
 from slipstream.broker.listening.http import IDLE_S, HttpServer, bearer, holder_of
 from slipstream.generators.capture.answers import Answer, ChatAnswer, TextAnswer
+from slipstream.generators.capture.off_loop import off_loop
 from slipstream.generators.capture.requests import (
     MAX_REQUEST_BYTES,
     BadRequestError,
@@ -130,7 +131,7 @@ class CaptureServer:
         self,
         request: web.Request,
         kind: type[T],
-        ask: Callable[[CaptureSession, T], Awaitable[Reply]],
+        ask: Callable[[CaptureSession, T, int], Awaitable[Reply]],
         form: type[Answer],
     ) -> web.StreamResponse:
         session = self._session(request)
@@ -148,8 +149,10 @@ class CaptureServer:
             session.in_flight.add(task)
             task.add_done_callback(session.in_flight.discard)
         try:
-            asked = msgspec.json.decode(await request.read(), type=kind)
-            reply = await ask(session, asked)
+            body = await request.read()
+            session.refuse_larger(len(body))
+            asked = await off_loop(len(body), msgspec.json.decode, body, type=kind)
+            reply = await ask(session, asked, len(body))
         except (msgspec.DecodeError, RecursionError) as error:
             return _refusal(400, f"not a request: {error}", "invalid_request_error")
         except BadRequestError as error:

@@ -5,7 +5,8 @@ import json
 import random
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from slipstream.generators.turns.rendering import Rendering
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.waiting import until_async
+from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 CALL = '{"name": "look", "arguments": {"at": "it"}}'
@@ -99,19 +100,22 @@ async def served(
     max_tokens: int = 99_999,
     limit: Limit | None = None,
     idle_s: float = 60.0,
+    longest_token: int = 0,
+    encoded: Callable[[str], list[int]] = encode,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
     session = CaptureSession(
         sample=engine.sample,
         params=SamplingParams(temperature=1.0, max_new_tokens=200),
         rendering=Rendering(
-            ChatTemplate(TOOLS, {}, origin="test"), encode, token_text, {END, STOP}
+            ChatTemplate(TOOLS, {}, origin="test"), encoded, token_text, {END, STOP}
         ),
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
         encode=encode,
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
         parse_tools=parse,
         vocab_size=VOCABULARY,
+        longest_token=longest_token,
     )
     server = CaptureServer(
         host="127.0.0.1", port=0, model="policy", token_text=token_text, limit=limit, idle_s=idle_s
@@ -249,6 +253,64 @@ async def test_a_call_that_is_asked_for_is_not_forced(choice: object):
     async with served("no") as it:
         found = await ask(it, [user("?")], tools=[LOOK], tool_choice=choice)
         assert found.choices[0].message.content == "no"
+
+
+HUGE = "x" * 200_000
+SAYS = {"name": "look", "arguments": json.dumps({"at": HUGE})}
+CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": SAYS}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([user(HUGE)], {}),
+        ([user("?"), CALLS, {"role": "tool", "tool_call_id": "1", "content": "it"}], {}),
+        ([{"role": "user", "name": HUGE, "content": "?"}], {}),
+        ([{"role": "tool", "tool_call_id": HUGE, "content": "?"}], {}),
+        ([user("?")], {"tools": [{**LOOK, "function": {"name": "look", "description": HUGE}}]}),
+        ([user("")] * 501, {}),
+        ([user("?")], {"user": HUGE * 5}),
+    ],
+    ids=["content", "arguments", "name", "id", "tools", "number", "what is not read"],
+)
+async def test_a_request_larger_than_its_trajectory_is_refused_before_it_is_rendered(
+    messages: list[dict[str, Any]], options: dict[str, Any]
+):
+    """Contents alone were counted: 900,000 empty messages held up a generator for 91 s."""
+
+    rendered: list[str] = []
+
+    def encoded(text: str) -> list[int]:
+        rendered.append(text)
+        return encode(text)
+
+    async with served("x", max_tokens=500, longest_token=10, encoded=encoded) as it:
+        with pytest.raises(openai.BadRequestError, match=r"environment\.max_tokens") as caught:
+            await ask(it, messages, **options)
+        assert caught.value.code == "context_length_exceeded"
+        assert (rendered, it.engine.asked) == ([], [])
+        assert (await ask(it, [user("?")], tools=[LOOK])).choices[0].message.content == "x"
+
+
+@pytest.mark.parametrize("where", ["content", "tools"])
+async def test_others_are_answered_while_a_large_request_is_rendered(where: str):
+    answered = threading.Event()
+
+    def encoded(text: str) -> list[int]:
+        if HUGE in text:
+            assert answered.wait(HANG_S), "nobody was answered meanwhile"
+        return encode(text)
+
+    described = {"name": "look", "description": HUGE}
+    options = {"tools": [{"type": "function", "function": described}]}
+    async with served("x", max_tokens=500_000, encoded=encoded) as it:
+        large = asyncio.create_task(
+            ask(it, [user(HUGE)]) if where == "content" else ask(it, [user("?")], **options)
+        )
+        await until_async(lambda: it.session.in_flight)
+        assert (await it.client.models.list()).data
+        answered.set()
+        assert (await large).choices[0].message.content == "x"
 
 
 @pytest.mark.parametrize(
