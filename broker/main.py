@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 
+from slipstream.broker.listening.health_port import serving
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     add_health,
@@ -12,7 +13,7 @@ from slipstream.wire.process.command_line import (
     role_parser,
     run_role,
 )
-from slipstream.wire.process.health import Health, serving
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 
 

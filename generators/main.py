@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from slipstream.broker.listening.health_port import serving
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     add_health,
@@ -14,7 +15,7 @@ from slipstream.wire.process.command_line import (
     role_parser,
     run_role,
 )
-from slipstream.wire.process.health import Health, serving
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 
 _OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers are reproducible

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.broker.listening.health_port import serving
 from slipstream.learner.gpu_variables import gpu_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_digests import short_digest
@@ -23,7 +24,7 @@ from slipstream.wire.process.command_line import (
     settings_arguments,
 )
 from slipstream.wire.process.gpus import usable_gpus
-from slipstream.wire.process.health import Health, serving
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 from slipstream.wire.settings.sections import model_folder

@@ -16,21 +16,22 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.door import (
-    Door,
+from slipstream.broker.dashboard.door import Door
+from slipstream.broker.dashboard.recorder import ErrorLog
+from slipstream.broker.listening.gate import limit_of
+from slipstream.broker.listening.host_names import (
     is_loopback,
     known_names,
     machine_names,
-    name_of,
-    plain,
     reachable,
 )
-from slipstream.broker.dashboard.recorder import ErrorLog
+from slipstream.broker.listening.http import HttpServer, bearer, is_key
 from slipstream.wire.errors import ConfigError
 
 _PATIENCE_S = 10.0  # for a browser that does not read
 _SLOWEST_BYTES_PER_S = 32 * 1024  # of one that reads: large answers get more time
 _NAMES_S = 5.0  # for a name server
+_SHARE = 1 / 8  # of descriptors, for browsers
 _IDLE_S = 75.0  # of a connection without requests
 _MAX_DIGITS = 15
 _HEADERS = {
@@ -76,12 +77,13 @@ class Site:
         self._port = port
         self.patience_s = patience_s
         self._door = Door(folder)
-        self._names = known_names(host)
         self.files: Mapping[str, bytes] = {}
         self.errors = ErrorLog()
         self._app = web.Application(middlewares=[self._guard])
         self._app.on_response_prepare.append(_add_headers)
-        self._runner: web.AppRunner | None = None
+        self._http = HttpServer(
+            self._app, limit_of(_SHARE), what="the page", idle_s=_IDLE_S, shutdown_s=1.0
+        )
         self.get("/", self._page)
         self.get("/static/{name}", self._static)
         self.address = ""
@@ -103,27 +105,22 @@ class Site:
                     names = await asyncio.to_thread(machine_names)
             except TimeoutError:  # of a name server
                 names = {socket.gethostname()}
-            self._names = known_names(self._host, names)
-        self._runner = web.AppRunner(
-            self._app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S
-        )
-        await self._runner.setup()
-        self._door.keep(await self._listen(self._runner))
+            self._http.names |= known_names(self._host, names)
+        self._door.keep(await self._listen())
         self.address = f"http://{reachable(self._host)}:{self._door.port}/?token={self._door.token}"
         return self.address
 
     async def stop(self) -> None:
         """Close all connections."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._http.close()
 
-    async def _listen(self, runner: web.AppRunner) -> int:
+    async def _listen(self) -> int:
         """Listen at the port of the settings, else of the last time, else at any; return it."""
         if not self._port and self._door.port:
             with suppress(OSError):
-                return await _open_site(runner, self._host, self._door.port)
+                return (await self._http.open(self._host, self._door.port))[1]
         try:
-            return await _open_site(runner, self._host, self._port)
+            return (await self._http.open(self._host, self._port))[1]
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             raise ConfigError(
@@ -159,19 +156,16 @@ class Site:
         return response
 
     def _let_in(self, request: web.Request) -> None:
-        name = name_of(request.headers.get("Host", ""))
-        transport = request.transport
-        reached = transport.get_extra_info("sockname") if transport is not None else None
-        if name not in self._names and name != (plain(reached[0]) if reached else ""):
-            raise web.HTTPForbidden(text="unknown host name\n")
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        offered = (request.query.get("token"), request.cookies.get(self._cookie), bearer)
-        if not any(self._door.opens_to(text) for text in offered if text):
+        token, cookie = self._door.token, request.cookies.get(self._cookie, "")
+        is_known = is_key(cookie, self._door.cookie) or any(
+            is_key(given, token) for given in (request.query.get("token", ""), bearer(request))
+        )
+        if not is_known:
             raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
 
     async def _page(self, _request: web.Request) -> web.StreamResponse:
         response = answer(self.files[self._page_name], "text/html")
-        response.set_cookie(self._cookie, self._door.token, httponly=True, samesite="Strict")
+        response.set_cookie(self._cookie, self._door.cookie, httponly=True, samesite="Strict")
         return response
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
@@ -209,17 +203,6 @@ class FolderReader:
                 text=f"the run folder was not read within {self._read_s:g} s: its disk is slow, or "
                 "others ask as well; try again\n"
             ) from None
-
-
-async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:
-    """Listen; return the port."""
-    if plain(host) == "::" and socket.has_dualstack_ipv6():
-        listening = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
-        site: web.BaseSite = web.SockSite(runner, listening)
-    else:
-        site = web.TCPSite(runner, host, port)
-    await site.start()
-    return int(runner.addresses[0][1])
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.config import RewardSection, private_paths
+from slipstream.broker.listening.health_port import serving
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.reward_worker.scorer import Scorer
 from slipstream.wire.errors import ConfigError
@@ -23,7 +24,7 @@ from slipstream.wire.process.command_line import (
     role_parser,
     run_role,
 )
-from slipstream.wire.process.health import Health, serving
+from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event

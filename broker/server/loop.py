@@ -8,7 +8,6 @@ wait for the store.
 
 import asyncio
 import logging
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import zmq
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.listening.gate import Limit, limit_of
 from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.report.run_report import RunReport
@@ -41,7 +41,7 @@ from slipstream.broker.store.event_log import Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.broker.store.journal import LedgerWriter
 from slipstream.broker.store.payload_cache import FrameCache
-from slipstream.wire.errors import ConfigError, ForbiddenError, ProtocolError, SlowDownError
+from slipstream.wire.errors import ForbiddenError, ProtocolError, SlowDownError
 from slipstream.wire.messages.broker import (
     WIRE_REVISION,
     Answer,
@@ -66,6 +66,7 @@ from slipstream.wire.messages.trajectory import TrajectoryKey
 _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
+_SHARE = 1 / 4  # of descriptors: for either socket
 MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
 _MAX_ID_BYTES = 64
@@ -193,12 +194,10 @@ class BrokerServer:
         try:
             async with asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
-                descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-                self._listen(context, endpoint, b"", descriptors // 4, "ulimit -n")
+                self._listen(context, endpoint, b"", limit_of(_SHARE))
                 if listen and key is not None:
-                    most = min(max_connections, descriptors // 4)
-                    setting = "broker.max_connections" if most == max_connections else "ulimit -n"
-                    self._listen(context, listen, key.secret, most, setting)
+                    limit = limit_of(_SHARE, most=max_connections, setting="broker.max_connections")
+                    self._listen(context, listen, key.secret, limit)
                     _log.info("other hosts find this broker at %s", self._routers[-1].endpoint)
                 await self._tick()
         finally:
@@ -211,25 +210,11 @@ class BrokerServer:
             self._routers.clear()
 
     def _listen(
-        self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        endpoint: str,
-        secret: bytes,
-        max_connections: int,
-        setting: str,
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes, limit: Limit
     ) -> None:
-        try:
-            router = Router(
-                context,
-                endpoint,
-                on_message=self._receive,
-                secret_key=secret,
-                max_connections=max_connections,
-                setting=setting,
-            )
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen at {endpoint} (broker.listen): {error}") from error
-        self._routers.append(router)
+        self._routers.append(
+            Router(context, endpoint, on_message=self._receive, secret_key=secret, limit=limit)
+        )
 
     @property
     def addresses(self) -> list[str]:

@@ -2,28 +2,23 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
 from slipstream.broker.curve import ping, require_keys
-from slipstream.broker.server.gate import ConnectionCount, Gate, TcpGate, UnixGate, listening_socket
+from slipstream.broker.listening.gate import NO_LIMIT, ConnectionCount, Limit
+from slipstream.broker.listening.router import ListeningRouter
 from slipstream.wire.messages.codec import Frame
-from slipstream.wire.messages.pieces import PIECE_BYTES
 
 _BURST = 64  # messages handed over before other work gets its turn
 _SEND_LIMIT = 4_000  # answers that wait for one peer; it requested every one
 _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024
-_HANDSHAKE_MS = 5_000  # a connection has so long to prove its key
 _HEARTBEAT_MS = 10_000
 _GONE_AFTER_MS = 60_000  # a connection silent for so long is closed
-_BACKLOG = 128  # connections that wait to be taken
 _ANSWER_TO_NOTHING = (b"", b"")  # an unused request id, and no body
-_ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
 
 
 class Peer(NamedTuple):
@@ -59,8 +54,7 @@ class Router:
         *,
         on_message: OnMessage,
         secret_key: bytes = b"",
-        max_connections: int = 1 << 20,
-        setting: str = "",
+        limit: Limit = NO_LIMIT,
     ) -> None:
         """Bind a socket.
 
@@ -69,41 +63,29 @@ class Router:
             endpoint: where clients connect.
             on_message: is given each message without its routing id.
             secret_key: of the broker; if given, connections have to prove a key of their own.
-            max_connections: at a time; further ones wait.
-            setting: that sets this limit.
+            limit: of connections; further ones wait.
 
         Raises:
-            ConfigError: a TCP address cannot be listened at.
+            ConfigError: the address cannot be listened at.
         """
+
+        def prepare(socket: "zmq.Socket[bytes]") -> None:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to an unknown peer is an error
+            socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+            if secret_key:
+                require_keys(socket, secret=secret_key, domain="slipstream")
+                ping(socket, every_ms=_HEARTBEAT_MS, dead_after_ms=_GONE_AFTER_MS)
+
         self._on_message = on_message
         self._is_secure = bool(secret_key)
         self._loop = asyncio.get_running_loop()
         self._check_again: asyncio.Handle | None = None
         self._is_paused = False
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _ENVELOPE_BYTES)  # without a key, too
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to an unknown peer is an error
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        if secret_key:
-            require_keys(self._socket, secret=secret_key, domain="slipstream")
-            ping(self._socket, every_ms=_HEARTBEAT_MS, dead_after_ms=_GONE_AFTER_MS)
-        self.connections: ConnectionCount | None = None  # none are counted within a process
-        self._cleanup = ExitStack()
-        self._cleanup.callback(self._socket.close)
-        with ExitStack() as undo:
-            undo.push(self._cleanup)
-            endpoint, gate = self._gate_of(endpoint)
-            if gate is not None:
-                self.connections = ConnectionCount(
-                    self._socket, gate, max_connections, where=endpoint, setting=setting
-                )
-                self._cleanup.callback(self.connections.stop)
-            self._socket.bind(endpoint)
-            undo.pop_all()
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listening = ListeningRouter(
+            context, endpoint, setting="broker.listen", limit=limit, prepare=prepare
+        )
+        self._socket = self._listening.socket
+        self.endpoint = self._listening.endpoint
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
         self._check()
@@ -130,6 +112,11 @@ class Router:
         return True
 
     @property
+    def connections(self) -> ConnectionCount | None:
+        """How many there are; None within a process."""
+        return self._listening.connections
+
+    @property
     def is_paused(self) -> bool:
         """True while nothing is received."""
         return self._is_paused
@@ -153,22 +140,7 @@ class Router:
         self._loop.remove_reader(self._fd)
         if self._check_again is not None:
             self._check_again.cancel()
-        self._cleanup.close()
-
-    def _gate_of(self, endpoint: str) -> tuple[str, Gate | None]:
-        """Return the address to bind, and the gate before it; none within a process."""
-        if endpoint.startswith("ipc://"):
-            unix = UnixGate(Path(endpoint.removeprefix("ipc://")))
-            self._cleanup.callback(unix.close)
-            return endpoint, unix
-        if not endpoint.startswith("tcp://"):
-            return endpoint, None
-        listening = listening_socket(endpoint)
-        tcp = TcpGate(listening)
-        self._cleanup.callback(tcp.close)
-        host, port = listening.getsockname()[:2]
-        self._socket.setsockopt(zmq.USE_FD, listening.detach())  # from here on it is the socket's
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", tcp
+        self._listening.close()
 
     def _check(self) -> None:
         if self._check_again is None:

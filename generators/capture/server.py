@@ -5,7 +5,6 @@ that ends the generation, or leaves a reply that nobody acted on.
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import secrets
@@ -15,8 +14,10 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from slipstream.broker.listening.gate import Limit, limit_of
+from slipstream.broker.listening.http import IDLE_S, HttpServer, bearer, holder_of
 from slipstream.generators.capture.answers import Answer, ChatAnswer, TextAnswer
-from slipstream.generators.capture.connections import IDLE_S, Connections, most_connections
+from slipstream.generators.capture.off_loop import off_loop
 from slipstream.generators.capture.requests import (
     MAX_REQUEST_BYTES,
     BadRequestError,
@@ -28,7 +29,7 @@ from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
 
 _log = logging.getLogger(__name__)
-_BEARER = "Bearer "
+SHARE, MOST_CONNECTIONS = 1 / 2, 4_096  # of descriptors, for agents
 LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
 T = TypeVar("T", ChatRequest, TextRequest)
 
@@ -43,7 +44,7 @@ class CaptureServer:
         port: int,
         model: str,
         token_text: Callable[[int], str],
-        max_connections: int = 0,
+        limit: Limit | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
         """Prepare to serve.
@@ -53,18 +54,26 @@ class CaptureServer:
             port: 0 is one of the system's choice.
             model: the name that replies carry.
             token_text: the text of one token.
-            max_connections: further ones are refused; 0 is what this process has descriptors for.
+            limit: of connections; further ones are refused. None is half of the descriptors.
             idle_s: a connection that asks nothing for this long is closed.
         """
         self._host = host
         self._port = port
         self._model = model
         self._token_text = token_text
-        self._idle_s = idle_s
         self._sessions: dict[str, CaptureSession] = {}
-        self._connections = Connections(max_connections or most_connections())
-        self._server: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        # A client that goes away cancels its generation.
+        self._http = HttpServer(
+            app,
+            limit or limit_of(SHARE, most=MOST_CONNECTIONS),
+            what="the endpoint of agents",
+            idle_s=idle_s,
+            cancels=True,
+        )
         self.url = ""  # of the API, once it listens
 
     async def start(self) -> None:
@@ -73,36 +82,20 @@ class CaptureServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        # A client that goes away cancels its generation.
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, keepalive_timeout=self._idle_s
-        )
-        await self._runner.setup()
         try:
-            self._server = await self._connections.listen(self._runner, self._host, self._port)
+            host, port = await self._http.open(self._host, self._port)
         except OSError as error:
-            await self._runner.cleanup()
             raise ConfigError(f"cannot listen at {self._host}:{self._port} : {error}") from error
-        host, port = self._server.sockets[0].getsockname()[:2]
         self.url = f"http://{host}:{port}/v1"
 
     @property
     def num_refused(self) -> int:
         """Connections that were refused because there were too many."""
-        return self._connections.refused.total()
+        return self._http.refused.total()
 
     async def close(self) -> None:
         """Stop listening; what is under way is cancelled."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._http.close()
 
     def open(self, session: CaptureSession) -> str:
         """Serve a trajectory; return the key of its clients."""
@@ -117,7 +110,7 @@ class CaptureServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._connections.close(key)
+        self._http.end(key)
 
     # ---- requests --------------------------------------------------------------
 
@@ -138,7 +131,7 @@ class CaptureServer:
         self,
         request: web.Request,
         kind: type[T],
-        ask: Callable[[CaptureSession, T], Awaitable[Reply]],
+        ask: Callable[[CaptureSession, T, int], Awaitable[Reply]],
         form: type[Answer],
     ) -> web.StreamResponse:
         session = self._session(request)
@@ -156,8 +149,10 @@ class CaptureServer:
             session.in_flight.add(task)
             task.add_done_callback(session.in_flight.discard)
         try:
-            asked = msgspec.json.decode(await request.read(), type=kind)
-            reply = await ask(session, asked)
+            body = await request.read()
+            session.refuse_larger(len(body))
+            asked = await off_loop(len(body), msgspec.json.decode, body, type=kind)
+            reply = await ask(session, asked, len(body))
         except (msgspec.DecodeError, RecursionError) as error:
             return _refusal(400, f"not a request: {error}", "invalid_request_error")
         except BadRequestError as error:
@@ -204,16 +199,12 @@ class CaptureServer:
 
     def _session(self, request: web.Request) -> CaptureSession | web.Response:
         """Return the trajectory of a request, or why it has none."""
-        given = request.headers.get("Authorization", "").removeprefix(_BEARER)
-        matching = (
-            key for key in self._sessions if hmac.compare_digest(key.encode(), given.encode())
-        )
-        key = next(matching, "")
+        key = holder_of(bearer(request), self._sessions)
         if not key:
             return _refusal(401, "no such key", "invalid_api_key")
         session = self._sessions[key]
         calls = session.conversation.max_turns
-        if self._connections.admits(key, request.transport, calls_at_a_time=calls):
+        if self._http.admits(key, request.transport, calls_at_a_time=calls):
             return session
         refusal = _refusal(429, "too many connections of one trajectory", "too_many_connections")
         refusal.force_close()

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.generators.capture.off_loop import LARGE_BYTES, off_loop
 from slipstream.generators.capture.requests import (
     BadRequestError,
     ChatRequest,
@@ -23,7 +24,8 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.trajectory import Json
 
 Sample = Callable[[list[int], SamplingParams], Awaitable[Completion]]
-_LARGE_TEXT = 1 << 16  # characters
+_TOOL_CHARACTERS = 1 << 16  # of tools, which a template may leave out
+_BYTES_OF_A_CHARACTER = 12  # in JSON at most: two escapes
 _DIGEST_BYTES = 20
 ParseTools = Callable[[str, Sequence[Json]], Awaitable[tuple[str, list[dict[str, Json]]]]]
 
@@ -107,25 +109,17 @@ class CaptureSession:
         """What was said up to the newest reply that a client got, that one included."""
         return self._said[-1][1] if self._said else []
 
-    async def chat(self, request: ChatRequest) -> Reply:
+    async def chat(self, request: ChatRequest, size: int = LARGE_BYTES) -> Reply:
         """Have the policy reply to messages; ``keep`` makes it part of the trajectory.
+
+        ``size`` is that of the request in bytes.
 
         Raises:
             BadRequestError: it is no such request, or the template refuses its messages.
             TrajectoryLimitError: the trajectory may not go on.
             EngineError: the engine failed.
         """
-        request.check()
-        messages = [normalized(one) for one in request.messages]
-        tools = request.tools if request.tools and request.tool_choice != "none" else None
-        size = sum(len(one["content"]) for one in messages)
-        keys = _chain([{"tools": tools}, *messages])
-        try:
-            prompt_ids = await self._off_loop(size, self._prompt, keys, messages, tools)
-        except (BadRequestError, TrajectoryLimitError):
-            raise
-        except (ValueError, TypeError) as error:
-            raise BadRequestError(f"the chat template refuses it: {error}", "messages") from error
+        tools, keys, prompt_ids = await off_loop(size, self._understood, request)
         calls: list[dict[str, Json]] = []
         with self._params_of(prompt_ids, request.limit, request.stops) as params:
             completion = await self._sample(prompt_ids, params)
@@ -135,24 +129,18 @@ class CaptureSession:
         reply = Reply(prompt_ids, completion, text, calls, asked=tuple(request.messages))
         return replace(reply, history=_link(keys[-1], normalized(reply.message)))
 
-    async def complete(self, request: TextRequest) -> Reply:
+    async def complete(self, request: TextRequest, size: int = LARGE_BYTES) -> Reply:
         """Have the policy go on with a text, or with tokens.
+
+        ``size`` is that of the request in bytes.
 
         Raises:
             BadRequestError: it is no such request.
             TrajectoryLimitError: the trajectory may not go on.
             EngineError: the engine failed.
         """
-        request.check()
         prompt = request.prompt
-        if isinstance(prompt, str):
-            ids = await self._off_loop(len(prompt), self._ids_of, prompt)
-        else:
-            ids = list(prompt)
-            if self._vocab_size and not all(0 <= one < self._vocab_size for one in ids):
-                raise BadRequestError(
-                    f"prompt: token ids are 0 to {self._vocab_size - 1}", "prompt"
-                )
+        ids = await off_loop(size, self._continued, request)
         with self._params_of(ids, request.max_tokens, request.stops) as params:
             completion = await self._sample(ids, params)
         text = self._decode(completion.token_ids)
@@ -192,6 +180,64 @@ class CaptureSession:
             stop = (*self._params.stop, *stops)
             yield replace(self._params, max_new_tokens=most, stop=stop)
 
+    def refuse_larger(self, num_bytes: int) -> None:
+        """Refuse a request that is larger than any of so few tokens, before it is decoded.
+
+        Raises:
+            TrajectoryLimitError: it is.
+        """
+        if self._longest_token:
+            most = _BYTES_OF_A_CHARACTER * (self._most_characters + _TOOL_CHARACTERS)
+            self._refuse(num_bytes, most, "bytes")
+
+    @property
+    def _most_characters(self) -> int:
+        return self.conversation.max_tokens * self._longest_token
+
+    def _refuse(self, size: int, most: int, what: str) -> None:
+        if size > most:
+            raise TrajectoryLimitError(
+                f"a request of {size} {what}: a trajectory has {self.conversation.max_tokens} "
+                f"tokens at most, which are {most} (environment.max_tokens)"
+            )
+
+    def _understood(
+        self, request: ChatRequest
+    ) -> tuple[Sequence[Json] | None, list[bytes], list[int]]:
+        """Return the tools of a request, the digests of its messages, and its prompt.
+
+        A message is a token at least in what tells who speaks; texts of tools are counted past
+        those that a template may leave out.
+        """
+        request.check()
+        self._refuse(len(request.messages), self.conversation.max_tokens, "messages")
+        messages = [normalized(one) for one in request.messages]
+        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        if self._longest_token:
+            size = num_characters(messages)
+            size += max(0, num_characters(tools) - _TOOL_CHARACTERS)
+            self._refuse(size, self._most_characters, "characters")
+        keys = _chain([{"tools": tools}, *messages])
+        try:
+            return tools, keys, self._prompt(keys, messages, tools)
+        except (BadRequestError, TrajectoryLimitError):
+            raise
+        except (ValueError, TypeError) as error:
+            raise BadRequestError(f"the chat template refuses it: {error}", "messages") from error
+
+    def _continued(self, request: TextRequest) -> list[int]:
+        """Return the tokens of the prompt of a text."""
+        request.check()
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            if self._longest_token:
+                self._refuse(len(prompt), self._most_characters, "characters")
+            return self._ids_of(prompt)
+        self._refuse(len(prompt), self.conversation.max_tokens, "tokens")
+        if self._vocab_size and not all(0 <= one < self._vocab_size for one in prompt):
+            raise BadRequestError(f"prompt: token ids are 0 to {self._vocab_size - 1}", "prompt")
+        return list(prompt)
+
     def _prompt(
         self,
         keys: Sequence[bytes],
@@ -223,23 +269,23 @@ class CaptureSession:
         said = [*reply.prompt_ids, *reply.completion.token_ids]
         return [*said, *(self._encode(rest) if rest else [])]
 
-    async def _off_loop(
-        self, size: int, find: Callable[..., list[int]], *given: object
-    ) -> list[int]:
-        """Return what ``find`` finds of so many characters; a large text holds up no one else.
 
-        Raises:
-            TrajectoryLimitError: no trajectory has as many tokens as that must be.
-        """
-        most = self.conversation.max_tokens * self._longest_token
-        if self._longest_token and size > most:
-            raise TrajectoryLimitError(
-                f"a prompt of {size} characters: a trajectory has "
-                f"{self.conversation.max_tokens} tokens at most (environment.max_tokens)"
-            )
-        if size < _LARGE_TEXT:
-            return find(*given)
-        return await asyncio.to_thread(find, *given)
+def num_characters(value: Json) -> int:
+    """Return how many characters the texts of a value have; a number or an empty text is one."""
+    found, waiting = 0, [value]
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                found += max(1, len(text))
+            case list(parts) | tuple(parts):
+                waiting += parts
+            case dict(parts):
+                waiting += parts.values()
+            case None:
+                pass
+            case _:
+                found += 1
+    return found
 
 
 def _chain(messages: Sequence[Mapping[str, Json]]) -> list[bytes]:

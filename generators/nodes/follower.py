@@ -38,6 +38,7 @@ from slipstream.wire.messages.followers import (
     StartNode,
     ToLeader,
 )
+from slipstream.wire.messages.pieces import cut
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.visible import one_line
 
@@ -209,7 +210,7 @@ class FollowerLink:
         """Send a message if there is a connection; what must arrive is asked for again."""
         if self._socket is not None:
             with suppress(zmq.Again):
-                await self._socket.send(encode(message), zmq.NOBLOCK)
+                await self._socket.send_multipart(cut([encode(message)]), zmq.NOBLOCK)
 
     # ---- what a follower waits for -------------------------------------------
 

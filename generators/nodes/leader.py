@@ -22,7 +22,7 @@ from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.nodes.verdict import blamed, is_of_peers
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.start_order import EngineNode
-from slipstream.weightbus.net.curve import LeaderListener
+from slipstream.weightbus.net.curve import MAX_BYTES, LeaderListener
 from slipstream.weightbus.net.listening import endpoint_of, listen_at
 from slipstream.wire.errors import (
     ChildDiedError,
@@ -41,6 +41,7 @@ from slipstream.wire.messages.followers import (
     StartNode,
     ToFollower,
 )
+from slipstream.wire.messages.pieces import joined_message
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.patience import Patience
@@ -121,11 +122,10 @@ class Leader:
         self._socket = self._listener.open(context)
         return self._socket
 
-    def close(self, link: zmq.asyncio.Socket) -> None:
+    def close(self) -> None:
         """Stop listening; what was sent last may still leave."""
         self._socket = None
-        self._listener.close()
-        link.close(linger=LINGER_MS)
+        self._listener.close(LINGER_MS)
 
     async def serve(self, link: zmq.asyncio.Socket) -> None:
         """Answer the other nodes over an open socket until cancelled."""
@@ -143,7 +143,7 @@ class Leader:
         while True:
             peer, *frames = await link.recv_multipart()
             try:
-                message = decode_to_leader(b"".join(frames))
+                message = decode_to_leader(joined_message(frames, most_bytes=MAX_BYTES))
             except ProtocolError as error:
                 _malformed.say("a node of this engine sent a malformed message: %s", error)
                 continue
@@ -408,5 +408,5 @@ async def leading(
                 await leader.dismiss(sys.exception(), is_orderly=stop.is_set())
                 await leader.until_all_ended()
     finally:
-        leader.close(link)
+        leader.close()
         context.term()

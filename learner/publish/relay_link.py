@@ -18,6 +18,7 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.errors import PublishError, SupersededError
 from slipstream.wire.messages.codec import decode_relay_answer, encode
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import (
     Alive,
@@ -333,7 +334,7 @@ class RelayLink:
             self._socket.connect(self._endpoint)
         socket = self._socket
         self._was_shown |= isinstance(request, OpenMemory)
-        await socket.send(encode(request))
+        await socket.send_multipart(cut([encode(request)]))
         receiving = asyncio.ensure_future(socket.recv())
         signs = signs_of(lambda: [self._served_by]) if self._served_by else None
         patience = Patience("the weight relay to answer", timeout_s, signs)

@@ -1,6 +1,7 @@
 """Agents that rewrite, branch and die: what is trained is what the engine says that it sampled."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import tree_of
 from tests.support.several_turns import environment_server
+from tests.support.strangers import Attacked, assert_held, attack
 from tests.support.tiny_run import ROOT, TinyRun
 from tests.support.tool_policy import write_tool_policy
 
@@ -82,12 +85,15 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
         "environment.max_tokens": 1000,
         "environment.tool_call_parser": "qwen25",
     }
+    attacked: list[Attacked] = []
     with environment_server(tmp_path, environment) as there:
         run = TinyRun(
             tmp_path,
             {
                 **environment,
                 **there,
+                "broker.listen": "tcp://127.0.0.1:0",
+                "weightbus.listen": "tcp://127.0.0.1:0",
                 "run.steps": steps,
                 "run.groups_per_step": groups_per_step,
                 "data.file": tmp_path / "train.jsonl",
@@ -104,12 +110,23 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
             },
             before=prepare,
         )
+        run.wait_until(lambda: run.steps() >= 1, "a step")
+        attacked = attack(tree_of(os.getpid()))
         if steps > 4:
             run.wait_until(lambda: run.steps() >= steps // 4, "a quarter of the run")
             generator = run.process_with("slipstream.generators.main")
             assert generator is not None
             generator.kill()
         assert run.wait() == 0, run.output
+    assert_held(attacked)
+    assert Counter((role_of(one.program), one.kind) for one in attacked) == {
+        ("broker", "ROUTER"): 1,
+        ("broker", "HTTP"): 1,  # the page
+        ("relay", "ROUTER"): 2,
+        ("generators", "HTTP"): 1,  # the endpoint of agents
+        ("environments", "ROUTER"): 1,
+        ("environments", "HTTP"): 1,
+    }
     summary, rows = run.summary(), run.rollouts()
     count = steps * groups_per_step * 2
     assert (summary["finished"], summary["unaccounted"]) == (True, 0)
@@ -137,6 +154,13 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
     assert sum(map(bool, (row["branches"] for row in rows))) > count / 8
     assert_row_1_is_a_dead_letter(run, steps)
     run.assert_nothing_left()
+
+
+def role_of(program: str) -> str:
+    """Return the package that a process runs, of the words of its command."""
+    return next(
+        (word.split(".")[-2] for word in program.split() if word.endswith(".main")), program
+    )
 
 
 def prepare(folder: Path) -> None:

@@ -22,6 +22,7 @@ from tests.support.guide import fences
 from tests.support.listening import Listener, listeners_of
 from tests.support.log_lines import level_of
 from tests.support.processes import tree_of
+from tests.support.strangers import assert_held, attack
 from tests.support.tiny_run import ROOT, assert_complete, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
@@ -104,7 +105,7 @@ def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
                 seen.update(listeners_of(tree_of(process.pid)))
 
     with Roles() as roles:
-        roles.start(head, "broker", "start-broker --config run.toml")
+        roles.start(head, "broker", "start-broker --config run.toml --health 8081")
         roles.start(two, "follower", follows)
         roles.start(one, "leader", leads)
         roles.start(head, "worker", "start-reward-worker --config run.toml --name judge")
@@ -114,6 +115,8 @@ def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
             roles.start(host, f"learner-{node}", f"start-learner --config run.toml {key} {place}")
         # Bytes that the relays handed on.
         until(lambda: "is proven" in roles.log("leader"), roles.logs, every_s=0.2)
+        look()
+        attacked = attack(pid for one in roles.processes.values() for pid in tree_of(one.pid))
         if is_replaced:
             roles.processes["follower"].terminate()  # its work goes back, the next engine takes it
             roles.wait("leader", "follower", look=look)
@@ -124,6 +127,16 @@ def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
         parts = roles.log("learner-0").count("of the learner is at tcp://10.77.0.")
         assert parts == len(learning) - 1, roles.log("learner-0")
 
+    assert_held(attacked)
+    assert {(one.port, one.kind) for one in attacked} >= {
+        (5555, "ROUTER"),  # the broker
+        (8081, "HTTP"),  # its health
+        (5600, "ROUTER"),  # the relay
+        (5601, "ROUTER"),  # where it serves buckets
+        (29500, "ROUTER"),  # node 0 of the engine
+    }
+    routers = [one for one in attacked if one.kind == "ROUTER"]
+    assert len(routers) == 4 + parts, "a port of every part"
     run = head.folder / "runs" / "tiny"
     assert_complete(run, STEPS * 4)
     assert (run / "checkpoints" / "step-000003" / "checkpoint.json").exists()

@@ -84,7 +84,7 @@ async def linked(
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        link.leader.close(socket)
+        link.leader.close()
         link.context.destroy(linger=0)
 
 

@@ -74,9 +74,7 @@ class Forwarder:
     def close(self) -> None:
         """Stop listening."""
         self._listener.close()
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None
+        self._socket = None
 
     async def run(self) -> None:
         """Answer requests at the open door until cancelled."""

@@ -31,6 +31,7 @@ from slipstream.weightbus.version.engine_checksums import holder_of
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_command, encode
+from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Admit, Heard, Join, Leave, Outcome, RelayAddress
 
@@ -158,7 +159,7 @@ class Subscriber:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:
             with suppress(zmq.Again):  # the relay is gone
-                await socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
+                await socket.send_multipart(cut([encode(Leave(name=self._join.name))]), zmq.NOBLOCK)
             socket.close()
             fetcher.close()
             if forwarder is not None:
@@ -191,7 +192,7 @@ class Subscriber:
         while True:
             join = msgspec.structs.replace(self._join, adopted=self.adopted)
             with suppress(zmq.Again):  # its queue is full: the relay is gone
-                await socket.send(encode(join), zmq.NOBLOCK)
+                await socket.send_multipart(cut([encode(join)]), zmq.NOBLOCK)
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _read(
@@ -210,7 +211,7 @@ class Subscriber:
                 continue  # the relay leaves this engine out at its deadline
             self._last_message_s = self._now()
             if isinstance(command, Admit):
-                await socket.send(encode(self._admit(command)))
+                await socket.send_multipart(cut([encode(self._admit(command))]))
             elif not isinstance(command, Heard):
                 await commands.put(command)
             elif command.relay != self._relay:
@@ -247,7 +248,8 @@ class Subscriber:
                     await updates.abandon("the relay that paused it has been replaced")
                 continue
             self.traffic.commands += 1
-            await socket.send(encode(await updates.execute(command, fetcher)))
+            outcome = await updates.execute(command, fetcher)
+            await socket.send_multipart(cut([encode(outcome)]))
             if len(updates.failures) >= _MAX_FAILURES:
                 raise PublishError(
                     f"{_MAX_FAILURES} publishes in a row failed; the last: {updates.failures[-1]}"

@@ -11,6 +11,8 @@ import zmq.asyncio
 from typing_extensions import override
 
 from slipstream.broker.curve import ping, prove_key, require_keys
+from slipstream.broker.listening.gate import limit_of
+from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.net.proofs import (
     Authenticator,
     Proof,
@@ -20,21 +22,23 @@ from slipstream.weightbus.net.proofs import (
 )
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.pieces import PIECE_BYTES
 from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
 
 _log = logging.getLogger(__name__)
 _DOMAIN = "slipstream-weights"
-_HANDSHAKE_MS = 5_000  # in which a new connection must prove its key
 _HEARTBEAT_MS = 2_000  # of a connection: notices a host that is gone
 _DEAD_AFTER_MS = 10_000
 _KEEPALIVE_S = 10  # of one that carries buckets, which delay heartbeats
 MAX_WAITING = 8  # buckets requested by a peer and not read by it
 _FAR_CONNECTIONS = 4  # to a door on another host: one core encrypts a connection
 FETCH_AHEAD = 2  # buckets that an agent requests at a time on a connection
-_MAX_BYTES = 16 << 20  # of a message from an agent: checksums of all its tensors
+MAX_BYTES = 16 << 20  # of a message from an agent, in pieces: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
 _PLAIN_FRAMES = 2  # of a request at a plain door: MAC, body
 _TCP = "tcp://"
+# Of descriptors, for the connections to a port. A relay has the first two, and three others.
+_COMMANDS, _BUCKETS, _FORWARD, _LEADER = 1 / 8, 1 / 2, 1 / 8, 1 / 4
 
 
 class KeyedListener:
@@ -67,6 +71,7 @@ class KeyedListener:
         self._holders: dict[str, str] = {}
         self._is_informed = False
         self._authenticator: Authenticator | None = None
+        self._routers: list[ListeningRouter[zmq.asyncio.Socket]] = []
         self._proofs = ProofsAtDoor(
             public=self._public.decode(),
             secret=self._secret.decode(),
@@ -126,39 +131,44 @@ class KeyedListener:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=self)
 
-    def _bind(
+    def _open(
         self,
         context: zmq.asyncio.Context,
         endpoint: str,
         *,
+        share: float,
         has_buckets: bool,
         max_waiting: int = MAX_WAITING,
     ) -> zmq.asyncio.Socket:
-        socket = context.socket(zmq.ROUTER)
-        _know_ipv6(socket, endpoint)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        # A send of a command to a peer that is gone fails.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))
-        detect_dead_peers(socket, has_buckets=has_buckets)
-        if has_buckets:
-            socket.setsockopt(zmq.SNDHWM, max_waiting)
-        if has_buckets and self.is_plain:
-            socket.plain_server = True
-            socket.zap_domain = _DOMAIN.encode()
-            _log.info("buckets go unencrypted from here (weightbus.bulk)")
-        else:
-            require_keys(socket, secret=self._secret, domain=_DOMAIN)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise ConfigError(f"cannot listen at {endpoint} ({self._setting}): {error}") from error
-        return socket
+        def prepare(socket: zmq.asyncio.Socket) -> None:
+            # A send of a command to a peer that is gone fails.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))
+            detect_dead_peers(socket, has_buckets=has_buckets)
+            if has_buckets:
+                socket.setsockopt(zmq.SNDHWM, max_waiting)
+            if has_buckets and self.is_plain:
+                socket.plain_server = True
+                socket.zap_domain = _DOMAIN.encode()
+                _log.info("buckets go unencrypted from here (weightbus.bulk)")
+            else:
+                require_keys(socket, secret=self._secret, domain=_DOMAIN)
 
-    def close(self) -> None:
-        """Stop checking keys; the caller of ``open`` closes the sockets."""
+        router = ListeningRouter(
+            context,
+            endpoint,
+            setting=self._setting,
+            limit=limit_of(share),
+            max_frame_bytes=_MAX_BULK_BYTES if has_buckets else PIECE_BYTES,
+            prepare=prepare,
+        )
+        self._routers.append(router)
+        return router.socket
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Stop listening; what was sent may still leave for so long."""
+        for router in self._routers:
+            router.close(linger_ms)
+        self._routers.clear()
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
@@ -213,12 +223,8 @@ class RemoteListener(KeyedListener):
         self._check_keys(context)
         host, _, port = self._listen.removeprefix(_TCP).rpartition(":")
         after = int(port) + 1 if int(port) else 0
-        socket = self._bind(context, self._listen, has_buckets=False)
-        try:
-            bulk = self._bind(context, f"{_TCP}{host}:{after}", has_buckets=True)
-        except ConfigError:
-            socket.close()
-            raise
+        socket = self._open(context, self._listen, share=_COMMANDS, has_buckets=False)
+        bulk = self._open(context, f"{_TCP}{host}:{after}", share=_BUCKETS, has_buckets=True)
         self.address = RelayAddress(
             endpoint=socket.getsockopt_string(zmq.LAST_ENDPOINT),
             bulk_endpoint=bulk.getsockopt_string(zmq.LAST_ENDPOINT),
@@ -235,7 +241,7 @@ class RemoteListener(KeyedListener):
             ConfigError: the address cannot be bound.
         """
         self._check_keys(context)
-        socket = self._bind(context, self._listen, has_buckets=True)
+        socket = self._open(context, self._listen, share=_BUCKETS, has_buckets=True)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         key = self._public.decode()
         self.address = RelayAddress(
@@ -244,8 +250,8 @@ class RemoteListener(KeyedListener):
         return socket
 
     @override
-    def close(self) -> None:
-        super().close()
+    def close(self, linger_ms: int = 0) -> None:
+        super().close(linger_ms)
         self.address = None
 
 
@@ -265,7 +271,9 @@ class ForwardListener(KeyedListener):
             ConfigError: the address cannot be bound.
         """
         self._check_keys(context)
-        socket = self._bind(context, self._listen, has_buckets=True, max_waiting=FETCH_AHEAD)
+        socket = self._open(
+            context, self._listen, share=_FORWARD, has_buckets=True, max_waiting=FETCH_AHEAD
+        )
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         door = BulkDoor(endpoint=endpoint, key=self._public.decode(), is_plain=self.is_plain)
         return socket, door
@@ -289,7 +297,7 @@ class LeaderListener(KeyedListener):
             ConfigError: the address cannot be bound.
         """
         self._check_keys(context)
-        return self._bind(context, self._listen, has_buckets=False)
+        return self._open(context, self._listen, share=_LEADER, has_buckets=False)
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:

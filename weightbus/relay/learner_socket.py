@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Callable
 
-import zmq
 import zmq.asyncio
 
+from slipstream.broker.listening.gate import Limit
+from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.relay.served import Versions
-from slipstream.wire.errors import ProtocolError, PublishError, SupersededError
+from slipstream.wire.errors import ConfigError, ProtocolError, PublishError, SupersededError
 from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.messages.codec import decode_relay_request, encode
+from slipstream.wire.messages.pieces import joined_message
 from slipstream.wire.messages.relay import (
     Alive,
     EndRelay,
@@ -29,6 +31,9 @@ from slipstream.wire.messages.relay import (
 from slipstream.wire.messages.weightbus import RelayAddress
 
 _log = logging.getLogger(__name__)
+_LINGER_MS = 200
+_MOST = 16  # connections: one learner, and those before it
+_MAX_BYTES = 256 << 20  # of a request: shapes of all tensors
 
 
 class LearnerSocket:
@@ -62,23 +67,28 @@ class LearnerSocket:
     async def serve(self, endpoint: str) -> None:
         """Answer until cancelled."""
         context = zmq.asyncio.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 200)
         try:
-            socket.bind(endpoint)
+            router = ListeningRouter(
+                context, endpoint, setting="run.socket_dir", limit=Limit(_MOST, "a learner")
+            )
+        except ConfigError:
+            context.term()
+            raise
+        try:
             while True:
-                peer, *frames = await socket.recv_multipart()
+                peer, *frames = await router.socket.recv_multipart()
                 try:
-                    answer = self._answer(decode_relay_request(b"".join(frames)))
+                    data = joined_message(frames, most_bytes=_MAX_BYTES)
+                    answer = self._answer(decode_relay_request(data))
                 except SupersededError as error:
                     _log.warning("refused: %s", error)
                     answer = Ok(error=shortened(str(error)), superseded=True)
                 except (ProtocolError, PublishError) as error:
                     _log.warning("refused: %s", error)
                     answer = Ok(error=shortened(str(error)), pid=os.getpid())
-                await socket.send_multipart([peer, encode(answer)])
+                await router.socket.send_multipart([peer, encode(answer)])
         finally:
-            socket.close()
+            router.close(_LINGER_MS)
             context.term()
 
     def _answer(self, request: RelayRequest) -> RelayAnswer:

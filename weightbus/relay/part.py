@@ -20,6 +20,7 @@ from slipstream.wire.errors import ProtocolError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_head_command, encode
 from slipstream.wire.messages.parts import Hold, PartHeard, PartHeld, PartState, Release
+from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.relay import ServeHead
 from slipstream.wire.process.run_until import run_until
 
@@ -90,7 +91,6 @@ class PartRelay:
             for task in self._answering:
                 task.cancel()
             self._listener.close()
-            bulk.close(linger=0)
             context.term()
 
     def _found_head(self, head: ServeHead) -> None:
@@ -151,7 +151,7 @@ class PartRelay:
                     held=tuple(sorted(self._holds.held(time.monotonic()))),
                 )
                 with suppress(zmq.Again):  # its queue is full: the head is gone
-                    await socket.send(encode(state), zmq.NOBLOCK)
+                    await socket.send_multipart(cut([encode(state)]), zmq.NOBLOCK)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_HEARTBEAT_S):
                     await changed.wait()
@@ -209,4 +209,4 @@ class PartRelay:
                 digests, error = {}, f"{version.label} was overwritten there"
         answer = PartHeld(command_id=command.command_id, error=error, digests=digests)
         with suppress(zmq.ZMQError):  # it is full or left: the head gives up at its deadline
-            await socket.send(encode(answer), zmq.NOBLOCK)
+            await socket.send_multipart(cut([encode(answer)]), zmq.NOBLOCK)

@@ -15,9 +15,17 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
+from slipstream.broker.listening.gate import limit_of
+from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
-from slipstream.weightbus.net.curve import MAX_WAITING, RemoteListener, num_connections, proved
+from slipstream.weightbus.net.curve import (
+    MAX_BYTES,
+    MAX_WAITING,
+    RemoteListener,
+    num_connections,
+    proved,
+)
 from slipstream.weightbus.net.router import Router
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.bulk import serve_buckets
@@ -34,6 +42,7 @@ from slipstream.weightbus.version.adapter_checksums import are_adapters
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_agent_message, decode_part_report, encode
 from slipstream.wire.messages.parts import HeadCommand
+from slipstream.wire.messages.pieces import joined_message
 from slipstream.wire.messages.weightbus import (
     Admit,
     AgentMessage,
@@ -53,6 +62,7 @@ _malformed = Rarely(_log)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000
+_SHARE = 1 / 16  # of descriptors: for either socket on this host
 _MAX_PROBES = 200  # at a time: bounds what members cost that take long
 
 
@@ -144,20 +154,28 @@ class Publisher:
         )
         self._near = BulkDoor(endpoint=address.bulk_endpoint)
         self._remote = remote
-        sockets: list[zmq.asyncio.Socket] = []
+        routers: list[ListeningRouter[zmq.asyncio.Socket]] = []
         try:
             pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
-            near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
-            sockets += near
-            near[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
-            near[1].setsockopt(zmq.SNDHWM, MAX_WAITING)
-            near[0].bind(address.endpoint)
-            near[1].bind(address.bulk_endpoint)
-            pairs.append((*near, None))
+            for endpoint, option, value in (
+                (address.endpoint, zmq.ROUTER_MANDATORY, 1),
+                (address.bulk_endpoint, zmq.SNDHWM, MAX_WAITING),
+            ):
+
+                def prepare(
+                    socket: zmq.asyncio.Socket, option: int = option, value: int = value
+                ) -> None:
+                    socket.setsockopt(option, value)
+
+                limit = limit_of(_SHARE)
+                routers.append(
+                    ListeningRouter(
+                        context, endpoint, setting="run.socket_dir", limit=limit, prepare=prepare
+                    )
+                )
+            pairs.append((routers[0].socket, routers[1].socket, None))
             if remote is not None:
-                far = remote.open(context)
-                sockets += far
-                pairs.append((*far, remote))
+                pairs.append((*remote.open(context), remote))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(remote))
                 if self._parts is not None and remote is not None:
@@ -178,8 +196,8 @@ class Publisher:
                 self._dissolve(shared)
             if remote is not None:
                 remote.close()
-            for one in sockets:
-                one.close(linger=0)
+            for router in routers:
+                router.close()
             context.term()
             for state in self._states.values():
                 await state.close()
@@ -217,7 +235,7 @@ class Publisher:
                 f"{listener.name_of(key)}/" if listener is not None else ""
             )  # as in the broker's names
             try:
-                message = decode_agent_message(b"".join(frame.buffer for frame in frames))
+                message = decode_agent_message(_message(frames))
             except ProtocolError as error:
                 _malformed.say("malformed message on the weight bus: %s", error)
                 return
@@ -243,7 +261,7 @@ class Publisher:
                 raise PublishError(f"part {part} has gone") from error
 
         try:
-            report = decode_part_report(b"".join(frame.buffer for frame in frames))
+            report = decode_part_report(_message(frames))
             self._parts.take(
                 part,
                 report,
@@ -524,3 +542,7 @@ class Publisher:
     def _dissolve(self, group: CollectiveGroup | None) -> None:
         if group is not None and (transport := self._shared.pop(group, None)) is not None:
             transport.close_soon()
+
+
+def _message(frames: Sequence[zmq.Frame]) -> bytes:
+    return joined_message([frame.buffer for frame in frames], most_bytes=MAX_BYTES)

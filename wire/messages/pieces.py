@@ -1,9 +1,9 @@
-"""Frames on their way to the broker, cut into pieces: a peer without a key can send no more.
+"""Frames on their way to what listens, cut into pieces: a peer without a key can send no more.
 
 A piece of exactly ``PIECE_BYTES`` continues in the next one, a shorter one ends its frame: 100 KiB
 are 64 KiB and 36 KiB, 128 KiB are 64 KiB, 64 KiB and an empty one. A frame of less is itself.
 
-The broker's socket takes no larger piece than that, which libzmq sees to before it has asked for
+A listening socket takes no larger piece than that, which libzmq sees to before it has asked for
 a key; how large a message may be depends on its sender and is decided afterwards.
 """
 
@@ -48,6 +48,17 @@ def joined(pieces: Sequence[Frame]) -> list[Frame]:
             f"the last frame continues after {PIECE_BYTES} bytes, and nothing follows"
         )
     return frames
+
+
+def joined_message(pieces: Sequence[Frame], *, most_bytes: int) -> bytes:
+    """Return a message of one frame that was cut.
+
+    Raises:
+        ProtocolError: it is longer than ``most_bytes``.
+    """
+    if (size := sum(map(len, pieces))) > most_bytes:
+        raise ProtocolError(f"a message of {size} bytes; there may be {most_bytes}")
+    return b"".join(pieces)
 
 
 def most_pieces(max_bytes: int, max_frames: int) -> int:

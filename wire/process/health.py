@@ -1,36 +1,25 @@
-"""Health of a role over HTTP, for probes of the host that it runs on.
+"""Health of a role, for probes of the host that it runs on.
 
 `GET /health/live` is 200 while the role's main loop makes progress, `/health/ready` once the role
 does its work and until it is asked to end, both 503 with the reason otherwise; `/health` has both.
-The server listens on loopback, without authentication, and says nothing secret.
+They are served by broker/listening/health_port.py.
 
 As a program it is a probe: `python -m slipstream.wire.process.health --port 8081 ready`.
 """
 
 import argparse
 import json
-import logging
 import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Literal, NamedTuple
 
-from typing_extensions import override
-
-from slipstream.wire.errors import ConfigError
-
-_log = logging.getLogger(__name__)
-_HOST = "127.0.0.1"
-_OBSERVE_S = 0.25  # between two looks at the main loop
+HOST = "127.0.0.1"
 _LONGEST_GAP_S = 5.0  # longer gaps are time in which this process did not run either
-_EXCHANGE_S = 5.0  # a request may take no longer to arrive, nor its answer to leave
-_MAX_REQUEST_BYTES = 4096
+EXCHANGE_S = 5.0  # a request may take no longer to arrive, nor its answer to leave
 _MAX_ANSWER_BYTES = 65_536
-_MAX_EXCHANGES = 16  # at a time; more are closed unanswered
 MAX_PORT = 65_535
 
 State = Literal["starting", "running", "ended"]
@@ -162,110 +151,12 @@ def _status(why_not: str) -> int:
     return 503 if why_not else 200
 
 
-@contextmanager
-def serving(health: Health, port: int) -> Iterator[None]:
-    """Answer probes at a port of loopback while the block runs; port 0 serves nothing.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
-    if not port:
-        yield
-        return
-    try:
-        server = _Server(health, port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at {_HOST}:{port}: {error.strerror} (--health {port})"
-        ) from error
-    with server:
-        thread = threading.Thread(
-            target=server.serve_forever, args=(_OBSERVE_S,), name="health", daemon=True
-        )
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True  # after a connection that has just ended, never beside a listener
-    daemon_threads = True
-    request_queue_size = _MAX_EXCHANGES
-
-    def __init__(self, health: Health, port: int) -> None:
-        self.health = health
-        self._free = threading.BoundedSemaphore(_MAX_EXCHANGES)
-        super().__init__((_HOST, port), _Exchange)
-
-    @override
-    def service_actions(self) -> None:
-        self.health.observe()
-
-    @override
-    def process_request(self, request: object, client_address: object) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)  # type: ignore[arg-type]
-        else:
-            self.shutdown_request(request)  # type: ignore[arg-type]
-
-    @override
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
-        finally:
-            self._free.release()
-
-    @override
-    def handle_error(self, request: object, client_address: object) -> None:
-        error = sys.exception()
-        if not isinstance(error, OSError):  # a client that went away
-            _log.error("no answer to a probe", exc_info=error)
-
-
-class _Exchange(socketserver.BaseRequestHandler):
-    """One request and its answer."""
-
-    server: _Server
-
-    @override
-    def handle(self) -> None:
-        request = _received(
-            self.request, _MAX_REQUEST_BYTES, is_whole=lambda data: b"\r\n\r\n" in data
-        )
-        words = request.partition(b"\r\n")[0].decode("latin-1").split()
-        if len(words) != 3 or b"\r\n\r\n" not in request:
-            status, body = 400, dict[str, object](reason="not a request of HTTP")
-        elif words[0] != "GET":
-            status, body = 405, {"reason": "only GET is answered"}
-        else:
-            status, body = self.server.health.answer(words[1])
-        text = json.dumps(body).encode() + b"\n"
-        head = (
-            f"HTTP/1.0 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(text)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
-        )
-        self.request.settimeout(_EXCHANGE_S)
-        self.request.sendall(head.encode() + text)
-
-
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    503: "Service Unavailable",
-}
-
-
-def _received(
+def received(
     connection: socket.socket,
     most: int,
     *,
     is_whole: Callable[[bytes], bool],
-    timeout_s: float = _EXCHANGE_S,
+    timeout_s: float = EXCHANGE_S,
 ) -> bytes:
     """Return what a peer sends until it is whole, ends, is ``most`` bytes or more.
 
@@ -292,14 +183,14 @@ def _received(
 def probe(port: int, kind: str, *, timeout_s: float) -> tuple[bool, str]:
     """Ask a role of this host; return whether it is live or ready, and its answer as one line."""
     try:
-        with closing(socket.create_connection((_HOST, port), timeout_s)) as connection:
+        with closing(socket.create_connection((HOST, port), timeout_s)) as connection:
             connection.sendall(f"GET /health/{kind} HTTP/1.0\r\n\r\n".encode())
-            answer = _received(
+            answer = received(
                 connection, _MAX_ANSWER_BYTES, is_whole=lambda _: False, timeout_s=timeout_s
             )
     except OSError as error:
         why = error.strerror or str(error)
-        reason = f"no answer at {_HOST}:{port}: {why}"
+        reason = f"no answer at {HOST}:{port}: {why}"
         return False, json.dumps({kind: False, "reason": reason})
     head, _, body = answer.decode("utf-8", "replace").partition("\r\n\r\n")
     return head.split(" ")[1:2] == ["200"], body.strip()
@@ -313,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, required=True, help="of the role")
     parser.add_argument(
-        "--timeout-s", type=float, default=_EXCHANGE_S, metavar="S", help="default %(default)g"
+        "--timeout-s", type=float, default=EXCHANGE_S, metavar="S", help="default %(default)g"
     )
     parser.add_argument("kind", choices=["live", "ready"])
     arguments = parser.parse_args(argv)

@@ -137,7 +137,7 @@ class _Server:
         """Send at once, or not at all: what a server does not take its next Welcome shows."""
         if self._socket is not None:
             with suppress(zmq.ZMQError):
-                await self._socket.send(encoded(message), flags=zmq.NOBLOCK)
+                await self._socket.send_multipart(encoded(message), flags=zmq.NOBLOCK)
 
     def fail_all(self, why: str) -> None:
         for one in self.acting.values():
@@ -347,7 +347,7 @@ class EnvironmentServers:
 
     def _take(self, server: _Server, frames: Sequence[bytes]) -> None:
         try:
-            message = from_server(frames[0] if len(frames) == 1 else b"")
+            message = from_server(frames)
         except ProtocolError as error:
             _malformed.say("an environment server sent a malformed message: %s", error)
             return

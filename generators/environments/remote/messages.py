@@ -6,7 +6,7 @@ an agent that drives itself come to the server's own endpoint and are carried to
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, TypeAlias
 
@@ -23,10 +23,12 @@ from slipstream.generators.environments.messages import (
 )
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import Count, Name, Several, Text
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.pieces import cut, joined_message
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
-REVISION = 2
+REVISION = 3
 MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # of a message; larger requests of agents are refused
 MOST_CALLS = 256  # of one trajectory's agent at a time
 MAX_PATH = 200  # characters, with the method
@@ -153,31 +155,31 @@ def identity_of(function: str, options: Mapping[str, Json]) -> str:
     return hashlib.sha256(encoder.encode(named)).hexdigest()[:16]
 
 
-def encoded(message: ToServer | FromServer) -> bytes:
-    """Return a message as bytes."""
-    return _encoder.encode(message)
+def encoded(message: ToServer | FromServer) -> list[Frame]:
+    """Return a message as frames."""
+    return cut([_encoder.encode(message)])
 
 
-def to_server(data: bytes) -> ToServer:
+def to_server(frames: Sequence[bytes]) -> ToServer:
     """Return a message of a generator.
 
     Raises:
         ProtocolError: it is none.
     """
     try:
-        return _to_server.decode(data)
+        return _to_server.decode(joined_message(frames, most_bytes=MAX_BYTES))
     except UNREADABLE as error:
         raise ProtocolError(f"no message of a generator: {error}") from error
 
 
-def from_server(data: bytes) -> FromServer:
+def from_server(frames: Sequence[bytes]) -> FromServer:
     """Return a message of an environment server.
 
     Raises:
         ProtocolError: it is none.
     """
     try:
-        return _from_server.decode(data)
+        return _from_server.decode(joined_message(frames, most_bytes=MAX_BYTES))
     except UNREADABLE as error:
         raise ProtocolError(f"no message of an environment server: {error}") from error
 

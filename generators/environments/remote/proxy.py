@@ -4,7 +4,6 @@ It listens on loopback, and takes nothing without the key of a trajectory.
 """
 
 import asyncio
-import hmac
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
@@ -13,7 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from slipstream.generators.capture.connections import IDLE_S, Connections, most_connections
+from slipstream.broker.listening.gate import limit_of
+from slipstream.broker.listening.http import HttpServer, bearer, holder_of
+from slipstream.generators.capture.server import MOST_CONNECTIONS, SHARE
 from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
     MAX_PATH,
@@ -22,7 +23,6 @@ from slipstream.generators.environments.remote.messages import (
 )
 from slipstream.wire.errors import ConfigError
 
-_BEARER = "Bearer "
 _MOST_PARTS = 512  # of an answer that its agent has not read yet, of 64 KiB
 _CUT_OFF = -1  # in place of a status
 Ask = Callable[[int, str, bytes], Awaitable[None]]
@@ -45,9 +45,10 @@ class PolicyProxy:
         """Prepare; ``start`` listens."""
         self._agents: dict[str, _Agent] = {}
         self._numbers = itertools.count(1)
-        self._connections = Connections(most_connections())
-        self._server: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
+        app = web.Application(client_max_size=MAX_BYTES - (1 << 20))
+        app.router.add_route("*", "/v1/{path:.*}", self._carry)
+        limit = limit_of(SHARE, most=MOST_CONNECTIONS)
+        self._http = HttpServer(app, limit, what="the endpoint of agents", cancels=True)
         self.url = ""
 
     async def start(self) -> None:
@@ -56,27 +57,15 @@ class PolicyProxy:
         Raises:
             ConfigError: there is none.
         """
-        app = web.Application(client_max_size=MAX_BYTES - (1 << 20))
-        app.router.add_route("*", "/v1/{path:.*}", self._carry)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S
-        )
-        await self._runner.setup()
         try:
-            self._server = await self._connections.listen(self._runner, "127.0.0.1", 0)
+            host, port = await self._http.open("127.0.0.1", 0)
         except OSError as error:
-            await self._runner.cleanup()
             raise ConfigError(f"cannot listen on loopback: {error}") from error
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+        self.url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._http.close()
 
     def open(self, ask: Ask, leave: Leave) -> str:
         """Serve the agent of a trajectory; return its key."""
@@ -87,7 +76,7 @@ class PolicyProxy:
     def end(self, key: str) -> None:
         """Serve it no longer; who waits for an answer gets none."""
         agent = self._agents.pop(key, None)
-        self._connections.close(key)
+        self._http.end(key)
         for call, answers in agent.calls.items() if agent is not None else ():
             _put(answers, Answered(client="-", number=0, call=call, body=b"", is_last=True))
 
@@ -101,10 +90,11 @@ class PolicyProxy:
             answers.put_nowait(msgspec.structs.replace(part, body=b"", status=_CUT_OFF))
 
     async def _carry(self, request: web.Request) -> web.StreamResponse:
-        key, agent = self._agent(request)
+        key = holder_of(bearer(request), self._agents)
+        agent = self._agents.get(key)
         if agent is None:
             return web.json_response({"error": {"message": "no such key"}}, status=401)
-        if not self._connections.admits(key, request.transport, calls_at_a_time=MOST_CALLS):
+        if not self._http.admits(key, request.transport, calls_at_a_time=MOST_CALLS):
             refusal = web.json_response({"error": {"message": "too many connections"}}, status=429)
             refusal.force_close()
             return refusal
@@ -124,13 +114,6 @@ class PolicyProxy:
             raise
         finally:
             agent.calls.pop(call, None)
-
-    def _agent(self, request: web.Request) -> tuple[str, _Agent | None]:
-        given = request.headers.get("Authorization", "").removeprefix(_BEARER)
-        for key, agent in self._agents.items():
-            if hmac.compare_digest(key.encode(), given.encode()):
-                return key, agent
-        return "", None
 
 
 async def _passed_on(

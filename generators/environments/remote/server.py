@@ -135,7 +135,7 @@ class EnvironmentServer:
 
     async def _handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
         try:
-            message = to_server(frames[0] if len(frames) == 1 else b"")
+            message = to_server(frames)
         except ProtocolError as error:
             _malformed.say("a generator sent a malformed message: %s", error)
             return
@@ -262,7 +262,7 @@ class EnvironmentServer:
         if self._socket is None:
             return
         try:
-            await self._socket.send_multipart([client.peer, encoded(message)], flags=zmq.NOBLOCK)
+            await self._socket.send_multipart([client.peer, *encoded(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _unread.say("generator %s does not take its messages: %s", client.name, error)
             for one in client.trajectories.values():

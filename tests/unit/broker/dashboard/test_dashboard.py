@@ -32,7 +32,6 @@ from slipstream.broker.dashboard.columns import (
     read_state,
     write_state,
 )
-from slipstream.broker.dashboard.door import name_of
 from slipstream.broker.dashboard.history import History
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
@@ -42,6 +41,7 @@ from slipstream.broker.dashboard.trajectories import Found, Letter
 from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
 from slipstream.broker.ledger.events import Trained, encode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.listening.host_names import name_of
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.service import trained_steps
 from slipstream.wire.files.run_folder import PAGE_PORT, PAGE_STATE, PAGE_TOKEN, TRAINED
@@ -165,6 +165,21 @@ async def test_the_page_allows_its_own_files_only_and_leaves_a_private_cookie():
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert files == [200, 200, 404, 404]
+
+
+async def test_a_cookie_opens_the_page_and_tells_nobody_the_token():
+    """Browsers send it to what listens at other ports of the host, too."""
+
+    async with dashboard() as (session, address):
+        cookie = (await session.get(address)).headers["Set-Cookie"].partition(";")[0]
+        value = cookie.partition("=")[2]
+        asked = [
+            (await session.get(address.origin() / "metrics", headers=headers)).status
+            for headers in ({"Cookie": cookie}, {"Authorization": f"Bearer {value}"})
+        ]
+        asked.append((await session.get(address.with_query(token=value))).status)
+    assert value != address.query["token"]
+    assert asked == [200, 401, 401]
 
 
 async def test_metrics_are_what_prometheus_reads():

@@ -5,7 +5,8 @@ import json
 import random
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import openai
 import pytest
 import yarl
 
+from slipstream.broker.listening.gate import Limit
 from slipstream.generators.capture.requests import TextRequest
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession
@@ -25,7 +27,7 @@ from slipstream.generators.turns.rendering import Rendering
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.waiting import until_async
+from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 CALL = '{"name": "look", "arguments": {"at": "it"}}'
@@ -96,29 +98,27 @@ async def served(
     *says: str,
     max_turns: int = 999,
     max_tokens: int = 99_999,
-    max_connections: int = 0,
+    limit: Limit | None = None,
     idle_s: float = 60.0,
+    longest_token: int = 0,
+    encoded: Callable[[str], list[int]] = encode,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
     session = CaptureSession(
         sample=engine.sample,
         params=SamplingParams(temperature=1.0, max_new_tokens=200),
         rendering=Rendering(
-            ChatTemplate(TOOLS, {}, origin="test"), encode, token_text, {END, STOP}
+            ChatTemplate(TOOLS, {}, origin="test"), encoded, token_text, {END, STOP}
         ),
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
         encode=encode,
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
         parse_tools=parse,
         vocab_size=VOCABULARY,
+        longest_token=longest_token,
     )
     server = CaptureServer(
-        host="127.0.0.1",
-        port=0,
-        model="policy",
-        token_text=token_text,
-        max_connections=max_connections,
-        idle_s=idle_s,
+        host="127.0.0.1", port=0, model="policy", token_text=token_text, limit=limit, idle_s=idle_s
     )
     await server.start()
     key = server.open(session)
@@ -253,6 +253,64 @@ async def test_a_call_that_is_asked_for_is_not_forced(choice: object):
     async with served("no") as it:
         found = await ask(it, [user("?")], tools=[LOOK], tool_choice=choice)
         assert found.choices[0].message.content == "no"
+
+
+HUGE = "x" * 200_000
+SAYS = {"name": "look", "arguments": json.dumps({"at": HUGE})}
+CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": SAYS}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([user(HUGE)], {}),
+        ([user("?"), CALLS, {"role": "tool", "tool_call_id": "1", "content": "it"}], {}),
+        ([{"role": "user", "name": HUGE, "content": "?"}], {}),
+        ([{"role": "tool", "tool_call_id": HUGE, "content": "?"}], {}),
+        ([user("?")], {"tools": [{**LOOK, "function": {"name": "look", "description": HUGE}}]}),
+        ([user("")] * 501, {}),
+        ([user("?")], {"user": HUGE * 5}),
+    ],
+    ids=["content", "arguments", "name", "id", "tools", "number", "what is not read"],
+)
+async def test_a_request_larger_than_its_trajectory_is_refused_before_it_is_rendered(
+    messages: list[dict[str, Any]], options: dict[str, Any]
+):
+    """Contents alone were counted: 900,000 empty messages held up a generator for 91 s."""
+
+    rendered: list[str] = []
+
+    def encoded(text: str) -> list[int]:
+        rendered.append(text)
+        return encode(text)
+
+    async with served("x", max_tokens=500, longest_token=10, encoded=encoded) as it:
+        with pytest.raises(openai.BadRequestError, match=r"environment\.max_tokens") as caught:
+            await ask(it, messages, **options)
+        assert caught.value.code == "context_length_exceeded"
+        assert (rendered, it.engine.asked) == ([], [])
+        assert (await ask(it, [user("?")], tools=[LOOK])).choices[0].message.content == "x"
+
+
+@pytest.mark.parametrize("where", ["content", "tools"])
+async def test_others_are_answered_while_a_large_request_is_rendered(where: str):
+    answered = threading.Event()
+
+    def encoded(text: str) -> list[int]:
+        if HUGE in text:
+            assert answered.wait(HANG_S), "nobody was answered meanwhile"
+        return encode(text)
+
+    described = {"name": "look", "description": HUGE}
+    options = {"tools": [{"type": "function", "function": described}]}
+    async with served("x", max_tokens=500_000, encoded=encoded) as it:
+        large = asyncio.create_task(
+            ask(it, [user(HUGE)]) if where == "content" else ask(it, [user("?")], **options)
+        )
+        await until_async(lambda: it.session.in_flight)
+        assert (await it.client.models.list()).data
+        answered.set()
+        assert (await large).choices[0].message.content == "x"
 
 
 @pytest.mark.parametrize(
@@ -454,7 +512,9 @@ class Door:
 
     async def status(self, key: str) -> int:
         """Return how a request on a new connection is answered; that stays open."""
-        asking = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n"
+        asking = (
+            f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"
+        )
         line = await (await self.connect(asking.encode())).readline()
         return int(line.split()[1])
 
@@ -464,12 +524,11 @@ class Door:
 
     @property
     def num_open(self) -> int:
-        runner = self._it.server._runner
-        return len(runner.server.connections) if runner and runner.server else 0
+        return self._it.server._http.num_open
 
 
 async def test_connections_past_a_bound_are_refused_and_counted(caplog: pytest.LogCaptureFixture):
-    async with served("yes", max_connections=3) as it, Door(it) as door:
+    async with served("yes", limit=Limit(3, "ulimit -n")) as it, Door(it) as door:
         for _ in range(3):
             await door.connect()
         await until_async(lambda: door.num_open == 3)

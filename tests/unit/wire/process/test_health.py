@@ -12,16 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.broker.listening.health_port import serving
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.health import (
-    Health,
-    Observation,
-    probe,
-    serving,
-    why_not_live,
-    why_not_ready,
-)
+from slipstream.wire.process.health import Health, Observation, probe, why_not_live, why_not_ready
 from tests.support.clock import Clock
 from tests.support.waiting import HANG_S
 
@@ -151,6 +145,23 @@ def test_answers_are_json_with_a_status_that_a_probe_understands(port: int):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", data=b"x", timeout=HANG_S)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("attacker.example", b"403"),
+        ("127.0.0.1.attacker.example:1", b"403"),
+        ("", b"403"),
+        ("localhost:8081", b"200"),
+        ("127.0.0.1", b"200"),
+        ("[::1]:8081", b"200"),
+    ],
+)
+def test_a_page_that_had_its_own_name_point_here_reads_nothing(port: int, host: str, status: bytes):
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as client:
+        client.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert client.recv(100).split()[1] == status
+
+
 def test_only_loopback_is_listened_at(port: int):
     for other in ("127.0.0.2", "::1"):
         family = socket.AF_INET6 if ":" in other else socket.AF_INET
@@ -239,5 +250,5 @@ def test_the_program_tells_by_its_exit_code_and_imports_nothing_heavy():
     assert json.loads(running.stdout)["ready"] is True
     assert "no answer" in json.loads(gone.stdout)["reason"]
     imported = {line.rpartition("|")[2].strip() for line in live.stderr.splitlines()}
-    assert "slipstream.wire.errors" in imported
+    assert "slipstream.wire.process" in imported
     assert HEAVY.isdisjoint(imported)

@@ -61,10 +61,10 @@ class Generator:
 
     async def ask(self, message: ToServer) -> FromServer:
         await self.tell(message)
-        return from_server((await self._socket.recv_multipart())[0])
+        return from_server(await self._socket.recv_multipart())
 
     async def tell(self, message: ToServer) -> None:
-        await self._socket.send(encoded(message))
+        await self._socket.send_multipart(encoded(message))
 
     async def hello(self, *open_here: int) -> Welcome:
         answer = await self.ask(Hello(client=self.name, revision=REVISION, open=open_here))

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from slipstream.broker.server.gate import ConnectionCount
+from slipstream.broker.listening.gate import ConnectionCount, Limit
 from slipstream.broker.server.router import Peer, Router
 from slipstream.wire.errors import ConfigError
 from tests.support.waiting import HANG_S, until_async
@@ -64,9 +64,7 @@ async def test_further_connections_wait_until_others_have_gone(
 ):
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = "tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{short_folder}/r.sock"
-    router = Router(
-        context, endpoint, on_message=echo, max_connections=LIMIT, setting="broker.some"
-    )
+    router = Router(context, endpoint, on_message=echo, limit=Limit(LIMIT, "broker.some"))
     count = router.connections
     assert count is not None
     early = asyncio.create_task(asked(router.endpoint))
@@ -128,9 +126,8 @@ def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_fold
     count = ConnectionCount(
         router,
         StuckGate(),
-        1,
+        Limit(1, "some"),
         where=endpoint,
-        setting="some",
         log=lambda line, *words: logged.append(line % words),
     )
     router.bind(endpoint)

@@ -8,18 +8,21 @@ in front of the listening socket: open connections stay, new ones try again by t
 import ctypes
 import logging
 import os
+import resource
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq
+import zmq.asyncio
 from typing_extensions import override
 from zmq.utils.monitor import parse_monitor_message
 
+from slipstream.broker.listening.host_names import plain
 from slipstream.wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -28,6 +31,31 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BACKLOG = 128  # that are let in after the gate was shut, at most
 _MOST_LINES = 10  # of one broker: repeated connections must not fill the disk
 _OPEN_AGAIN = 0.9  # of the limit, so that it does not open and shut for every single one
+
+
+class Limit(NamedTuple):
+    """Connections at a time, and what sets that."""
+
+    most: int
+    setting: str
+
+
+NO_LIMIT = Limit(1 << 20, "")
+
+
+def limit_of(share: float, *, most: int = NO_LIMIT.most, setting: str = "") -> Limit:
+    """Return a share of the descriptors that this process may open, or ``most`` if that is less.
+
+    Shares of what one process listens at are less than one together: the rest is for all else.
+
+    Args:
+        share: of the descriptors.
+        most: connections, however many descriptors there are.
+        setting: whose value ``most`` is; empty is a constant.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared = most if soft == resource.RLIM_INFINITY else max(1, int(soft * share))
+    return Limit(most, setting or "a fixed limit") if most <= shared else Limit(shared, "ulimit -n")
 
 
 class Gate(Protocol):
@@ -88,8 +116,8 @@ class UnixGate(Gate):
         self._aside.unlink(missing_ok=True)
 
 
-def listening_socket(endpoint: str) -> socket.socket:
-    """Return a TCP socket that listens at tcp://ADDRESS:PORT.
+def listening_socket(endpoint: str, setting: str) -> socket.socket:
+    """Return a TCP socket that listens at tcp://ADDRESS:PORT, the value of a setting.
 
     Raises:
         ConfigError: it cannot, or that is no address.
@@ -99,11 +127,23 @@ def listening_socket(endpoint: str) -> socket.socket:
         number = 0 if port == "*" else int(port)
         if not colon or not 0 <= number < 1 << 16:
             raise ValueError(f"{port} is no port")  # noqa: TRY301
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        address = ("" if host == "*" else host.strip("[]"), number)
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
+        name = "" if host == "*" else host.strip("[]")
+        return listening_at(name, number)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot listen at {endpoint} (broker.listen): {error}") from error
+        raise ConfigError(f"cannot listen at {endpoint} ({setting}): {error}") from error
+
+
+def listening_at(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that listens at an address; at ``::`` also for IPv4.
+
+    Raises:
+        OSError: it cannot.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    takes_both = plain(host) == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both
+    )
 
 
 class ConnectionCount:
@@ -111,31 +151,34 @@ class ConnectionCount:
 
     def __init__(
         self,
-        watched: "zmq.Socket[bytes]",
+        watched: "zmq.Socket[bytes] | zmq.asyncio.Socket",
         gate: Gate,
-        limit: int,
+        limit: Limit,
         *,
         where: str,
-        setting: str,
         log: Callable[..., None] = _log.warning,
     ) -> None:
-        """Start counting before the socket is bound; ``limit`` connections at a time."""
+        """Start counting before the socket is bound."""
         self._watched = watched
         self._gate = gate
         self._limit = limit
         self._where = where
-        self._setting = setting
         self._log = log
         self.is_shut = False
         self._num_logged = 0
         self.num_connections = 0
-        self._monitor = watched.get_monitor_socket(_EVENTS)
+        events = f"inproc://connections-{int(watched.getsockopt(zmq.FD))}"
+        watched.monitor(events, _EVENTS)
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(watched.context.underlying)
+        self._monitor = plain.socket(zmq.PAIR)  # read in a thread, whatever the context is
+        self._monitor.connect(events)
         self._thread = threading.Thread(target=self._count, name="connections", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread; before the socket is closed."""
-        self._watched.disable_monitor()
+        if not self._watched.closed:  # which ends it, too
+            self._watched.disable_monitor()
         self._thread.join()
 
     def _count(self) -> None:
@@ -153,16 +196,16 @@ class ConnectionCount:
             self._monitor.close(0)
 
     def _shut_or_open(self) -> None:
-        if not self.is_shut and self.num_connections >= self._limit:
+        if not self.is_shut and self.num_connections >= self._limit.most:
             self._gate.shut()
             self.is_shut = True
             self._log_bounded(
                 "there are %d connections to %s: further ones wait (%s)",
-                self._limit,
+                self._limit.most,
                 self._where,
-                self._setting,
+                self._limit.setting,
             )
-        elif self.is_shut and self.num_connections < self._limit * _OPEN_AGAIN:
+        elif self.is_shut and self.num_connections < self._limit.most * _OPEN_AGAIN:
             self.is_shut = False
             self._gate.open()
 
