@@ -22,6 +22,7 @@ class LoadEnvironment(_Message, frozen=True):
 
     function: str  # MODULE:NAME or FILE.py:NAME
     options: dict[str, Json]
+    apart: bool = True  # trajectories from each other
 
 
 class EnvironmentLoaded(_Message, frozen=True):
@@ -30,6 +31,7 @@ class EnvironmentLoaded(_Message, frozen=True):
     version: str  # hash of its file, or as it declares
     drives_itself: bool  # a function with a client of its own
     may_reward: bool = True
+    gaps: tuple[str, ...] = ()  # what does not keep trajectories apart here
 
 
 class LoadFailed(_Message, frozen=True):
@@ -48,6 +50,13 @@ class Fork(_Message, frozen=True):
 
 class Forked(_Message, frozen=True):
     """The process of a trajectory runs, and connects."""
+
+    number: int
+    pid: int  # in the loader's namespace
+
+
+class Keeping(_Message, frozen=True):
+    """A process runs code of the policy for a trajectory (``broker/sandbox/keeper.py``)."""
 
     number: int
     pid: int  # in the loader's namespace
@@ -101,7 +110,7 @@ class Unable(_Message, frozen=True):
 
 
 ToLoader: TypeAlias = LoadEnvironment | Fork
-FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Ended
+FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Keeping | Ended
 ToEnvironment: TypeAlias = Begin | Replied
 FromEnvironment: TypeAlias = Connected | Turned | Unable
 

@@ -146,13 +146,6 @@ class FillsSharedMemory(Environment):
         return Step(done=True)
 
 
-class KillsAll(Environment):
-    async def step(self, _reply: Reply) -> Messages:
-        os.kill(os.getppid(), 9)
-        await asyncio.sleep(1_000)
-        return "never"
-
-
 async def rollout(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, float]:
     """Ask twice, and forget the first question."""
     first = await client.chat.completions.create(
