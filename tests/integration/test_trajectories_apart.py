@@ -43,3 +43,7 @@ def test_a_thief_of_later_trajectories_steals_none(came_to: dict[str, Any]):
 
 def test_nothing_outlives_its_trajectory(came_to: dict[str, Any]):
     assert came_to["left"] == 0
+
+
+def test_code_of_the_policy_still_has_its_sandbox(came_to: dict[str, Any]):
+    assert came_to["code"] == "42"

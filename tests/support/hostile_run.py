@@ -15,7 +15,7 @@ import psutil
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
 from slipstream.generators.environments.messages import Begin
 from slipstream.wire.messages.trajectory import Prompt
-from tests.support.playing import hosted, play
+from tests.support.playing import heard, hosted, play
 from tests.support.waiting import until_async
 
 HOSTILE = Path(__file__).parents[1] / "integration" / "environments" / "hostile.py"
@@ -60,9 +60,18 @@ async def theft() -> dict[str, object]:
         return {"rewards": rewards, "left": left}
 
 
-async def both(hidden: Path) -> None:
-    """Play both, and print."""
-    found = {"attacks": await attacks(hidden), **await theft()}
+async def code_of_the_policy() -> str:
+    """Return what an interpreter says to a policy that calls it."""
+    function = "slipstream.generators.environments.tools.python:WithPython"
+    call = json.dumps({"name": "python", "arguments": {"code": "6 * 7"}})
+    async with hosted(function, limits=LIMITS) as host:
+        outcome = await play(host, Prompt(prompt="compute"), f"CALL {call}", "done")
+    return str(heard(outcome, "tool")[0])
+
+
+async def all_of_them(hidden: Path) -> None:
+    """Play all, and print."""
+    found = {"attacks": await attacks(hidden), **await theft(), "code": await code_of_the_policy()}
     sys.stdout.write(f"{json.dumps(found)}\n")
     await until_async(lambda: not psutil.Process().children(recursive=True))
 
@@ -71,4 +80,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder, "run.key")
         key.write_text("secret")
-        asyncio.run(both(key))
+        asyncio.run(all_of_them(key))
