@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -65,6 +66,8 @@ _HELD_EVERY = 5  # measurements: what is held by open files is looked at less of
 _SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
 _KILL_S = 60.0
 _LONGEST_BACKOFF_S = 30.0
+_DEVICES = (Path("/dev"), Path("/dev/mapper"))
+_PASSES_COMMANDS = re.compile(r"(sg|ng|mtd|raw)\d")  # to a disk, though no block device
 _MODULE = "slipstream.generators.environments.loader"
 
 
@@ -192,6 +195,7 @@ class EnvironmentHost:
         Raises:
             ConfigError: it cannot be imported, or there is no jail here.
         """
+        hide = [*hide, *raw_disks()]
         host = cls(function, options, limits, jailed=jailed, hide=hide, environment=environment)
         try:
             if jailed:
@@ -478,6 +482,14 @@ async def read_message(reader: asyncio.StreamReader) -> FromEnvironment:
     if length > MAX_OBSERVATION_BYTES:
         raise ConnectionError(f"a message of {length} bytes, at most {MAX_OBSERVATION_BYTES}")
     return from_environment.decode(await reader.readexactly(length))
+
+
+def raw_disks() -> list[Path]:
+    """Return devices in which hidden files could be read, if we may read all files."""
+    if os.geteuid():
+        return []
+    nodes = [node for folder in _DEVICES if folder.is_dir() for node in folder.iterdir()]
+    return [one for one in nodes if one.is_block_device() or _PASSES_COMMANDS.match(one.name)]
 
 
 def _is(pid: int, started_s: float, table: Mapping[int, ProcessRow]) -> bool:

@@ -63,6 +63,7 @@ class Attacks(Environment):
         parts = {name: float(any(map(attack, others))) for name, attack in tried.items()}
         parts["uncover"] = float(_uncovered(self._hidden, ()))
         parts["uncover_as_its_own_root"] = float(_uncovered(self._hidden, ("unshare", "-Urm")))
+        parts["read_disks"] = float(any(map(_opens_disk, Path("/dev").iterdir())))  # noqa: ASYNC240
         parts["write_roots_files"] = float(os.access("/etc/passwd", os.W_OK))
         return Step(done=True, parts=parts)
 
@@ -113,6 +114,14 @@ def _opens(path: str) -> bool:
 def _lists(path: str) -> bool:
     with suppress(OSError):
         return bool(os.listdir(path))  # noqa: PTH208 as an attacker does
+    return False
+
+
+def _opens_disk(path: Path) -> bool:
+    with suppress(OSError):
+        if path.is_block_device():
+            os.close(os.open(path, os.O_RDONLY))
+            return True
     return False
 
 
