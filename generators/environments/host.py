@@ -65,6 +65,7 @@ _POLL_S = 0.2
 _HELD_EVERY = 5  # measurements: what is held by open files is looked at less often
 _SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
 _KILL_S = 60.0
+_ENDING_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
 _DEVICES = (Path("/dev"), Path("/dev/mapper"))
 _PASSES_COMMANDS = re.compile(r"(sg|ng|mtd|raw)\d")  # to a disk, though no block device
@@ -113,8 +114,8 @@ class Acting:
                 message: FromEnvironment = reading.result()
                 return message
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError) as error:
-            with suppress(TimeoutError):  # how it ended is known in a moment
-                async with asyncio.timeout(_POLL_S):
+            with suppress(TimeoutError):  # how it ended is known when all below it have ended
+                async with asyncio.timeout(_ENDING_S):
                     await asyncio.shield(self.failed)
             raise EnvironmentFailedError(self._why(f"it sent nonsense: {error}")) from error
         finally:
