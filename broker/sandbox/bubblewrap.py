@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY
-from slipstream.broker.sandbox.system_calls import compiled_filter
+from slipstream.broker.sandbox.system_calls import compiled, system_call_filter
 from slipstream.wire.errors import ConfigError
 
 PROBE_S = 300.0  # of a child that ends by itself
@@ -162,7 +162,8 @@ def isolated_argv(
     size = str(4 * max_file_bytes + _SLACK_BYTES)
     for folder in FOLDERS_IN_MEMORY:
         argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]
-    descriptors = [stack.enter_context(sealed("filter", compiled_filter(os.uname().machine)))]
+    program = compiled(system_call_filter(os.uname().machine))
+    descriptors = [stack.enter_context(sealed("filter", program))]
     argv += ["--seccomp", str(descriptors[0])]
     parents = {str(folder) for name in files for folder in PurePosixPath(name).parents}
     folders = sorted(parents - {"."})

@@ -126,6 +126,13 @@ class ChildProcess(asyncio.Protocol):
         """The process id, or nothing before the start."""
         return [] if self._process is None else [self._process.pid]
 
+    @property
+    def main_pids(self) -> list[int]:
+        """The process of the module itself, or nothing once it has ended."""
+        children = children_by_parent(process_table())
+        reaper = self._reaper(children)
+        return list(children.get(reaper, ()))[:1] if reaper is not None else []
+
     def send(self, message: msgspec.Struct) -> None:
         """Send a message to the child."""
         if self._transport is not None and not self._transport.is_closing():

@@ -125,7 +125,7 @@ def seen_from_outside(pid: int, among: Iterable[int], *, levels: int) -> int:
     """Return the process that has an id in a PID namespace below ours; 0 if it has ended.
 
     Args:
-        pid: in that namespace.
+        pid: in that namespace, of a process in it or in one below it.
         among: ids that processes have here.
         levels: how many namespaces below ours that one is.
     """
@@ -134,7 +134,7 @@ def seen_from_outside(pid: int, among: Iterable[int], *, levels: int) -> int:
             status = Path(f"/proc/{one}/status").read_text(errors="replace")
             line = next(row for row in status.splitlines() if row.startswith("NSpid:"))
             ids = line.split()[1:]
-            if len(ids) == levels + 1 and int(ids[-1]) == pid:
+            if len(ids) > levels and int(ids[levels]) == pid:
                 return one
     return 0
 

@@ -1,36 +1,33 @@
-"""The system calls that untrusted code may not make, as BPF for ``bwrap --seccomp``. Pure."""
+"""The system calls that foreign code may not make, as BPF: a model's, and trajectories'. Pure."""
 
 import errno
-import functools
 import signal
 import struct
+from collections.abc import Mapping
 
 from slipstream.wire.errors import ConfigError
 
-# Calls that leave traces or memory outside of the limits, or reach for more rights:
-# memfd_create, memfd_secret, shmget, shmat, msgget, semget, mq_open; ptrace, process_vm_readv,
-# process_vm_writev, bpf, perf_event_open, userfaultfd; mount, umount2, pivot_root, chroot, unshare,
-# setns, open_by_handle_at; add_key, request_key, keyctl, io_uring_setup; vmsplice (a pipe keeps a
-# whole large page for a part of it), inotify_init, inotify_init1, inotify_add_watch, fanotify_init
-# (events wait in kernel memory).
-_REFUSED = {
+# Calls that reach into other processes, for more rights, or for what is hidden: ptrace,
+# process_vm_readv, process_vm_writev, bpf, perf_event_open; mount, umount2, pivot_root, setns,
+# open_by_handle_at; add_key, request_key, keyctl; pidfd_getfd, and open_tree to fspick,
+# mount_setattr, open_tree_attr, which have one number everywhere.
+_REACHING_OUT = {
+    "x86_64": (101, 310, 311, 321, 298, 165, 166, 155, 308, 304, 248, 249, 250),
+    "aarch64": (117, 270, 271, 280, 241, 40, 39, 41, 268, 265, 217, 218, 219),
+}
+_REACHING_OUT_ANYWHERE = (438, 428, 429, 430, 431, 432, 433, 442, 467)
+# Calls that leave traces or memory outside of the limits: memfd_create, memfd_secret, shmget,
+# shmat, msgget, semget, mq_open; userfaultfd, chroot, unshare, io_uring_setup; vmsplice (a pipe
+# keeps a whole large page for a part of it), inotify_init, inotify_init1, inotify_add_watch,
+# fanotify_init (events wait in kernel memory).
+_UNBOUNDED = {
     "x86_64": (
         *(319, 447, 29, 30, 68, 64, 240),  # memfd_create to mq_open
-        *(101, 310, 311, 321, 298, 323),  # ptrace to userfaultfd
-        *(165, 166, 155, 161, 272, 308, 304),  # mount to open_by_handle_at
-        *(248, 249, 250, 425),  # add_key to io_uring_setup
+        *(323, 161, 272, 425),
         *(278, 253, 294, 254, 300),  # vmsplice to fanotify_init
     ),
-    "aarch64": (
-        *(279, 447, 194, 196, 186, 190, 180),
-        *(117, 270, 271, 280, 241, 282),
-        *(40, 39, 41, 51, 97, 268, 265),
-        *(217, 218, 219, 425),
-        *(75, 26, 27, 262),
-    ),
+    "aarch64": (*(279, 447, 194, 196, 186, 190, 180), *(282, 51, 97, 425), *(75, 26, 27, 262)),
 }
-# open_tree to fspick, mount_setattr, open_tree_attr, on both.
-_NEW_MOUNT_CALLS = (428, 429, 430, 431, 432, 433, 442, 467)
 _ARCHITECTURE = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}  # and clone
 _CLONE3 = 435
 # Checked by their arguments: socket, socketpair; mmap; rt_sigaction; prlimit64; setsockopt and
@@ -48,21 +45,44 @@ _KEEP_BITS = 0x54
 _NUMBER, _CPU = 0, 4  # offsets in a filter's input; then the arguments, low half first
 _ARGUMENTS = 16
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-
+_REFUSAL = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
 
 _INSTRUCTION = struct.Struct("=HBBI")  # code, if true, if false, value
 # clone: NEWCGROUP, NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 _NEW_NAMESPACES = 0x7E020000
 
 
-@functools.cache
-def compiled_filter(machine: str) -> bytes:
-    """Return the filter as the kernel reads it.
+def compiled(program: list[tuple[int, int, int, int]]) -> bytes:
+    """Return a filter as the kernel reads it."""
+    return b"".join(_INSTRUCTION.pack(*line) for line in program)
+
+
+def trajectory_filter(machine: str) -> list[tuple[int, int, int, int]]:
+    """Return a BPF program that refuses what reaches out of a process, and no more.
 
     Raises:
         ConfigError: the system calls of this CPU are not known.
     """
-    return b"".join(_INSTRUCTION.pack(*line) for line in system_call_filter(machine))
+    return [*_refusing(machine, _REACHING_OUT), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _refusing(
+    machine: str, *refused: Mapping[str, tuple[int, ...]]
+) -> list[tuple[int, int, int, int]]:
+    if machine not in _ARCHITECTURE:
+        raise ConfigError(
+            f"no system calls are known of the CPU {machine}: "
+            'reward.sandbox = "namespaces" does not work here'
+        )
+    audit, _ = _ARCHITECTURE[machine]
+    program = [(_LOAD, 0, 0, _CPU), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
+    program += [(_LOAD, 0, 0, _NUMBER)]
+    if machine == "x86_64":
+        program += [(_AT_LEAST, 0, 1, 0x40000000), _REFUSAL]  # the x32 numbers
+    numbers = [number for kind in refused for number in kind[machine]]
+    for number in (*numbers, *_REACHING_OUT_ANYWHERE):
+        program += [(_EQUAL, 0, 1, number), _REFUSAL]
+    return program
 
 
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
@@ -71,19 +91,9 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     Raises:
         ConfigError: the system calls of this CPU are not known.
     """
-    if machine not in _ARCHITECTURE:
-        raise ConfigError(
-            f"no system calls are known of the CPU {machine}: "
-            'reward.sandbox = "namespaces" does not work here'
-        )
-    audit, clone = _ARCHITECTURE[machine]
-    refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
-    program = [(_LOAD, 0, 0, _CPU), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
-    program += [(_LOAD, 0, 0, _NUMBER)]
-    if machine == "x86_64":
-        program += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 numbers
-    for number in (*_REFUSED[machine], *_NEW_MOUNT_CALLS):
-        program += [(_EQUAL, 0, 1, number), refuse]
+    program = _refusing(machine, _REACHING_OUT, _UNBOUNDED)
+    _, clone = _ARCHITECTURE[machine]
+    refuse = _REFUSAL
     # clone3 keeps its flags in memory, where a filter cannot read: libc falls back to clone.
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     allow = (_RETURN, 0, 0, _ALLOW)

@@ -5,7 +5,6 @@ It stays until it is killed, so that whatever it has started can be found below 
 
 import asyncio
 import math
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,12 +40,17 @@ from slipstream.wire.messages.trajectory import ChatMessage, Json
 _READ_BYTES = 1 << 16
 
 
-def act(environment: LoadedEnvironment, order: Fork) -> None:
-    """Serve one trajectory, then wait for the end."""
+def connected(order: Fork) -> socket.socket:
+    """Return a connection to the generator."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(order.address)
     connection.setblocking(False)
-    asyncio.run(_Acting(environment, connection).serve(order.ticket))
+    return connection
+
+
+def act(environment: LoadedEnvironment, connection: socket.socket, ticket: str) -> None:
+    """Serve one trajectory, then wait for the end."""
+    asyncio.run(_Acting(environment, connection).serve(ticket))
 
 
 class _Acting:
@@ -206,16 +210,3 @@ def become_a_reaper() -> None:
 
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
-
-
-def keep_memory_private() -> None:
-    """Have no other process of this user read this one's memory, unless it is root."""
-    import ctypes
-
-    pr_set_dumpable = 4
-    ctypes.CDLL(None).prctl(pr_set_dumpable, 0)
-
-
-def own_session() -> None:
-    """Leave the session of the process that was forked."""
-    os.setsid()

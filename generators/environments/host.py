@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -17,7 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from slipstream.generators.environments.messages import (
     Forked,
     FromEnvironment,
     FromLoader,
+    Keeping,
     LoadEnvironment,
     LoadFailed,
     ToEnvironment,
@@ -63,7 +65,10 @@ _POLL_S = 0.2
 _HELD_EVERY = 5  # measurements: what is held by open files is looked at less often
 _SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
 _KILL_S = 60.0
+_ENDING_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
+_DEVICES = (Path("/dev"), Path("/dev/mapper"))
+_PASSES_COMMANDS = re.compile(r"(sg|ng|mtd|raw)\d")  # to a disk, though no block device
 _MODULE = "slipstream.generators.environments.loader"
 
 
@@ -82,6 +87,7 @@ class Acting:
     writer: asyncio.StreamWriter | None = None
     pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
     inner_pid: int = 0  # as the loader sees it
+    keepers: dict[int, float] = field(default_factory=dict)  # pids that run code for it, and starts
 
     async def tell(self, message: ToEnvironment) -> None:
         """Send it a message."""
@@ -108,8 +114,8 @@ class Acting:
                 message: FromEnvironment = reading.result()
                 return message
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError) as error:
-            with suppress(TimeoutError):  # how it ended is known in a moment
-                async with asyncio.timeout(_POLL_S):
+            with suppress(TimeoutError):  # how it ended is known when all below it have ended
+                async with asyncio.timeout(_ENDING_S):
                     await asyncio.shield(self.failed)
             raise EnvironmentFailedError(self._why(f"it sent nonsense: {error}")) from error
         finally:
@@ -148,7 +154,7 @@ class EnvironmentHost:
         self.drives_itself = False
         self.may_reward = True  # False: a reward function has to
         self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by why
-        self._load = LoadEnvironment(function=function, options=dict(options))
+        self._load = LoadEnvironment(function=function, options=dict(options), apart=jailed)
         self._limits = limits
         self._jailed = jailed
         self._hide = hide
@@ -190,6 +196,7 @@ class EnvironmentHost:
         Raises:
             ConfigError: it cannot be imported, or there is no jail here.
         """
+        hide = [*hide, *raw_disks()]
         host = cls(function, options, limits, jailed=jailed, hide=hide, environment=environment)
         try:
             if jailed:
@@ -247,7 +254,8 @@ class EnvironmentHost:
             patience = patience or Patience(
                 "a trajectory's process to connect",
                 self._limits.connect_s,
-                signs_of(lambda: [acting.pid] if acting.pid else loader.pids),
+                # Not of its neighbours: a loader that does nothing beside them is to be replaced.
+                signs_of(lambda: [acting.pid] if acting.pid else loader.main_pids, alone=True),
                 log=_log.debug,
             )
             if not patience.is_over():
@@ -288,6 +296,8 @@ class EnvironmentHost:
                     loaded.set_exception(ConfigError(why))
                 case Forked(number=number, pid=pid):
                     self._forked(number, pid)
+                case Keeping(number=number, pid=pid):
+                    self._keeping(number, pid)
                 case Ended(number=number, code=code):
                     if (acting := self._acting.get(number)) is not None:
                         acting.pid = acting.inner_pid = 0  # another may have them now
@@ -326,6 +336,8 @@ class EnvironmentHost:
             raise
         self.version, self.drives_itself = found.version, found.drives_itself
         self.may_reward = found.may_reward
+        if found.gaps:
+            _log.warning("trajectories are not wholly apart: %s", "; ".join(found.gaps))
         self._loader = loader
         self._ready.set()
 
@@ -371,33 +383,54 @@ class EnvironmentHost:
         acting.connected.set_result(None)
 
     def _forked(self, number: int, inner_pid: int) -> None:
-        acting = self._acting.get(number)
-        if acting is not None:
-            acting.inner_pid = inner_pid
-            return
-        loop = asyncio.get_running_loop()  # its trajectory is over
-        late = Acting(number, loop.create_future(), loop.create_future(), inner_pid=inner_pid)
-        self._in_background(self._kill(late))
+        acting = self._acting.get(number) or self._late(number)
+        acting.inner_pid = inner_pid
+        if not acting.connected.done():
+            acting.pid = 0  # of who forked it
+        if number not in self._acting:
+            self._in_background(self._kill(acting))
+
+    def _keeping(self, number: int, inner_pid: int) -> None:
+        acting, table = self._acting.get(number) or self._late(number), process_table()
+        if pid := self._seen(inner_pid, table):
+            acting.keepers[pid] = table[pid].started_s
+        if number not in self._acting:
+            self._in_background(self._kill(acting))
+
+    @staticmethod
+    def _late(number: int) -> Acting:
+        """Return the process of a trajectory that is over."""
+        loop = asyncio.get_running_loop()
+        return Acting(number, loop.create_future(), loop.create_future())
 
     def _look_for(self, acting: Acting, table: Mapping[int, ProcessRow]) -> None:
         """Find a process that has not connected."""
-        if acting.pid or not acting.inner_pid or self._loader is None:
-            return
+        if not acting.pid and acting.inner_pid:
+            acting.pid = self._seen(acting.inner_pid, table)
+
+    def _seen(self, inner_pid: int, table: Mapping[int, ProcessRow]) -> int:
+        """Return the process that has an id in the loader's namespace; 0 if it has ended."""
+        if self._loader is None:
+            return 0
         family = descendants(self._loader.pids[0], children_by_parent(table))
-        acting.pid = seen_from_outside(acting.inner_pid, family, levels=int(self._jailed))
+        return seen_from_outside(inner_pid, family, levels=int(self._jailed))
 
     async def _kill(self, acting: Acting) -> None:
-        """Kill a trajectory's process and all below it."""
-        started: dict[int, float] = {}
-        if acting.pid or acting.inner_pid:
+        """Kill a trajectory's process, those that run code for it, and all below them."""
+        while True:
             table = process_table()
             self._look_for(acting, table)
-            row = table.get(acting.pid)
-            if row is not None and not row.is_zombie:
-                family = [acting.pid, *descendants(acting.pid, children_by_parent(table))]
-                started = {pid: table[pid].started_s for pid in family if pid in table}
-        if started and (left := await kill_all(started, timeout_s=_KILL_S)):
-            _log.error("trajectory %d left processes behind: %s", acting.number, left)
+            children = children_by_parent(table)
+            kept = [pid for pid, started_s in acting.keepers.items() if _is(pid, started_s, table)]
+            family = {acting.pid, *kept} - {0}
+            family |= {pid for one in family for pid in descendants(one, children)}
+            rows = [table[pid] for pid in family if pid in table]
+            started = {row.pid: row.started_s for row in rows if not row.is_zombie}
+            if not started:
+                break
+            if left := await kill_all(started, timeout_s=_KILL_S):
+                _log.error("trajectory %d left processes behind: %s", acting.number, left)
+                break
         self._acting.pop(acting.number, None)
 
     async def _watch(self) -> None:
@@ -421,7 +454,9 @@ class EnvironmentHost:
         *,
         looks: bool,
     ) -> None:
-        family = (acting.pid, *descendants(acting.pid, children))
+        family = [acting.pid, *descendants(acting.pid, children)]
+        for pid, started_s in acting.keepers.items():  # these are ours
+            family += descendants(pid, children) if _is(pid, started_s, table) else ()
         used = usage_of(family, table)
         limits = self._limits
         held = held_bytes(family) if looks else 0
@@ -448,6 +483,19 @@ async def read_message(reader: asyncio.StreamReader) -> FromEnvironment:
     if length > MAX_OBSERVATION_BYTES:
         raise ConnectionError(f"a message of {length} bytes, at most {MAX_OBSERVATION_BYTES}")
     return from_environment.decode(await reader.readexactly(length))
+
+
+def raw_disks() -> list[Path]:
+    """Return devices in which hidden files could be read, if we may read all files."""
+    if os.geteuid():
+        return []
+    nodes = [node for folder in _DEVICES if folder.is_dir() for node in folder.iterdir()]
+    return [one for one in nodes if one.is_block_device() or _PASSES_COMMANDS.match(one.name)]
+
+
+def _is(pid: int, started_s: float, table: Mapping[int, ProcessRow]) -> bool:
+    """True if a process runs, and no other has its id by now."""
+    return pid in table and table[pid].started_s == started_s
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:

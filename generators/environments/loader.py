@@ -11,16 +11,15 @@ import select
 import signal
 import socket
 import sys
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 
 from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.keeper import MOST_KEEPERS, borrow, keep
 from slipstream.broker.sandbox.process_table import process_table
-from slipstream.generators.environments.acting import (
-    act,
-    become_a_reaper,
-    keep_memory_private,
-    own_session,
-)
+from slipstream.generators.environments.acting import act, become_a_reaper, connected
+from slipstream.generators.environments.confinement import Confinement, keep_memory_private
 from slipstream.generators.environments.loading import LoadedEnvironment, load_environment
 from slipstream.generators.environments.messages import (
     Ended,
@@ -28,6 +27,7 @@ from slipstream.generators.environments.messages import (
     Fork,
     Forked,
     FromLoader,
+    Keeping,
     LoadEnvironment,
     LoadFailed,
     to_loader,
@@ -42,23 +42,32 @@ _READ_BYTES = 1 << 16
 class Loader:
     """Forks processes and reports their ends."""
 
-    def __init__(self, link: socket.socket, wake: int) -> None:
+    def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._wake = wake  # readable when a process has ended
+        # The first is readable when a process has ended.
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         self._frames = Unframer()
         self._numbers: dict[int, int] = {}  # of trajectories, by process id
+        self._forking: dict[int, tuple[int, socket.socket]] = {}  # those of which are to come
+        self._keepers: dict[int, int] = {}  # numbers of whom they run code for, by process id
+        self._asking: dict[socket.socket, int] = {}  # and of who may ask for more of them
+        self.confinement: Confinement | None = None  # of trajectories
 
     def receive(self) -> LoadEnvironment | Fork | None:
         """Return the generator's next order; None when it is gone."""
         while True:
             for body in self._frames.feed(b""):
                 return to_loader.decode(body)
-            link = self._link.fileno()
-            readable, _, _ = select.select([link, self._wake], [], [])
+            readable, _, _ = select.select([self._link, self._wake, *self._asking], [], [])
             if self._wake in readable:
-                os.read(self._wake, _READ_BYTES)
+                self._wake.recv(_READ_BYTES)
                 self._collect()
-            if link in readable:
+            for asking in self._asking.keys() & set(readable):
+                self._lend_keeper(asking)
+            if self._link in readable:
                 data = self._link.recv(_READ_BYTES)
                 if not data:
                     return None
@@ -71,46 +80,101 @@ class Loader:
 
     def fork(self, environment: LoadedEnvironment, order: Fork) -> None:
         """Start the process of a trajectory."""
+        asking, lent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told, tells = socket.socketpair()
+        confinement = self.confinement
+
+        def begin() -> None:
+            told.close()
+            if confinement is not None:
+                confinement.leave()
+                if confinement.has_namespaces and (pid := os.fork()):
+                    tells.sendall(str(pid).encode())
+                    return  # ours has become the loader's child
+            tells.close()
+            os.setsid()
+            become_a_reaper()
+            connection = connected(order)
+            if confinement is not None:
+                confinement.enter()
+                borrow(lent)
+            act(environment, connection, order.ticket)
+
+        if confinement is not None:
+            self._asking[asking] = order.number
+        with lent, tells:
+            pid = self._forked(begin)
+        if confinement is not None and confinement.has_namespaces:
+            self._forking[pid] = (order.number, told)
+        else:
+            told.close()
+            self._numbers[pid] = order.number
+        self.send(Forked(number=order.number, pid=pid))
+
+    def _lend_keeper(self, asking: socket.socket) -> None:
+        """Start a process that runs code for a trajectory, which sent its end of a connection."""
+        data, descriptors, _, _ = socket.recv_fds(asking, 1, 1)
+        number = self._asking[asking]
+        if not data:
+            del self._asking[asking]
+            asking.close()
+        elif descriptors and list(self._keepers.values()).count(number) < MOST_KEEPERS:
+            pid = self._forked(lambda: keep(descriptors[0]))
+            self._keepers[pid] = number
+            self.send(Keeping(number=number, pid=pid))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _forked(self, begin: Callable[[], None]) -> int:
+        """Fork a process that has nothing of ours but the environment; return its id."""
         ours = os.getpid()
         pid = os.fork()
         if pid:
-            self._numbers[pid] = order.number
-            self.send(Forked(number=order.number, pid=pid))
-            return
+            return pid
         code = 1
         try:
-            self._link.close()
-            self._frames = Unframer()  # the orders of others
-            keep_memory_private()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            forking = [told for _, told in self._forking.values()]
+            for one in (self._link, self._wake, self._woken, *self._asking, *forking):
+                one.close()
+            self._frames = Unframer()  # the orders of others
             die_with_parent(ours)
-            own_session()
-            become_a_reaper()
-            act(environment, order)
+            begin()
             code = 0
+        except Exception:  # noqa: BLE001 whatever it is ends this process alone
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
     def _collect(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
-            number = self._numbers.pop(pid, None)
-            if number is not None:
-                self.send(Ended(number=number, code=os.waitstatus_to_exitcode(status)))
+        ended: list[tuple[int, int]] = []
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append(found)
+        for pid in self._forking.keys() & dict(ended):
+            number, told = self._forking.pop(pid)
+            with told:
+                said = told.recv(_READ_BYTES)
+            # Without a word it failed: it is the trajectory's process that ended.
+            self._numbers[int(said or pid)] = number
+            if said:
+                self.send(Forked(number=number, pid=int(said)))
+        for pid, status in ended:
+            self._keepers.pop(pid, None)
+            if pid in self._numbers:
+                code = os.waitstatus_to_exitcode(status)
+                self.send(Ended(number=self._numbers.pop(pid), code=code))
+        if ended and not self._forking:
             self._kill_orphans()
 
     def _kill_orphans(self) -> None:
-        """Kill what was left by trajectories whose process ended by itself: it came to us."""
+        """Kill what was left by processes that ended by themselves: it came to us."""
+        ours = {*self._numbers, *self._keepers}
         for row in process_table().values():
-            if row.parent == os.getpid() and row.pid not in self._numbers and not row.is_zombie:
+            if row.parent == os.getpid() and row.pid not in ours and not row.is_zombie:
                 with suppress(ProcessLookupError):
                     os.kill(row.pid, signal.SIGKILL)
 
@@ -124,14 +188,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(arguments.link, False)
     become_a_reaper()
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    loader = Loader(socket.socket(fileno=arguments.link), wake)
+    keep_memory_private()
+    loader = Loader(socket.socket(fileno=arguments.link))
     order = loader.receive()
     if not isinstance(order, LoadEnvironment):
         return 1
+    gaps: tuple[str, ...] = ()
+    if order.apart:  # tried before foreign code may have hooks in forks
+        loader.confinement = Confinement.found()
+        gaps = loader.confinement.gaps
     try:
         environment = load_environment(order.function, order.options)
     except ConfigError as error:
@@ -145,6 +210,7 @@ def main() -> int:
             version=environment.version,
             drives_itself=drives_itself,
             may_reward=environment.may_reward,
+            gaps=gaps,
         )
     )
     while isinstance(fork := loader.receive(), Fork):

@@ -23,6 +23,7 @@ class LoadEnvironment(_Message, frozen=True):
 
     function: Text  # MODULE:NAME or FILE.py:NAME
     options: ByName[Json]
+    apart: bool = True  # trajectories from each other
 
 
 class EnvironmentLoaded(_Message, frozen=True):
@@ -31,6 +32,7 @@ class EnvironmentLoaded(_Message, frozen=True):
     version: Text  # hash of its file, or as it declares
     drives_itself: bool  # a function with a client of its own
     may_reward: bool = True
+    gaps: Several[Text] = ()  # what does not keep trajectories apart here
 
 
 class LoadFailed(_Message, frozen=True):
@@ -49,6 +51,13 @@ class Fork(_Message, frozen=True):
 
 class Forked(_Message, frozen=True):
     """The process of a trajectory runs, and connects."""
+
+    number: Count
+    pid: Count  # in the loader's namespace
+
+
+class Keeping(_Message, frozen=True):
+    """A process runs code of the policy for a trajectory (``broker/sandbox/keeper.py``)."""
 
     number: Count
     pid: Count  # in the loader's namespace
@@ -102,7 +111,7 @@ class Unable(_Message, frozen=True):
 
 
 ToLoader: TypeAlias = LoadEnvironment | Fork
-FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Ended
+FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Keeping | Ended
 ToEnvironment: TypeAlias = Begin | Replied
 FromEnvironment: TypeAlias = Connected | Turned | Unable
 

@@ -14,6 +14,7 @@ from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
+from slipstream.generators.environments.messages import Begin
 from slipstream.generators.environments.rollout import Outcome, run_trajectory
 from slipstream.generators.text.chat_template import ChatTemplate
 from slipstream.generators.turns.conversation import Conversation
@@ -137,7 +138,6 @@ async def test_a_trajectory_ends_at_its_limits_with_what_it_has(
         ("Binary", "content of a message is bytes, expected text"),
         ("Grows", "took more than environment.memory_mb = 300"),
         ("HoldsFiles", "took more than environment.memory_mb = 300"),
-        ("KillsAll", "the environment's process ended"),
         ("asks_nothing", "there is no endpoint"),
     ],
 )
@@ -198,8 +198,36 @@ async def test_a_loader_that_forks_no_more_is_replaced():
         assert (await tried(environment, "7")).reward == 1.0
 
 
-async def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
-    file = tmp_path / "pids"
+async def test_a_loader_that_does_nothing_beside_a_busy_neighbour_is_replaced():
+    impatient = Limits(memory_mb=300, max_processes=32, connect_s=1.0)
+    async with host("BusyLoop") as environment:
+        async with environment.trajectory() as neighbour:
+            await neighbour.tell(Begin(prompt=PROMPT))
+            await until_async(lambda: psutil.Process(neighbour.pid).cpu_times().user > 0.5)
+            assert environment._loader is not None
+            for pid in environment._loader.main_pids:
+                psutil.Process(pid).suspend()
+            environment._limits = impatient
+            with pytest.raises(EnvironmentFailedError, match="does not fork"):
+                await tried(environment, "7")
+        await until_async(lambda: environment.replaced["loader"])
+
+
+async def test_a_trajectory_may_run_programs_in_the_sandbox():
+    async with host("RunsPrograms") as environment:
+        found = await tried(environment, "print(6 * 7)")
+        assert (found.reward, found.parts) == (42.0, {"ok": 1.0})
+
+
+@pytest.fixture
+def for_all(tmp_path: Path) -> Path:
+    """A folder to write to for trajectories too: those of root have a user id of their own."""
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
+async def test_nothing_that_a_trajectory_started_is_left(for_all: Path):
+    file = for_all / "pids"
     async with host("Leaves") as environment:
         before = num_children()
         found = await tried(environment, str(file))
@@ -208,8 +236,8 @@ async def test_nothing_that_a_trajectory_started_is_left(tmp_path: Path):
         await until_async(lambda: num_children() == before)
 
 
-async def test_what_a_trajectory_that_died_has_started_is_killed_too(tmp_path: Path):
-    file = tmp_path / "pid"
+async def test_what_a_trajectory_that_died_has_started_is_killed_too(for_all: Path):
+    file = for_all / "pid"
     async with host("LeavesAnOrphan") as environment:
         before = num_children()
         with pytest.raises(EnvironmentFailedError, match="ended with code 3"):

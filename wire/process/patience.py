@@ -158,18 +158,19 @@ async def log_wait(what: str, log: Callable[[str], None] = _log.info) -> AsyncIt
 
 
 def signs_of(
-    pids: Callable[[], Collection[int]], log_file: Path | None = None
+    pids: Callable[[], Collection[int]], log_file: Path | None = None, *, alone: bool = False
 ) -> Callable[[], Signs]:
     """Return a function that observes processes, their descendants and their log.
 
     Args:
         pids: of the processes as they are now; one that has ended counts as idle.
         log_file: which may not exist yet.
+        alone: without their descendants.
     """
 
     def observe() -> Signs:
         cpu_s, page_ins = 0.0, 0
-        for pid in _with_descendants(pids()):
+        for pid in pids() if alone else _with_descendants(pids()):
             cpu, pages = _use_of(pid)
             cpu_s += cpu
             page_ins += pages

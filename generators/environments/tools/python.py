@@ -15,7 +15,8 @@ or in an environment of one's own:
 
 What the policy wrote is confined by bubblewrap, as programs that a reward function tests are: it
 has namespaces of its own without a network, no files but system libraries and Python's own, no
-environment, and a filter of system calls. It ends with the trajectory's process.
+environment, and a filter of system calls. It ends with the trajectory's process, which has another
+process start it (``broker/sandbox/keeper.py``), being confined itself.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from typing_extensions import override
 from slipstream.broker.sandbox import sandbox as sandboxes
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, Console, Said
+from slipstream.broker.sandbox.keeper import BorrowedConsole, console
 from slipstream.generators.environments.sdk import Environment, Unavailable
 
 _MIB = 1 << 20
@@ -79,7 +81,7 @@ class Interpreter:
             max_processes=max_processes,
             max_output_bytes=max_output,
         )
-        self._console: Console | None = None
+        self._console: Console | BorrowedConsole | None = None
         # One thread, with which the interpreter ends: calls are one after the other.
         self._thread = ThreadPoolExecutor(1, "python")
 
@@ -102,7 +104,7 @@ class Interpreter:
             return f"error: the code has {size} bytes, at most {MAX_SOURCE_BYTES}"
         try:
             if self._console is None:
-                self._console = Console(self._limits, mode=self._mode)
+                self._console = console(self._limits, mode=self._mode)
             said = self._console.run(code, own_s=min(self._call_s, self._left_s))
         except SandboxUnavailableError as error:
             self._end()
@@ -114,9 +116,9 @@ class Interpreter:
         return shown(said)
 
     def _end(self) -> None:
-        console, self._console = self._console, None
-        if console is not None:
-            console.__exit__(None, None, None)
+        ended, self._console = self._console, None
+        if ended is not None:
+            ended.__exit__(None, None, None)
 
 
 def shown(said: Said) -> str:

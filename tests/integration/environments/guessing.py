@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 
+from slipstream.broker.sandbox import sandbox
 from slipstream.generators.environments.sdk import (
     Environment,
     Messages,
@@ -146,13 +147,6 @@ class FillsSharedMemory(Environment):
         return Step(done=True)
 
 
-class KillsAll(Environment):
-    async def step(self, _reply: Reply) -> Messages:
-        os.kill(os.getppid(), 9)
-        await asyncio.sleep(1_000)
-        return "never"
-
-
 async def rollout(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, float]:
     """Ask twice, and forget the first question."""
     first = await client.chat.completions.create(
@@ -182,6 +176,20 @@ async def rewards_turns(
     found.pop("score")
     rewards = {"turn_rewards": [0.25 * (n + 1) for n in range(count)]}
     return {**found, **rewards} | ({} if score is None else {"score": score})
+
+
+class BusyLoop(Environment):
+    async def reset(self, _prompt: Prompt) -> str:
+        while True:
+            pass
+
+
+class RunsPrograms(Environment):
+    """Runs what the policy wrote in the sandbox of rewards, and rewards what it prints."""
+
+    async def step(self, reply: Reply) -> Step:
+        found = await asyncio.to_thread(sandbox.run, reply.text)
+        return Step(done=True, reward=float(found.text), parts={"ok": float(found.status == "ok")})
 
 
 class NoRole(Environment):

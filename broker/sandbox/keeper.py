@@ -1,0 +1,179 @@
+"""Runs code of a model for a process that is confined itself, and so cannot start a sandbox.
+
+Such a process ``borrow``s: a descriptor that it sends over its link becomes the connection of a
+keeper, a process that is not confined. A keeper runs code under bubblewrap, and nothing else.
+"""
+
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Self, TypeAlias, TypeVar
+
+import msgspec
+
+from slipstream.broker.sandbox import sandbox
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
+from slipstream.broker.sandbox.console import Console, Said
+from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.sandbox import Limits, Mode, Outcome
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.unreadable import UNREADABLE
+
+MOST_KEEPERS = 16  # of one trajectory, at a time
+_READ_BYTES = 1 << 16
+_MOST_REQUEST_BYTES = 64 << 20
+_MOST_OUTPUT_BYTES = 8 << 20
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all messages."""
+
+
+class Run(_Message, frozen=True):
+    """Run a program."""
+
+    source: str
+    stdin: bytes
+    files: dict[str, bytes]
+    limits: Limits
+
+
+class Call(_Message, frozen=True):
+    """Run code in the connection's interpreter, which the first call starts."""
+
+    source: str
+    own_s: float
+    limits: Limits  # those of the first call hold
+
+
+class Ran(_Message, frozen=True):
+    """What came of a program."""
+
+    outcome: Outcome
+
+
+class Called(_Message, frozen=True):
+    """What came of a call."""
+
+    said: Said
+
+
+class Unavailable(_Message, frozen=True):
+    """Nothing ran, and why."""
+
+    reason: str
+
+
+_Request: TypeAlias = Run | Call
+_Answer: TypeAlias = Ran | Called | Unavailable
+_AnswerT = TypeVar("_AnswerT", Ran, Called)
+_requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
+_answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
+_link: socket.socket | None = None  # of a process that is confined
+
+
+def borrow(link: socket.socket) -> None:
+    """Have all that this process runs in a sandbox run by keepers from now on."""
+    global _link  # noqa: PLW0603 a process is confined for good
+    _link = link
+    sandbox.run_by(_run)
+
+
+def console(limits: Limits, *, mode: Mode) -> "Console | BorrowedConsole":
+    """Start an interpreter, where this process may."""
+    if _link is None or mode == "none":
+        return Console(limits, mode=mode)
+    return BorrowedConsole(_link, limits)
+
+
+def _run(source: str, stdin: bytes, files: Mapping[str, bytes], limits: Limits) -> Outcome:
+    if _link is None:
+        raise SandboxUnavailableError("this process is not confined")
+    with _Connection(_link) as keeper:
+        asked = Run(source=source, stdin=stdin, files=dict(files), limits=limits)
+        return keeper.ask(asked, Ran).outcome
+
+
+class BorrowedConsole:
+    """An interpreter that a keeper has."""
+
+    def __init__(self, link: socket.socket, limits: Limits) -> None:
+        """Ask for one."""
+        self._keeper = _Connection(link)
+        self._limits = limits
+
+    def run(self, source: str, *, own_s: float) -> Said:
+        """Run code as ``Console`` does."""
+        request = Call(source=source, own_s=own_s, limits=self._limits)
+        return self._keeper.ask(request, Called).said
+
+    def __exit__(self, *_: object) -> None:
+        self._keeper.__exit__()
+
+
+class _Connection:
+    """A connection to a keeper of one's own."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._ours, theirs = socket.socketpair()
+        self._frames = Unframer()
+        with theirs:
+            socket.send_fds(link, [b"k"], [theirs.fileno()])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ours.close()
+
+    def ask(self, request: _Request, kind: type[_AnswerT]) -> _AnswerT:
+        """Return the answer to a request.
+
+        Raises:
+            SandboxUnavailableError: there is none, or the sandbox does not start.
+        """
+        why = f"its keeper has ended; {MOST_KEEPERS} may run at a time"
+        with suppress(ConnectionError):
+            self._ours.sendall(frame_of(request))
+            while data := self._ours.recv(_READ_BYTES):
+                for body in self._frames.feed(data):
+                    answer = _answers.decode(body)
+                    if isinstance(answer, kind):
+                        return answer
+                    raise SandboxUnavailableError(getattr(answer, "reason", why))
+        raise SandboxUnavailableError(f"the sandbox cannot be used: {why}")
+
+
+def keep(descriptor: int) -> None:
+    """Serve a confined process until it hangs up, or says nonsense."""
+    frames = Unframer(max_bytes=_MOST_REQUEST_BYTES)
+    with suppress(OSError, ProtocolError, *UNREADABLE), ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(fileno=descriptor))
+        opened: Console | None = None
+        while data := connection.recv(_READ_BYTES):
+            for body in frames.feed(data):
+                request = _requests.decode(body)
+                answer: _Answer
+                try:
+                    if isinstance(request, Run):
+                        answer = Ran(outcome=_outcome_of(request))
+                    else:
+                        if opened is None:
+                            opened = Console(_bounded(request.limits))
+                            stack.push(opened)
+                        answer = Called(said=opened.run(request.source, own_s=request.own_s))
+                except (SandboxUnavailableError, ValueError) as error:
+                    answer = Unavailable(reason=str(error))
+                connection.sendall(frame_of(answer))
+
+
+def _outcome_of(request: Run) -> Outcome:
+    limits = _bounded(request.limits)
+    return sandbox.run(request.source, stdin=request.stdin, files=request.files, limits=limits)
+
+
+def _bounded(limits: Limits) -> Limits:
+    """Return limits under which a keeper, which is not measured, holds little."""
+    most = min(limits.max_output_bytes, _MOST_OUTPUT_BYTES)
+    return replace(limits, max_output_bytes=most)

@@ -1,0 +1,83 @@
+"""Plays hostile trajectories as whoever runs this, and prints what they came to, as JSON.
+
+python -m tests.support.hostile_run
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
+from slipstream.generators.environments.messages import Begin
+from slipstream.wire.messages.trajectory import Prompt
+from tests.support.playing import heard, hosted, play
+from tests.support.waiting import until_async
+
+HOSTILE = Path(__file__).parents[1] / "integration" / "environments" / "hostile.py"
+LIMITS = Limits(memory_mb=600, max_processes=64, connect_s=5.0)
+
+
+async def attacks(hidden: Path) -> dict[str, float]:
+    """Return what one came to beside a neighbour that waits."""
+    options = {"hidden": str(hidden)}
+    async with hosted(f"{HOSTILE}:Attacks", options, limits=LIMITS, hide=[hidden]) as host:
+        begun = asyncio.Event()
+        neighbour = asyncio.create_task(_waiting(host, begun))
+        await begun.wait()
+        outcome = await play(host, Prompt(prompt="attack"), "go")
+        neighbour.cancel()
+        with suppress(asyncio.CancelledError):
+            await neighbour
+        return outcome.parts
+
+
+async def _waiting(host: EnvironmentHost, begun: asyncio.Event) -> None:
+    async with host.trajectory() as acting:
+        await acting.tell(Begin(prompt=Prompt(prompt="wait")))
+        await acting.hear()
+        begun.set()
+        await asyncio.Event().wait()
+
+
+async def theft() -> dict[str, object]:
+    """Return how a thief fared, and the trajectories after it."""
+    async with hosted(f"{HOSTILE}:Thief", limits=LIMITS) as host:
+        before = len(psutil.Process().children(recursive=True))
+        rewards, left = [], -1
+        for number in range(3):
+            try:
+                found = await play(host, Prompt(prompt="which?", ground_truth="truth"), "7")
+                rewards.append([found.reward, found.parts.get("stolen", -1.0)])
+            except EnvironmentFailedError as error:
+                rewards.append([str(error), -1.0])
+            if not number:
+                left = len(psutil.Process().children(recursive=True)) - before
+        return {"rewards": rewards, "left": left}
+
+
+async def code_of_the_policy() -> str:
+    """Return what an interpreter says to a policy that calls it."""
+    function = "slipstream.generators.environments.tools.python:WithPython"
+    call = json.dumps({"name": "python", "arguments": {"code": "6 * 7"}})
+    async with hosted(function, limits=LIMITS) as host:
+        outcome = await play(host, Prompt(prompt="compute"), f"CALL {call}", "done")
+    return str(heard(outcome, "tool")[0])
+
+
+async def all_of_them(hidden: Path) -> None:
+    """Play all, and print."""
+    found = {"attacks": await attacks(hidden), **await theft(), "code": await code_of_the_policy()}
+    sys.stdout.write(f"{json.dumps(found)}\n")
+    await until_async(lambda: not psutil.Process().children(recursive=True))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder, "run.key")
+        key.write_text("secret")
+        asyncio.run(all_of_them(key))
