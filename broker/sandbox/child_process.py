@@ -276,15 +276,15 @@ class ChildProcess(asyncio.Protocol):
         while not self.is_gone:
             table = process_table()
             children = children_by_parent(table)
-            family = descendants(process.pid, children)
-            init = self._reaper(children)
-            if not self._jailed:
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
-            elif init is not None:
-                kill(init)  # the kernel kills all of its namespace before bubblewrap ends
-            else:
+            reaper = self._reaper(children)
+            if reaper is None:
                 await asyncio.sleep(_POLL_S)
                 continue
+            if self._jailed:
+                kill(reaper)  # the kernel kills all of its namespace before bubblewrap ends
+            else:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+            family = descendants(process.pid, children)
             return {pid: table[pid].started_s for pid in family}
         return {}

@@ -580,6 +580,7 @@ class RayProcess:
         except Exception:  # noqa: BLE001 the supervisor would wait for it for ever
             _log.exception("%s is not followed any more", name)
             self.ended_because = "by a fault of this program"
+            self._end_unfollowed()
         finally:
             with self._lock:
                 self._code = code if self._code is None else self._code
@@ -695,7 +696,7 @@ def _port_of(endpoint: str) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the beginning of an error, of a method that raised one that of its own."""
+    """Return the first line of an error, or of its cause where a method of an actor raised it."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -607,8 +607,8 @@ def test_a_batch_of_bad_answers_makes_one_call_more_than_it_has_answers(
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032])
 async def test_a_child_that_is_ended_while_it_starts_leaves_nothing(isolation: str, pause_s: float):
-    nothing = "slipstream.broker.reward_worker.child"
-    child = ChildProcess("child", nothing, lambda _: None, lambda _: None)
+    module = "slipstream.broker.reward_worker.child"
+    child = ChildProcess("child", module, lambda _: None, lambda _: None)
     await child.start(jailed=isolation == "namespaces", hide=(), environment={})
     await asyncio.sleep(pause_s)
     await child.end()
@@ -753,7 +753,6 @@ WORKER = """
 import asyncio, sys
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.broker.sandbox.child_process import ChildProcess
 from tests.support.reward_work import score_all, work
 
 async def main():

@@ -287,8 +287,8 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()  # noqa: TID251 it is another process's
     os.environ.update(asked["env"])  # noqa: TID251
     for folder in filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep)):
-        if (own := Path(folder) / "sitecustomize.py").exists():  # as Python does when it begins
-            runpy.run_path(str(own))
+        if (customization := Path(folder) / "sitecustomize.py").exists():  # Python's start runs it
+            runpy.run_path(str(customization))
 
 
 def _be_called(command: Sequence[str]) -> None:
