@@ -30,7 +30,7 @@ from slipstream.generators.rollout import (
 )
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
 from slipstream.wire.errors import EngineError, RefusedError
-from slipstream.wire.messages.bounds import shortened
+from slipstream.wire.messages.bounds import finite, shortened
 from slipstream.wire.messages.broker import (
     Done,
     EngineQuarantined,
@@ -384,9 +384,9 @@ class GeneratorWorker:
         gauges |= self._usage.gauges()
         report = RoleReport(
             phase_seconds=self._clock.seconds(),
-            counters=counters,
+            counters=finite(counters),
             adopted=self._adopted,
-            gauges=gauges,
+            gauges=finite(gauges),
         )
         await self._client.ask(report, Done)
 

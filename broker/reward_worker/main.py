@@ -13,6 +13,7 @@ from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.reward_worker.scorer import Scorer
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.messages.bounds import finite
 from slipstream.wire.messages.broker import Done, Goodbye, RoleReport
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.process.command_line import (
@@ -99,7 +100,7 @@ async def _work(
         counters = dict(scorer.counters)
         counters |= {f"replaced_{why}": float(n) for why, n in pool.replaced.items()}
         phases = scorer.clock.seconds()
-        report = RoleReport(phase_seconds=phases, counters=counters, gauges=usage.gauges())
+        report = RoleReport(phase_seconds=phases, counters=counters, gauges=finite(usage.gauges()))
         await client.ask(report, Done)
 
     async def report_forever() -> None:

@@ -24,6 +24,10 @@ from slipstream.wire.messages.broker import Role
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
+_ALSO: dict[Role, tuple[Role, ...]] = {
+    "operator": ("observer",),
+    "learner": ("relay", "learner_part"),
+}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
 
 
@@ -91,6 +95,11 @@ class KeyRing:
         self.discarded = frozenset(gone - {holder.name for holder in now.values()})
         before, self._by_public, self._seen = self._by_public, now, seen
         return [holder for public, holder in before.items() if public not in now]
+
+
+def admits(made_for: Role, role: Role) -> bool:
+    """True if a key that was made for one role admits clients in another."""
+    return role == made_for or role in _ALSO.get(made_for, ())
 
 
 def broker_key(folder: Path) -> BrokerKey:

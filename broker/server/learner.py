@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from math import isfinite
 from typing import TypeAlias, assert_never
 
 from slipstream.broker.ledger.admission import NotYet
@@ -205,7 +204,7 @@ class Learner:
 
     def _commit(self, request: StepCommit) -> StepCommitted:
         before = self._book.step
-        metrics = {name: value for name, value in request.metrics.items() if isfinite(value)}
+        metrics = {**request.metrics}
         sampled = self._book.sampled_reward()
         if sampled is not None:
             metrics["reward/sampled"] = sampled

@@ -44,7 +44,7 @@ def max_bytes(role: Role | None, max_message_bytes: int) -> int:
     match role:
         case "generator":
             return max_message_bytes
-        case "learner" | "relay" | "reward_worker":
+        case "learner" | "learner_part" | "relay" | "reward_worker":
             return min(_SMALL_BYTES, max_message_bytes)
         case _:
             return min(_TINY_BYTES, max_message_bytes)

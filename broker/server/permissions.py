@@ -35,12 +35,13 @@ _WORKERS: frozenset[Role] = frozenset({"generator", "learner", "reward_worker"})
 _READERS: frozenset[Role] = frozenset({"observer", "operator"})
 _GENERATOR: frozenset[Role] = frozenset({"generator"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
+_PART: frozenset[Role] = frozenset({"learner_part"})
 _RELAY: frozenset[Role] = frozenset({"relay"})
 _SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 
 ALLOWED: dict[type[Request], frozenset[Role]] = {
-    Hello: _WORKERS | _READERS | _RELAY,
+    Hello: _WORKERS | _READERS | _RELAY | _PART,
     Goodbye: _WORKERS,
     RoleReport: _WORKERS | _RELAY,
     GetStatus: _WORKERS | _READERS,
@@ -57,7 +58,7 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
     SubmitScores: _SCORERS,
     TakeOver: _LEARNER,
     RequestBatch: _LEARNER,
-    FetchPayloads: _LEARNER,
+    FetchPayloads: _LEARNER | _PART,
     RejectBatch: _LEARNER,
     StepCommit: _LEARNER,
     SealSteps: _LEARNER,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.broker.ledger.leases import holder_of
-from slipstream.broker.server.keyring import Holder
+from slipstream.broker.server.keyring import Holder, admits
 from slipstream.broker.server.router import Peer
 from slipstream.wire.errors import ForbiddenError, NameTakenError, RefusedError, SupersededError
 from slipstream.wire.messages.broker import MANY, WIRE_REVISION, Hello, Role
@@ -16,7 +16,6 @@ MAX_READERS = 64  # observers and operators; they leave without a word
 MAX_CLIENTS = 10_000  # with one key, or on the Unix socket
 _MAX_NAME = 100  # characters
 _COMES_BACK_S = 3.0  # whose connection was lost, before another process gets its name
-_ALSO: dict[Role, tuple[Role, ...]] = {"operator": ("observer",), "learner": ("relay",)}
 _SESSION_BYTES = 16
 
 
@@ -130,7 +129,7 @@ class Sessions:
             raise RefusedError(f"an incarnation is at most {_MAX_NAME} characters without @")
         if peer.key:  # its name is the prefix of its clients' names: keys cannot share a name
             holder = self._holder_of(peer.key, name)
-            if hello.role not in {holder.role, *_ALSO.get(holder.role, ())}:
+            if not admits(holder.role, hello.role):
                 raise ForbiddenError(
                     f"the key {holder.name} was made for the role {holder.role}, not {hello.role}"
                 )

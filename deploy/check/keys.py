@@ -3,32 +3,27 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slipstream.broker.server.keyring import Holder, holders
+from slipstream.broker.server.keyring import Holder, admits, holders
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.plan import key_role
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey, read_client_key, read_private
-from slipstream.wire.messages.broker import Role
 
-ROLE_OF_KIND: dict[str, Role] = {
-    "generator": "generator",
-    "learner": "learner",
-    "reward-worker": "reward_worker",
-}
 _SETTING = "run.key_file"
 
 
-def judge_key(key: ClientKey, kinds: Collection[str], known: Sequence[Holder] | None) -> Fact:
+def judge_key(key: ClientKey, names: Collection[str], known: Sequence[Holder] | None) -> Fact:
     """Return whether a host's key admits the processes there.
 
     Args:
         key: of the host.
-        kinds: of the processes that prove it.
+        names: of the processes that prove it.
         known: the keys that the broker knows; None where its folder is on another host.
     """
     name = "key file"
-    wanted = {ROLE_OF_KIND[kind] for kind in kinds if kind in ROLE_OF_KIND}
-    if key.role not in wanted:
+    wanted = {key_role(one) for one in names if one != "broker"}
+    if not any(admits(key.role, role) for role in wanted):
         expected = " or ".join(sorted(wanted)) or "none: no role here needs one"
         return fail(
             name, f"{key.name} is a key of the role {key.role}, expected {expected}", _SETTING
@@ -60,19 +55,19 @@ def judge_keys(folder: Path, known: Sequence[Holder]) -> Fact:
     return ok("broker keys", f"{folder}: {shown}", "broker.keys")
 
 
-def observe_keys(config: RunConfig, kinds: Collection[str], *, made_by_run: bool) -> list[Fact]:
+def observe_keys(config: RunConfig, names: Collection[str], *, made_by_run: bool) -> list[Fact]:
     """Return the facts of the keys on this host.
 
     Args:
         config: of the run.
-        kinds: of the processes here.
+        names: of the processes here.
         made_by_run: the run makes the keys of its hosts itself.
     """
     if made_by_run:
         return []
     folder = config.broker.keys_folder
     facts = []
-    if "broker" in kinds and config.broker.broker.listen:
+    if "broker" in names and config.broker.broker.listen:
         facts.append(_judged_keys(folder))
     if config.run.key_file:
         try:
@@ -80,7 +75,7 @@ def observe_keys(config: RunConfig, kinds: Collection[str], *, made_by_run: bool
         except ConfigError as error:
             return [*facts, fail("key file", str(error), _SETTING)]
         known = holders(folder) if (folder / "authorized").is_dir() else None
-        facts.append(judge_key(key, kinds, known))
+        facts.append(judge_key(key, names, known))
     elif config.run.broker.startswith("tcp://"):
         facts.append(fail("key file", f"{config.run.broker} asks for a key: none is set", _SETTING))
     return facts

@@ -137,7 +137,7 @@ def _facts(view: _View) -> list[Fact]:
     """Return the facts of this host, those of one part after the other."""
     config, kinds = view.config, view.kinds
     facts = observe_network(config, view.roles, in_cluster=view.keys_by_run)
-    facts += observe_keys(config, kinds, made_by_run=view.keys_by_run)
+    facts += observe_keys(config, view.roles, made_by_run=view.keys_by_run)
     facts += _resources(view)
     facts.append(judge_installed(installed(), kinds))
     if "learner" in kinds:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig, write_resolved
-from slipstream.deploy.launch.plan import RolePlan, plan_roles
+from slipstream.deploy.launch.plan import RolePlan, key_role, plan_roles
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.gpus import usable_gpus
@@ -26,11 +26,6 @@ _PROGRAMS = {
     "slipstream.learner.main": "start-learner",
     "slipstream.generators.main": "start-generator",
     "slipstream.broker.reward_worker.main": "start-reward-worker",
-}
-_ROLES = {
-    "start-learner": "learner",
-    "start-generator": "generator",
-    "start-reward-worker": "reward_worker",
 }
 _BROKER_PORT, _WEIGHTS_PORT, _RENDEZVOUS_PORT = 5555, 5600, 29400
 _OF_A_HOST = ("run.broker=", "run.key_file=")  # settings of a host that is not the first
@@ -137,7 +132,7 @@ def host_commands(
             if is_spread and program == "start-learner":
                 words.append(f"weightbus.listen={weights}")
         else:
-            role = _ROLES[program]
+            role = key_role(plan.name)
             key = f"{_NO_NAME.sub('-', plan.host)}-{role}"
             words[words.index("--config") + 1] = resolved.name
             words += [f"run.broker={broker}", f"run.key_file={key}.key"]

@@ -9,6 +9,7 @@ from slipstream.deploy.config import RunConfig, refuse_engines_on_several_hosts
 from slipstream.learner.layout import Layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
+from slipstream.wire.messages.broker import Role
 
 Place = tuple[str, tuple[int, ...] | None]  # host, GPUs of it; None on a CPU
 
@@ -120,6 +121,14 @@ def plan_roles(
 def kind_of(name: str) -> str:
     """Return the role of a process of this name."""
     return name.rstrip("-0123456789")
+
+
+def key_role(name: str) -> Role:
+    """Return the role of the key that a process of this name proves, which is not the broker."""
+    kind = kind_of(name)
+    if kind == "learner":
+        return "learner" if name == kind else "learner_part"
+    return "generator" if kind == "generator" else "reward_worker"
 
 
 def number_of(name: str) -> int:

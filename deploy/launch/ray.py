@@ -33,7 +33,7 @@ from rich.console import Console
 from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig, nearest_folder, resolved_text, write_resolved
 from slipstream.deploy.launch.host_program import Post
-from slipstream.deploy.launch.plan import RolePlan, kind_of, plan_generator, plan_roles
+from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_generator, plan_roles
 from slipstream.deploy.launch.pools import Pool, pool_of_one, pools_of
 from slipstream.deploy.launch.role_host import (
     PYTHON,
@@ -62,11 +62,6 @@ _OBSERVE_S = 0.5
 _ANSWER_S = 60.0  # of a host that is there; the cluster decides whether it still is
 _LOG_EVERY_S = 10.0
 _OBSERVER = "run-observer"
-_ROLE_OF_KIND: dict[str, Role] = {
-    "generator": "generator",
-    "learner": "learner",
-    "reward-worker": "reward_worker",
-}
 
 
 class _RayRoleHost(RoleHost):
@@ -465,8 +460,8 @@ class RaySite:
 
     def _key_of(self, plan: RolePlan) -> tuple[str, Role]:
         """Return name and role of the key of a process: one per host and role."""
-        kind = kind_of(plan.name)
-        return f"{self._hosts[plan.name].address}.{kind}".replace(":", "-"), _ROLE_OF_KIND[kind]
+        role = key_role(plan.name)
+        return f"{self._hosts[plan.name].address}.{role}".replace(":", "-"), role
 
     def _make_keys(self, names: Sequence[tuple[str, Role]]) -> None:
         folder = keys_folder(self._config.run, self._config.broker.broker).absolute()

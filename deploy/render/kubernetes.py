@@ -30,6 +30,9 @@ _BAD_SETTINGS, _SUPERSEDED = 2, 3
 _RESTARTS = 20  # of the learner, which resumes each time
 _METRIC = "slipstream_lack_of_ready_groups"
 _COPY_KEYS = "install -m 0600 /run/secret/* /run/keys/"
+_COPY_KEY_OF_NODE = """key=role.key
+[ "$NODE" = 0 ] || key=part.key
+install -m 0600 "/run/secret/$key" /run/keys/role.key"""
 _NAME_WAIT_S = 60  # for a pod's own name to be known; the learner would refuse it as a setting
 _TOLD_TO_END = f"""\
 asked=0 learner=''
@@ -194,6 +197,7 @@ class Rendering:
             "name": "copy-keys",
             "image": image,
             "command": ["sh", "-ec", f"umask 077\n{keys_script}\n"],
+            "env": list(environment),
             "securityContext": private,
             "volumeMounts": [
                 _mount("secret", _SECRET, readOnly=True),
@@ -243,10 +247,12 @@ class Rendering:
         return self._object("v1", "ConfigMap", "settings", data={SETTINGS_FILE: text})
 
     def _secret_templates(self) -> list[Yaml]:
-        of_broker = ("broker.key", "learner.toml", "generator.toml", "reward-worker.toml", "token")
-        names = {"broker": of_broker} | dict.fromkeys(
-            ("learner", "generator", "reward-worker"), ("role.key",)
-        )
+        admitted = ("learner", "learner-part", "generator", "reward-worker")
+        names = {
+            "broker": ("broker.key", *(f"{name}.toml" for name in admitted), "token"),
+            "learner": ("role.key", "part.key"),
+            **dict.fromkeys(("generator", "reward-worker"), ("role.key",)),
+        }
         return [
             self._object(
                 *("v1", "Secret", f"{role}-keys"),
@@ -342,7 +348,9 @@ class Rendering:
             number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
             several = (_from_pod("NODE", number),)
             known = f"until getent hosts {leader}; do sleep 1; done"
-            before += f"\ntimeout {_NAME_WAIT_S} sh -c {shlex.quote(known)} || true"
+            before = (
+                f"{_COPY_KEY_OF_NODE}\ntimeout {_NAME_WAIT_S} sh -c {shlex.quote(known)} || true"
+            )
         pod = self._pod(
             "learner",
             # A learner that saved as it was evicted ends with 0, which would complete its Job.

@@ -18,7 +18,7 @@ from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.errors import ProtocolError, RefusedError
 from slipstream.wire.files.checkpoints import CheckpointInfo
-from slipstream.wire.messages.bounds import shortened
+from slipstream.wire.messages.bounds import finite, shortened
 from slipstream.wire.messages.broker import (
     BatchDelivered,
     BatchNotReady,
@@ -28,6 +28,7 @@ from slipstream.wire.messages.broker import (
     LedgerSnapshotAnswer,
     RejectBatch,
     RequestBatch,
+    Role,
     RoleReport,
     RunComplete,
     SealSteps,
@@ -52,6 +53,7 @@ class LeaderLink(PayloadLink):
     """Rank 0's further requests: batches, commits, publishes, reports."""
 
     publishes = True
+    _role: Role = "learner"
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class LeaderLink(PayloadLink):
     ) -> StepCommitted:
         """Report that the step is trained; returns when that is durable."""
         self._tokens += num_tokens
-        request = StepCommit(version=version, metrics=metrics)
+        request = StepCommit(version=version, metrics=finite(metrics))
         answer, _ = self._loop.run(self._client.ask(request, StepCommitted))
         self._version = version
         self._last_step = answer.last_step
@@ -278,7 +280,7 @@ class LeaderLink(PayloadLink):
                 phase_seconds=self._clock.seconds(),
                 counters={"tokens": float(self._tokens)},
                 adopted=self._version,
-                gauges=self._usage.gauges(),
+                gauges=finite(self._usage.gauges()),
             )
             await self._client.ask(report, Done)
             await asyncio.sleep(REPORT_EVERY_S)

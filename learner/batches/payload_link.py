@@ -11,7 +11,7 @@ from slipstream.learner.batches.prefetch import EarlyPlans, PayloadPrefetch
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.errors import ProtocolError, SlipstreamError
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
-from slipstream.wire.messages.broker import FetchPayloads, Payloads
+from slipstream.wire.messages.broker import FetchPayloads, Payloads, Role
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
 
@@ -21,6 +21,8 @@ _CHECK_S = 0.05
 
 class PayloadLink:
     """Fetches the payloads of a replica's trajectories."""
+
+    _role: Role = "learner_part"
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class PayloadLink:
         self._client, _ = loop.run(
             BrokerClient.connect(
                 settings.run.broker_endpoint,
-                role="learner",
+                role=self._role,
                 name=name,
                 packages={
                     "torch": package_version("torch"),

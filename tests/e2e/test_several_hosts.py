@@ -72,9 +72,9 @@ def prepare(hosts: list[Host], sockets: Path) -> None:
         own_sockets = {"run.socket_dir": sockets / host.folder.name}
         (host.folder / "run.toml").write_text(toml_of(settings | own_sockets) + section)
     head.run("slipstream keys make gpu-7 --role generator --config run.toml")
-    for host in learning:
-        name = f"learner-{host.folder.name}"
-        head.run(f"slipstream keys make {name} --role learner --config run.toml")
+    for node, host in enumerate(learning):
+        name, role = f"learner-{host.folder.name}", "learner_part" if node else "learner"
+        head.run(f"slipstream keys make {name} --role {role} --config run.toml")
         host.run("scp head:runs/keys/clients/gpu-7.key .")
 
 

@@ -26,6 +26,7 @@ from slipstream.wire.files.keys import ClientKey, read_client_key, write_client_
 from slipstream.wire.messages.broker import (
     WIRE_REVISION,
     Done,
+    FetchPayloads,
     FindRelay,
     GetLedgerSnapshot,
     GetStatus,
@@ -43,6 +44,7 @@ from slipstream.wire.messages.broker import (
     Role,
     RoleReport,
     ScoringLeased,
+    SealSteps,
     StatusAnswer,
     StepCommit,
     StepCommitted,
@@ -191,12 +193,30 @@ async def test_the_key_of_another_host_of_a_learner_trains_nothing_and_moves_no_
                 await thief.ask_any(request)
         with pytest.raises(RefusedError, match="is connected and trains this run"):
             await thief.ask(TakeOver(step=0), TookOver)
+        part = it.key("node-2", "learner_part")
+        reader = await it.client("learner_part", "learner-rank-2", part)
+        for request in (
+            TakeOver(step=0),
+            RequestBatch(version=taken.version, step=0, wait_s=0.0),
+            StepCommit(version=taken.version.next(), metrics={}),
+            SealSteps(version=taken.version, step=0, oldest_kept=0),
+            GetLedgerSnapshot(version=taken.version),
+            GetStatus(),
+            RelayReport(members=[], door=true),
+        ):
+            with pytest.raises(ForbiddenError, match="is a learner_part, which may not send"):
+                await reader.ask_any(request)
+        with pytest.raises(RefusedError, match="is in no delivered batch"):
+            await reader.ask_any(FetchPayloads(keys=((0, 0),)))
+        for role in ("learner", "relay"):
+            with pytest.raises(ConfigError, match="made for the role learner_part, not"):
+                await it.client(role, role, part)
         false = await it.client("relay", "relay", stolen)
         with pytest.raises(ForbiddenError, match="no relay of node-0/learner"):
             await false.ask(
                 RelayReport(members=[], door=replace(true, endpoint="tcp://10.0.0.9:1")), RelayHeard
             )
-        assert it.rejected("forbidden") == 4
+        assert it.rejected("forbidden") == 13
         generator = await it.client("generator", "g", it.key("gpu1", "generator"))
         assert (await generator.ask(FindRelay(), RelayPlace))[0].door == true
 

@@ -12,6 +12,7 @@ from slipstream.broker.client import BrokerClient
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import SlipstreamError
+from slipstream.wire.messages.bounds import finite
 from slipstream.wire.messages.broker import Done, PublishReport, RelayHeard, RelayReport, RoleReport
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord, merged
@@ -107,7 +108,7 @@ class BrokerReports:
                 role_report = RoleReport(
                     phase_seconds=phases,
                     counters=self._traffic.as_counters(),
-                    gauges=self._usage.gauges(),
+                    gauges=finite(self._usage.gauges()),
                 )
                 await client.ask(role_report, Done)
         finally:

@@ -6,6 +6,8 @@ tests/unit/wire/messages/test_bounds.py.
 """
 
 import sys
+from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated, TypeAlias, TypeVar
 
 from msgspec import Meta
@@ -32,6 +34,11 @@ Several: TypeAlias = Annotated[tuple[_Item, ...], Meta(max_length=MOST_ITEMS)]
 ByName: TypeAlias = Annotated[dict[Name, _Item], Meta(max_length=MOST_ITEMS)]
 ById: TypeAlias = Annotated[dict[Count, _Item], Meta(max_length=MOST_ITEMS)]
 Listed: TypeAlias = Annotated[list[_Item], Meta(max_length=MOST_ITEMS)]
+
+
+def finite(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return those of some figures that are numbers, for a field that takes no others."""
+    return {name: value for name, value in figures.items() if isfinite(value)}
 
 
 def shortened(text: str) -> str:

@@ -30,7 +30,10 @@ from slipstream.wire.messages.weightbus import MemberState, PublishRecord, Relay
 
 WIRE_REVISION = 9
 
-Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "operator"]
+# learner_part: of a learner's ranks but the first, which fetch payloads and decide nothing
+Role = Literal[
+    "generator", "learner", "learner_part", "relay", "reward_worker", "observer", "operator"
+]
 MANY: tuple[Role, ...] = ("generator", "reward_worker")  # of which a run has any number
 RefusalCode = Literal[
     "",
@@ -77,10 +80,10 @@ class Welcome(Message, frozen=True):
 class RoleReport(Message, frozen=True):
     """A role's cumulative report, so losing one is fine; answered by Done."""
 
-    phase_seconds: ByName[float]  # seconds by phase, e.g. generate, wait, adopt
-    counters: ByName[float]  # monotonic counts, e.g. tokens
+    phase_seconds: ByName[Figure]  # seconds by phase, e.g. generate, wait, adopt
+    counters: ByName[Figure]  # monotonic counts, e.g. tokens
     adopted: PolicyVersion | None = None
-    gauges: ByName[float] = {}  # readings of now, e.g. kv_use
+    gauges: ByName[Figure] = {}  # readings of now, e.g. kv_use
 
 
 class Done(Message, frozen=True):
@@ -366,7 +369,7 @@ class StepCommit(Message, frozen=True):
     """The step that ``version`` results from was trained; answered by StepCommitted."""
 
     version: PolicyVersion  # (epoch, steps completed)
-    metrics: ByName[float]  # a figure that is no number is left out
+    metrics: ByName[Figure]
 
 
 class StepCommitted(Message, frozen=True):

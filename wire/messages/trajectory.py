@@ -294,7 +294,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: Number
     reward: float | None = None
     unavailable: Text = ""  # why there is no reward; never a reward of 0
-    parts: ByName[float] = {}  # named parts of the reward, for metrics
+    parts: ByName[Figure] = {}  # named parts of the reward, for metrics
     turn_rewards: Several[float] = ()
     """Of each of the header's ``chosen`` turns, in their order; none: they are not known."""
     function: Text = ""  # MODULE:NAME or FILE.py:NAME of the reward function

@@ -102,7 +102,7 @@ def test_every_code_of_a_refusal_is_explained():
 def test_limits_are_those_of_the_code():
     documented = {row[0]: row[1] for row in table("Limits")}
     most = 1 << 40
-    assert documented["a message of a learner, relay or reward worker"] == "16 MiB"
+    assert documented["a message of a learner, a part of one, relay or reward worker"] == "16 MiB"
     workers: tuple[Role, ...] = ("learner", "relay", "reward_worker")
     assert {limits.max_bytes(role, most) for role in workers} == {16 << 20}
     assert documented["a message of an observer, an operator or before the hello"] == "64 KiB"

@@ -19,6 +19,7 @@ def test_every_kind_of_request_lists_its_roles():
 
 def test_a_request_is_taken_from_its_roles_alone():
     for request_, roles in [
+        (broker.FetchPayloads(keys=((0, 0),)), {"learner", "learner_part"}),
         (broker.StepCommit(version=V0, metrics={}), {"learner"}),
         (broker.TakeOver(step=0), {"learner"}),
         (broker.RequestBatch(version=V0, step=0, wait_s=0.0), {"learner"}),
@@ -31,7 +32,7 @@ def test_a_request_is_taken_from_its_roles_alone():
         (broker.RelayReport(members=[]), {"relay"}),
         (broker.EngineQuarantined(version=V0, reason="noise"), {"generator"}),
         (broker.FindRelay(), {"generator"}),
-        (broker.GetLedger(), {*get_args(broker.Role)} - {"relay"}),
+        (broker.GetLedger(), {*get_args(broker.Role)} - {"learner_part", "relay"}),
     ]:
         assert {role for role in get_args(broker.Role) if may_send(role, request_)} == roles
 

@@ -45,7 +45,7 @@ def test_a_learner_of_two_nodes_meets_on_the_first_host(tmp_path: Path):
     assert far[5:9] == ["--node", "1", *meeting]
     assert far[9:] == [
         "run.broker=tcp://10.0.0.1:5555",
-        "run.key_file=gpu-b-learner.key",
+        "run.key_file=gpu-b-learner_part.key",
         f"run.dir={tmp_path}/my runs",
     ]
     assert "start-generator" in found["gpu-c"].roles[0]

@@ -83,6 +83,10 @@ def test_a_learner_on_several_nodes_is_a_job_set(config: RunConfig):
     assert where == "demo-learner-learner-0-0.demo-learner:29500"
     assert words[words.index("--node") + 1] == "$(NODE)"
     copy = job["template"]["spec"]["initContainers"][0]["command"][2]
+    assert copy.splitlines()[2:4] == [
+        '[ "$NODE" = 0 ] || key=part.key',
+        'install -m 0600 "/run/secret/$key" /run/keys/role.key',
+    ]
     waits = copy.splitlines()[-1].replace("demo-learner-learner-0-0.demo-learner", "localhost")
     assert "localhost" in waits, "node 0 refuses an address that it does not know yet"
     done = subprocess.run(["sh", "-ec", waits], capture_output=True, text=True, check=True)

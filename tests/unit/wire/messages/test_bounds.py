@@ -21,21 +21,20 @@ from tests.support.running_broker import bare_socket, running
 from tests.support.wire_bounds import past_bounds, unbounded
 
 DATA = "the user's own data, in any JSON; the size of what holds it is bounded"
-CLEANED = "no number is worth a run: what is none is left out by broker/report/bounds.py"
 CLAMPED = "a reward that is none is told as such: broker/ledger/scores.py"
+WORDS = "of foreign programs, in any JSON; a frame of theirs has at most MAX_OBSERVATION_BYTES"
 WITHOUT_A_BOUND = {
     "Prompt.ground_truth": DATA,
     "Prompt.extra_info": DATA,
-    "RoleReport.phase_seconds": CLEANED,
-    "RoleReport.counters": CLEANED,
-    "RoleReport.gauges": CLEANED,
-    "StepCommit.metrics": "a figure that is no number is left out by broker/server/learner.py",
+    "LoadEnvironment.options": DATA,
+    "NamedReward.options": DATA,
+    "Load.offered": DATA,
+    "Turned.messages": WORDS,
+    "Turned.tools": WORDS,
+    "Replied.tool_calls": WORDS,
     "Score.reward": CLAMPED,
-    "Score.parts": CLAMPED,
     "Score.turn_rewards": CLAMPED,
 }
-# Words of foreign programs, whose frames have a bound: MAX_OBSERVATION_BYTES, MAX_FRAME_BYTES.
-PROGRAMS = {"options", "offered", "messages", "tools", "tool_calls"}
 DECODERS: dict[Any, Callable[[bytes], object]] = {
     broker.Request: codec.decode_request,
     broker.Answer: codec.decode_answer,
@@ -51,8 +50,8 @@ DECODERS: dict[Any, Callable[[bytes], object]] = {
     ToFollower: codec.decode_to_follower,
     TrajectoryPayload: codec.decode_payload,
     Transcript: codec.decode_transcript,
-    remote.ToServer: remote.to_server,
-    remote.FromServer: remote.from_server,
+    remote.ToServer: lambda data: remote.to_server([data]),
+    remote.FromServer: lambda data: remote.from_server([data]),
     environments.ToLoader: environments.to_loader.decode,
     environments.FromLoader: environments.from_loader.decode,
     environments.ToEnvironment: environments.to_environment.decode,
@@ -62,13 +61,13 @@ DECODERS: dict[Any, Callable[[bytes], object]] = {
 }
 
 
+REFUSED = r"Expected `|a message of \d+ bytes; there may be \d+"
+
+
 def test_every_field_has_a_bound_or_a_reason():
     seen: set[type] = set()
     found = [
-        place
-        for kind in DECODERS
-        for place in unbounded(msgspec.inspect.type_info(kind), "", seen)
-        if place.rpartition(".")[2] not in PROGRAMS
+        place for kind in DECODERS for place in unbounded(msgspec.inspect.type_info(kind), "", seen)
     ]
     assert set(found) == set(WITHOUT_A_BOUND)
     assert len(WITHOUT_A_BOUND) <= 10
@@ -80,7 +79,7 @@ def test_every_decoder_refuses_what_is_past_a_bound():
         for place, value in past_bounds(msgspec.inspect.type_info(kind)):
             count += 1
             try:
-                with pytest.raises((ProtocolError, msgspec.ValidationError), match="Expected `"):
+                with pytest.raises((ProtocolError, msgspec.ValidationError), match=REFUSED):
                     decode(msgspec.msgpack.encode(value))
             except BaseException as error:
                 raise AssertionError(f"{kind}: {place}") from error
