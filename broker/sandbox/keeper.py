@@ -7,7 +7,7 @@ keeper, a process that is not confined. A keeper runs code under bubblewrap, and
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Self, TypeAlias, TypeVar
 
 import msgspec
@@ -18,12 +18,17 @@ from slipstream.broker.sandbox.console import Console, Said
 from slipstream.broker.sandbox.frames import Unframer, frame_of
 from slipstream.broker.sandbox.sandbox import Limits, Mode, Outcome
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.bounds import Blob, Body, ByName, Count, Figure, Text, shortened
 from slipstream.wire.unreadable import UNREADABLE
 
 MOST_KEEPERS = 16  # of one trajectory, at a time
 _READ_BYTES = 1 << 16
 _MOST_REQUEST_BYTES = 64 << 20
 _MOST_OUTPUT_BYTES = 8 << 20
+
+
+Numbers: TypeAlias = ByName[Count | Figure]
+"""Those of ``Limits`` by field."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -33,18 +38,18 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 class Run(_Message, frozen=True):
     """Run a program."""
 
-    source: str
-    stdin: bytes
-    files: dict[str, bytes]
-    limits: Limits
+    source: Body
+    stdin: Blob
+    files: ByName[Blob]
+    limits: Numbers
 
 
 class Call(_Message, frozen=True):
     """Run code in the connection's interpreter, which the first call starts."""
 
-    source: str
-    own_s: float
-    limits: Limits  # those of the first call hold
+    source: Body
+    own_s: Figure
+    limits: Numbers  # those of the first call hold
 
 
 class Ran(_Message, frozen=True):
@@ -62,13 +67,13 @@ class Called(_Message, frozen=True):
 class Unavailable(_Message, frozen=True):
     """Nothing ran, and why."""
 
-    reason: str
+    reason: Text
 
 
 _Request: TypeAlias = Run | Call
 _Answer: TypeAlias = Ran | Called | Unavailable
 _AnswerT = TypeVar("_AnswerT", Ran, Called)
-_requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
+requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
 _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 _link: socket.socket | None = None  # of a process that is confined
 
@@ -91,7 +96,7 @@ def _run(source: str, stdin: bytes, files: Mapping[str, bytes], limits: Limits) 
     if _link is None:
         raise SandboxUnavailableError("this process is not confined")
     with _Connection(_link) as keeper:
-        asked = Run(source=source, stdin=stdin, files=dict(files), limits=limits)
+        asked = Run(source=source, stdin=stdin, files=dict(files), limits=asdict(limits))
         return keeper.ask(asked, Ran).outcome
 
 
@@ -101,7 +106,7 @@ class BorrowedConsole:
     def __init__(self, link: socket.socket, limits: Limits) -> None:
         """Ask for one."""
         self._keeper = _Connection(link)
-        self._limits = limits
+        self._limits = asdict(limits)
 
     def run(self, source: str, *, own_s: float) -> Said:
         """Run code as ``Console`` does."""
@@ -153,7 +158,7 @@ def keep(descriptor: int) -> None:
         opened: Console | None = None
         while data := connection.recv(_READ_BYTES):
             for body in frames.feed(data):
-                request = _requests.decode(body)
+                request = requests.decode(body)
                 answer: _Answer
                 try:
                     if isinstance(request, Run):
@@ -164,7 +169,7 @@ def keep(descriptor: int) -> None:
                             stack.push(opened)
                         answer = Called(said=opened.run(request.source, own_s=request.own_s))
                 except (SandboxUnavailableError, ValueError) as error:
-                    answer = Unavailable(reason=str(error))
+                    answer = Unavailable(reason=shortened(str(error)))
                 connection.sendall(frame_of(answer))
 
 
@@ -173,7 +178,8 @@ def _outcome_of(request: Run) -> Outcome:
     return sandbox.run(request.source, stdin=request.stdin, files=request.files, limits=limits)
 
 
-def _bounded(limits: Limits) -> Limits:
+def _bounded(numbers: Numbers) -> Limits:
     """Return limits under which a keeper, which is not measured, holds little."""
+    limits = msgspec.convert(numbers, Limits)
     most = min(limits.max_output_bytes, _MOST_OUTPUT_BYTES)
     return replace(limits, max_output_bytes=most)

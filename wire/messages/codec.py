@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.bounds import Body, Several
 from slipstream.wire.messages.broker import Answer, Message, Request
 from slipstream.wire.messages.followers import FollowerMessage, ToFollower, ToLeader
 from slipstream.wire.messages.manifest import WeightManifest
@@ -82,7 +83,7 @@ decode_payload: Callable[[Frame], TrajectoryPayload] = _decoder(
 )
 decode_transcript: Callable[[Frame], Transcript] = _decoder(Transcript, "transcript")
 
-decode_texts: Callable[[Frame], tuple[str, ...]] = _decoder(tuple[str, ...], "list of texts")
+decode_texts: Callable[[Frame], tuple[str, ...]] = _decoder(Several[Body], "list of texts")
 
 
 def decode_text(frame: Frame, what: str) -> str:

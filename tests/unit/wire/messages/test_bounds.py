@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from slipstream.broker.reward_worker import messages as rewards
+from slipstream.broker.sandbox import keeper
 from slipstream.generators.environments import messages as environments
 from slipstream.generators.environments.remote import messages as remote
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages import broker, codec
+from slipstream.wire.messages.bounds import Body, Several
 from slipstream.wire.messages.followers import ToFollower, ToLeader
 from slipstream.wire.messages.parts import HeadCommand, PartReport
 from slipstream.wire.messages.relay import RelayAnswer, RelayRequest
@@ -35,6 +37,13 @@ WITHOUT_A_BOUND = {
     "Score.reward": CLAMPED,
     "Score.turn_rewards": CLAMPED,
 }
+# Modules that decode what no peer sends: files of the run and the user's own.
+OWN = {
+    "broker/ledger/events.py",
+    "broker/ledger/state.py",
+    "learner/batches/orders.py",  # among the ranks of a learner, which authenticate nobody
+    "wire/files/trajectory_file.py",
+}
 DECODERS: dict[Any, Callable[[bytes], object]] = {
     broker.Request: codec.decode_request,
     broker.Answer: codec.decode_answer,
@@ -49,6 +58,7 @@ DECODERS: dict[Any, Callable[[bytes], object]] = {
     ToLeader: codec.decode_to_leader,
     ToFollower: codec.decode_to_follower,
     TrajectoryPayload: codec.decode_payload,
+    Several[Body]: codec.decode_texts,
     Transcript: codec.decode_transcript,
     remote.ToServer: lambda data: remote.to_server([data]),
     remote.FromServer: lambda data: remote.from_server([data]),
@@ -56,12 +66,31 @@ DECODERS: dict[Any, Callable[[bytes], object]] = {
     environments.FromLoader: environments.from_loader.decode,
     environments.ToEnvironment: environments.to_environment.decode,
     environments.FromEnvironment: environments.from_environment.decode,
+    keeper.Run | keeper.Call: keeper.requests.decode,
     rewards.ToChild: rewards.to_child.decode,
     rewards.FromChild: rewards.from_child.decode,
 }
 
 
+ROOT = Path(__file__).parents[4]
+PACKAGES = ("algos", "broker", "deploy", "generators", "learner", "weightbus", "wire")
 REFUSED = r"Expected `|a message of \d+ bytes; there may be \d+"
+
+
+def test_every_decoder_of_messages_is_known():
+    of_codec = {one for name, one in vars(codec).items() if name.startswith("decode_")}
+    assert of_codec - {codec.decode_text} <= set(DECODERS.values())
+    walked = {"broker/sandbox/keeper.py", "wire/messages/codec.py"} | {
+        module.__name__.removeprefix("slipstream.").replace(".", "/") + ".py"
+        for module in (rewards, environments, remote)
+    }
+    found = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if "msgpack.Decoder(" in path.read_text("utf-8")
+    }
+    assert found == walked | OWN
 
 
 def test_every_field_has_a_bound_or_a_reason():
