@@ -122,7 +122,7 @@ class ProbeAudit:
             except EngineError as error:
                 self._is_unsure = True
                 why, again_s = str(error), _RETRY_S
-            if not why:
+            if not why or version != self._pending:
                 continue
             num_failed += not self._is_paused
             if num_failed >= _TRIES:
@@ -133,8 +133,8 @@ class ProbeAudit:
     async def _ask(self, version: PolicyVersion) -> str:
         """Have a probe computed and decide; return why there is no verdict, empty if there is one.
 
-        The verdict is on the version that the engine names, which may be a newer one than was asked
-        for: a pause has requests computed again.
+        A pause has a request computed again, under the version that follows. There is no verdict
+        then: that one's probe has other tokens.
 
         Raises:
             EngineError: the engine did not answer.
@@ -150,9 +150,9 @@ class ProbeAudit:
         self._scored, self._is_unsure = found, False
         # One that was proven is pending again after a repair.
         is_due = found == self._pending or self._is_open(found)
-        if found not in self._probes or not is_due:
+        if found != version or not is_due:
             return f"the engine computed it under {found.label}"
-        self._judge(found, self._probes[found], scores, is_first=is_first)
+        self._judge(found, probe, scores, is_first=is_first)
         return ""
 
     def _judge(

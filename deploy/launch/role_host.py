@@ -6,6 +6,7 @@ bytes of the structs below, in JSON, so that no object of ours is unpickled anyw
 
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -32,6 +33,8 @@ from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs
 PYTHON, SETTINGS = "{python}", "{settings}"  # in a command: what they are is known on the host
 _PREFIX = "slipstream-"
 _OWNER = "owner"  # in a folder of ours: process id and start time of the one that made it
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000  # those of Ray's workers are below
 _MEMORY = Path("/dev/shm")  # noqa: S108 files there are never on a disk
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
@@ -102,13 +105,16 @@ class RoleHost:
         return msgspec.json.encode(facts)
 
     def free_port(self, address: str, count: int) -> int:
-        """Return the first of ``count`` neighboring ports that are free on an address now."""
+        """Return the first of ``count`` neighboring ports that are free on an address now.
+
+        The system gives none of them to a connection that leaves this host before they are used.
+        """
+        given = int(_GIVEN_PORTS.read_text().split()[0])
+        ports = range(_FIRST_PORT, (given if given > _FIRST_PORT + 1000 else 1 << 16) - count)
         while True:
-            with socket.socket(_family(address)) as first:
-                first.bind((address, 0))
-                port: int = first.getsockname()[1]
-                if all(_is_free(address, port + i) for i in range(1, count)):
-                    return port
+            port = secrets.choice(ports)
+            if all(_is_free(address, port + i) for i in range(count)):
+                return port
 
     def make_keys(self, folder: str, names: Sequence[tuple[str, Role]]) -> bytes:
         """Authorize keys with the broker's folder of keys; return them as a list of ClientKey.

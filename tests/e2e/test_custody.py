@@ -77,6 +77,7 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
     The agents are on a server, which is started as documented.
     """
     (tmp_path / "died").mkdir()
+    (tmp_path / "died").chmod(0o777)  # root's environments write what everybody may
     environment = {
         "environment.function": f"{AGENT}:rollout",
         "environment.options.deaths": 0.1 if steps == 4 else 0.01,

@@ -43,6 +43,7 @@ from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, key
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
 TWO_MINIBATCHES = "learner.minibatches=2"
+TOO_LARGE = 1e300  # of a reward: in float32 it is infinite
 SPARE = 100  # added to the ids of groups that take others' place
 
 
@@ -133,7 +134,7 @@ def group_ids(batch: Batch) -> tuple[int, ...]:
 def test_what_cannot_be_trained_changes_nothing_and_is_replaced(learning: Learning, layout: str):
     zero, one, two, three = learning.batches[:4]
     last = three[:1]
-    nonfinite, invalid = with_reward(renamed(one), 1, float("nan")), cut_off(renamed(two), 2)
+    nonfinite, invalid = with_reward(renamed(one), 1, TOO_LARGE), cut_off(renamed(two), 2)
     batches: dict[int, list[Batch]] = {0: [zero], 1: [nonfinite, one], 2: [invalid, two], 3: [last]}
     settings = (*LAYOUTS[layout], "run.steps=4", TWO_MINIBATCHES)
     script = Script(batches=batches, steps=4, awaits_prefetch=True)
@@ -233,7 +234,7 @@ def test_a_rank_that_cannot_fetch_makes_all_abandon_the_step(learning: Learning)
 
 def test_a_minibatch_that_is_not_finite_is_skipped_and_the_others_are_trained(learning: Learning):
     zero = learning.batches[0]
-    spoiled = with_reward(zero, 0, float("inf"))
+    spoiled = with_reward(zero, 0, TOO_LARGE)
     script = Script(batches=learning.script(spoiled), steps=1)
     with ScriptedBroker(learning.endpoint, script) as broker:
         settings = ("run.steps=1", "learner.minibatches=3", "learner.rollouts_per_step=100")
@@ -250,7 +251,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped_and_the_others_are_trained(le
 
 
 def test_batch_after_batch_that_cannot_be_trained_ends_the_learner(learning: Learning):
-    bad: list[Batch] = [with_reward(batch, 0, float("nan")) for batch in learning.batches]
+    bad: list[Batch] = [with_reward(batch, 0, TOO_LARGE) for batch in learning.batches]
     script = Script(batches={0: list(bad)}, steps=2)
     with ScriptedBroker(learning.endpoint, script) as broker:
         output = finish(learning.start("learner.max_rejected_batches=2"), code=1)

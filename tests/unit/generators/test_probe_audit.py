@@ -14,12 +14,13 @@ from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S, until_async
 
-SEQUENCES = ((1, 2, 3, 4), (5, 6, 7, 8))
-
 
 def probe(value: float) -> ProbeLogprobs:
+    """A probe whose tokens no other one has."""
+    token = round(-1000 * value)
+    sequences = ((1, 2, token, 4), (5, 6, token, 8))
     return ProbeLogprobs(
-        sequences=SEQUENCES, logprobs=((value, value), (value, value)), num_context=2
+        sequences=sequences, logprobs=((value, value), (value, value)), num_context=2
     )
 
 
@@ -32,7 +33,7 @@ class Scoring:
 
     def __init__(self) -> None:
         self.answers: asyncio.Queue[Scores | str] = asyncio.Queue()
-        self.num_asked = 0
+        self.asked: list[int] = []  # the first token that each request had scored
 
     def computes(self, value: float, step: int | None, *, cached: int = 0) -> None:
         label = None if step is None else version(step)
@@ -42,8 +43,8 @@ class Scoring:
         self.answers.put_nowait("no answer")
 
     async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
-        assert (tuple(sequences), num_context) == (SEQUENCES, 2)
-        self.num_asked += 1
+        assert (len(sequences), num_context) == (2, 2)
+        self.asked.append(sequences[0][num_context])
         answer = await self.answers.get()
         if isinstance(answer, str):
             raise EngineError(answer)
@@ -129,19 +130,20 @@ async def test_a_prefix_from_before_is_a_fault_and_one_of_the_same_version_is_no
         assert "its prefix cache held 2 tokens of the probe from before" in await it.verdict()
 
 
-async def test_a_verdict_is_on_the_version_that_computed():
+async def test_no_verdict_comes_of_another_versions_probe():
     """A pause has requests computed again, under the version that follows."""
 
     async with audited() as it:
         it.audit.adopted(version(0), probe(-1.0))
-        await until_async(lambda: it.engine.num_asked == 1, "it was not asked")
+        await until_async(lambda: len(it.engine.asked) == 1, "it was not asked")
         it.audit.pausing()
         it.audit.adopted(version(1), probe(-2.0))
         it.audit.resumed()
+        it.engine.computes(-7.0, 1)  # right, of the tokens of v1.0
         it.engine.computes(-2.0, 1, cached=2)  # its own, of the first try
         await it.proven(1)
         assert it.audit.counters == {"probes": 1, "unproven": 1}
-        assert it.engine.num_asked == 1
+        assert it.engine.asked == [1000, 2000]
 
 
 async def test_a_probe_that_meets_a_change_of_versions_is_asked_again():
@@ -151,7 +153,7 @@ async def test_a_probe_that_meets_a_change_of_versions_is_asked_again():
         it.engine.computes(-1.0, 2)
         it.engine.computes(-1.0, 3)
         await it.proven(3)
-        assert it.engine.num_asked == 3
+        assert len(it.engine.asked) == 3
 
 
 async def test_an_engine_that_never_answers_for_its_version_is_quarantined():
