@@ -27,7 +27,7 @@ class RayTable(Section, frozen=True, kw_only=True):
     address: str = "auto"
     """The cluster: `auto` is the one that this host is a node of, or ADDRESS:PORT of its head."""
     require_token: bool = True
-    """Refuse a cluster that was started without RAY_AUTH_MODE=token."""
+    """Refuse a cluster whose head answers without a token: start Ray with RAY_AUTH_MODE=token."""
     collectives: bool = False
     """Let weights go over NCCL or gloo between nodes, which know no authentication: for a network
     where every host is trusted. Else they go over tcp, encrypted and with keys."""

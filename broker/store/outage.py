@@ -7,6 +7,7 @@ from collections import Counter
 from types import TracebackType
 
 from slipstream.wire.errors import PeerLostError
+from slipstream.wire.redaction import without_secrets
 
 _log = logging.getLogger(__name__)
 LOADING_S = 3600.0
@@ -59,6 +60,7 @@ class Outage:
         if not self._num_failures:
             self._began_s = self._answered_s = now_s
         self._num_failures += 1
+        reason = without_secrets(str(error)) or "silence"
         if self._num_failures == 2:  # the first may be but a connection that Redis had closed
             self._is_logged = True
             self._ongoing[self._what] += 1
@@ -69,14 +71,14 @@ class Outage:
                     self._what,
                     _CONSEQUENCES[self._what],
                     self._limit_s,
-                    str(error) or "silence",
+                    reason,
                 )
         if loads and now_s - self._began_s < LOADING_S:
             self._answered_s = now_s
         if now_s - self._answered_s >= self._limit_s:
             raise PeerLostError(
                 f"Redis at {self._url} (broker.redis.url) did no {self._what} for "
-                f"{now_s - self._began_s:.0f} s: {str(error) or 'silence'}"
+                f"{now_s - self._began_s:.0f} s: {reason}"
             ) from error
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)

@@ -40,6 +40,7 @@ from slipstream.broker.store.outage import LOADING_S, Outage
 from slipstream.wire.errors import ConfigError, PeerLostError, StoreLostError, SupersededError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.redaction import without_secrets
 
 _log = logging.getLogger(__name__)
 _SIGN_OF_LIFE_S = 5.0
@@ -138,7 +139,9 @@ class RedisStore:
                 protocol=2,
             )
         except ValueError as error:
-            message = f"{url!r} is no URL of a Redis (broker.redis.url): {error}"
+            message = (
+                f"{url!r} is no URL of a Redis (broker.redis.url): {without_secrets(str(error))}"
+            )
             raise ConfigError(message) from error
         deadline = time.monotonic() + LOADING_S
         while True:
@@ -152,7 +155,8 @@ class RedisStore:
                 await asyncio.sleep(_POLL_S)
             except (RedisError, OSError) as error:
                 await client.aclose()
-                message = f"no Redis answers at {url} (broker.redis.url): {str(error) or 'silence'}"
+                reason = without_secrets(str(error)) or "silence"
+                message = f"no Redis answers at {url} (broker.redis.url): {reason}"
                 raise ConfigError(message) from error
             else:
                 return cls(

@@ -3,16 +3,15 @@
 Reads a command of verl, a shell script that has one, or its configuration as YAML, and writes one
 TOML file. Every key is told: kept, renamed, changed in meaning, dropped with its reason, or
 unknown. Where verl's default differs from Slipstream's, verl's is written. Variables of a script
-are taken from the script, then from this environment. With an unknown key nothing is written and
-the exit code is 1, unless --allow-unknown.
+are taken from the script alone, but for $HOME: no secret of this environment is written down. With
+an unknown key nothing is written and the exit code is 1, unless --allow-unknown.
 """
 
 import argparse
 import importlib
 import json
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,18 +21,19 @@ from slipstream.deploy.commands.options import add_json
 from slipstream.deploy.config import run_config
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.verl.hydra import Given, after_program, of_file, overrides_of
-from slipstream.deploy.verl.shell import read_script
+from slipstream.deploy.verl.shell import MOST_DEPTH, read_script
 from slipstream.deploy.verl.translate import Told, Translation, translate
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 
 EXAMPLES = """examples:
-  slipstream import-verl run_grpo.sh --out run.toml      a script; NNODES=2 in front sets $NNODES
+  slipstream import-verl run_grpo.sh --out run.toml      a script
   slipstream import-verl "python3 -m verl.trainer.main_ppo data.train_files=a.parquet ..."
   slipstream import-verl -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
   slipstream import-verl outputs/.hydra/config.yaml --out run.toml
   slipstream import-verl run_grpo.sh trainer.nnodes=1    further keys, as "$@" of the script
 """
+_MOST_CHARACTERS, _MOST_EVENTS = 1 << 18, 20_000  # of a YAML file; events: keys, values, brackets
 _TITLES = {
     "unknown": "not translated",
     "changed": "changed in meaning, or written because verl's default differs",
@@ -80,13 +80,9 @@ def main(arguments: argparse.Namespace) -> int:
     out: Path | None = arguments.out
     if out is not None and out.exists() and not arguments.force:
         raise ConfigError(f"{out} exists already: give another --out, or --force to write over it")
-    variables = dict(os.environ)  # noqa: TID251 a script of verl reads them
-    given = read(arguments.overrides, variables)
+    given = read(arguments.overrides)
     found = translate(
-        given,
-        home=variables.get("HOME", ""),
-        vocab_size=vocab_size_of(given),
-        is_async=arguments.is_async,
+        given, home=str(Path.home()), vocab_size=vocab_size_of(given), is_async=arguments.is_async
     )
     writes = arguments.allow_unknown or not found.failed
     if writes:
@@ -95,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
             sys.stdout.write(text)
         else:
             out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(out, text.encode(), mode=0o644)
+            replace_file(out, text.encode(), mode=0o600)  # a key may hold a secret
     where = "" if not writes else "stdout" if out is None else str(out)
     notes = [*found.notes, *(refusal_of(found) if writes else [])]
     if arguments.json:
@@ -106,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if writes else 1
 
 
-def read(words: Sequence[str], environment: Mapping[str, str]) -> Given:
+def read(words: Sequence[str]) -> Given:
     """Return the keys that the words of a command line, or the file that they name, give.
 
     Raises:
@@ -123,9 +119,9 @@ def read(words: Sequence[str], environment: Mapping[str, str]) -> Given:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the script {path}: {error}") from error
-        return _joined(_of_script(text, environment, str(path)), overrides_of(words[1:]))
+        return _joined(_of_script(text, str(path)), overrides_of(words[1:]))
     if len(words) == 1 and (" " in words[0].strip() or "\n" in words[0]):
-        return _of_script(words[0], environment, "the command")
+        return _of_script(words[0], "the command")
     following = after_program(words)
     if following is None and "=" not in words[0].partition(" ")[0]:
         raise ConfigError(
@@ -135,9 +131,9 @@ def read(words: Sequence[str], environment: Mapping[str, str]) -> Given:
     return overrides_of(words if following is None else following)
 
 
-def _of_script(text: str, environment: Mapping[str, str], where: str) -> Given:
+def _of_script(text: str, where: str) -> Given:
     try:
-        script = read_script(text, environment)
+        script = read_script(text, {"HOME": str(Path.home())})
     except ValueError as error:
         raise ConfigError(f"{where} cannot be read as a shell script: {error}") from error
     found = [words for command in script.commands if (words := after_program(command)) is not None]
@@ -173,8 +169,21 @@ def _yaml(path: Path) -> object:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{path}: YAML is read by PyYAML: pip install pyyaml") from error
     try:
-        return yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = path.read_text("utf-8")
+        if len(text) > _MOST_CHARACTERS:
+            raise ConfigError(f"{path} holds more than {_MOST_CHARACTERS} characters")
+        depth = 0
+        for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(f"{path} has an alias (*{event.anchor}): none are read")
+            if depth > MOST_DEPTH:
+                raise ConfigError(f"{path} is nested more than {MOST_DEPTH} deep")
+            if count > _MOST_EVENTS:
+                raise ConfigError(f"{path} holds more than {_MOST_EVENTS} keys and values")
+        return yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
@@ -184,7 +193,7 @@ def vocab_size_of(given: Given) -> int:
     file = Path(str(path)).expanduser() / "config.json"
     try:
         size = json.loads(file.read_text("utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return 0
     return size if isinstance(size, int) else 0
 

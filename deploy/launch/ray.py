@@ -35,6 +35,7 @@ from slipstream.deploy.config import RunConfig, nearest_folder, resolved_text, w
 from slipstream.deploy.launch.host_program import Post
 from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_generator, plan_roles
 from slipstream.deploy.launch.pools import Pool, pool_of_one, pools_of
+from slipstream.deploy.launch.ray_token import require_token
 from slipstream.deploy.launch.role_host import (
     PYTHON,
     SETTINGS,
@@ -57,7 +58,6 @@ _Actor = Any  # a role host; Ray makes its methods as it runs
 _Answer = Any  # that it is to give
 
 _log = logging.getLogger(__name__)
-_AUTHENTICATION = "RAY_AUTH_MODE"  # Ray's variable, "token" where it is on
 _OBSERVE_S = 0.5
 _ANSWER_S = 60.0  # of a host that is there; the cluster decides whether it still is
 _LOG_EVERY_S = 10.0
@@ -437,21 +437,13 @@ class RaySite:
 
     def _described(self, name: str, actor: _Actor, node: str, marker: Path) -> _Host:
         address = next(one["NodeManagerAddress"] for one in _nodes() if one["NodeID"] == node)
-        answer = actor.facts.remote(str(marker.absolute()), _AUTHENTICATION)
+        answer = actor.facts.remote(str(marker.absolute()))
         facts = msgspec.json.decode(_got(answer), type=HostFacts)
-        ours = self._config.deploy.ray
         if not facts.sees and kind_of(name) in {"broker", "learner"}:
             raise ConfigError(
                 f"{facts.hostname} ({address}), the node of the {name}, does not see "
                 f"{self._config.run.folder.absolute()} (run.dir): it must be on a file system that "
                 "this host, the broker's and the learner's share"
-            )
-        if ours.require_token and facts.authentication != "token":
-            raise ConfigError(
-                f"Ray on {facts.hostname} ({address}) runs without authentication "
-                f"({_AUTHENTICATION} is {facts.authentication or 'not set'}): whoever reaches its "
-                f"ports runs code. Start it with {_AUTHENTICATION}=token, or set "
-                "deploy.ray.require_token = false where its network is closed"
             )
         return _Host(actor, node, address, facts)
 
@@ -651,6 +643,13 @@ def _connect(config: RunConfig) -> None:
         raise ConfigError(
             f"no Ray cluster answers at {ours.address} (deploy.ray.address): {_first_line(error)}"
         ) from error
+    if ours.require_token:
+        head = str(ray.get_runtime_context().gcs_address)
+        try:
+            require_token(head, ours.start_timeout_s)
+        except BaseException:
+            ray.shutdown()
+            raise
 
 
 def _got(answer: _Answer) -> Any:  # noqa: ANN401 whatever the method returns

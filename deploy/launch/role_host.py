@@ -47,7 +47,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     hostname: str
     sees: bool  # the file that it was asked about
-    authentication: str  # of the cluster, by the environment of its processes
 
 
 class StartRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,13 +94,9 @@ class RoleHost:
         self._others = set(psutil.Process().children())  # that are not ours to end
         _adopt_orphans(True)  # what outlives a role becomes a child of this process
 
-    def facts(self, path: str, variable: str) -> bytes:
-        """Return HostFacts; ``variable`` names the authentication of the cluster."""
-        facts = HostFacts(
-            hostname=socket.gethostname(),
-            sees=Path(path).is_file(),
-            authentication=os.environ.get(variable, ""),  # noqa: TID251 it has no setting
-        )
+    def facts(self, path: str) -> bytes:
+        """Return HostFacts; ``path`` is that of the file it is asked about."""
+        facts = HostFacts(hostname=socket.gethostname(), sees=Path(path).is_file())
         return msgspec.json.encode(facts)
 
     def free_port(self, address: str, count: int) -> int:

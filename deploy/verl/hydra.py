@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from slipstream.deploy.verl.shell import unknown_names
+from slipstream.deploy.verl.shell import MOST_DEPTH, MOST_LENGTH, unknown_names
 from slipstream.wire.errors import ConfigError
 
 Value = None | bool | int | float | str | list["Value"] | dict[str, "Value"]
@@ -13,6 +14,7 @@ _PROGRAM = re.compile(r"(.*[./])?main_(ppo|dapo|\w+)(\.py)?")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*)(=.*)?", re.DOTALL)
 _INT = re.compile(r"[+-]?\d[\d_]*")
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
+_MOST_DIGITS = 64  # of a number; what is longer is text
 _ONE_MORE_WORD = frozenset(
     {"-cn", "-cp", "-cd", "--config-name", "--config-path", "--config-dir", "-p", "--package"}
 )
@@ -32,7 +34,7 @@ def overrides_of(words: Sequence[str]) -> Given:
     """Return what the words after verl's program set.
 
     Raises:
-        ConfigError: a word is no override, with an example of one.
+        ConfigError: a word is no override, with an example of one, or beyond a bound, named.
     """
     values: dict[str, Value] = {}
     deleted: list[str] = []
@@ -62,7 +64,10 @@ def overrides_of(words: Sequence[str]) -> Given:
         elif names := unknown_names(word):
             unreadable[key] = ", ".join(names)
         else:
-            values[key] = parsed(match[3][1:])
+            try:
+                values[key] = parsed(match[3][1:])
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}") from error
     flat = {name: one for key, value in values.items() for name, one in _leaves(key, value)}
     return Given(flat, tuple(deleted), tuple(unreadable.items()))
 
@@ -128,18 +133,26 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, Value]]:
 
 
 def parsed(text: str) -> Value:
-    """Return the value that Hydra reads in the text after an equals sign."""
+    """Return the value that Hydra reads in the text after an equals sign.
+
+    Raises:
+        ValueError: it is too long, or its brackets are too deep inside each other.
+    """
+    if len(text) > MOST_LENGTH:
+        raise ValueError(f"{len(text)} characters are no value: {MOST_LENGTH} at most")
     value, rest = _value(text.strip(), "")
     return value if not rest.strip() else text.strip()
 
 
-def _value(text: str, ends: str) -> tuple[Value, str]:
+def _value(text: str, ends: str, depth: int = 0) -> tuple[Value, str]:
     """Return the value at the beginning of a text, and what follows it."""
+    if depth > MOST_DEPTH:
+        raise ValueError(f"brackets are more than {MOST_DEPTH} deep inside each other")
     text = text.lstrip()
     if text[:1] == "[":
-        return _list(text[1:])
+        return _list(text[1:], depth + 1)
     if text[:1] == "{":
-        return _table(text[1:])
+        return _table(text[1:], depth + 1)
     if text[:1] in {"'", '"'}:
         end = text.find(text[0], 1)
         if end > 0:
@@ -148,22 +161,22 @@ def _value(text: str, ends: str) -> tuple[Value, str]:
     return _scalar(text[:end].strip()), text[end:]
 
 
-def _list(text: str) -> tuple[Value, str]:
+def _list(text: str, depth: int) -> tuple[Value, str]:
     values: list[Value] = []
     while text.lstrip() and not text.lstrip().startswith("]"):
-        value, text = _value(text, ",]")
+        value, text = _value(text, ",]", depth)
         values.append(value)
         text = text.lstrip().removeprefix(",")
     return values, text.lstrip()[1:]
 
 
-def _table(text: str) -> tuple[Value, str]:
+def _table(text: str, depth: int) -> tuple[Value, str]:
     values: dict[str, Value] = {}
     while text.lstrip() and not text.lstrip().startswith("}"):
-        key, text = _value(text, ":,}")
+        key, text = _value(text, ":,}", depth)
         value: Value = None
         if text.lstrip().startswith(":"):
-            value, text = _value(text.lstrip()[1:], ",}")
+            value, text = _value(text.lstrip()[1:], ",}", depth)
         values[str(key)] = value
         text = text.lstrip().removeprefix(",")
     return values, text.lstrip()[1:]
@@ -175,8 +188,10 @@ def _scalar(text: str) -> Value:
         return None if plain != "" else ""
     if plain in {"true", "false"}:
         return plain == "true"
-    if _INT.fullmatch(text):
-        return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
+    if len(text) <= _MOST_DIGITS:
+        with suppress(ValueError):  # 1__0
+            if _INT.fullmatch(text):
+                return int(text)
+            if _FLOAT.fullmatch(text):
+                return float(text)
     return text

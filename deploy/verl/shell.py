@@ -19,9 +19,10 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\Z")
 _DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _DECLARING = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _KEYWORDS = frozenset({"then", "else", "do", "{", "if", "elif", "while", "until"})
-_MOST_LENGTH = 1_000_000  # characters of a script
+MOST_LENGTH = 1 << 16  # characters of a script or value
 _MOST_INDENT = 200  # characters in front of a comment
-_MOST_DEPTH = 40  # of expansions inside expansions
+MOST_DEPTH = 40  # of brackets, and of expansions, inside each other
+_MOST_EXPANDED = 1_000_000  # characters that all expansions of a script become
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ def read_script(text: str, variables: Mapping[str, str]) -> Script:
 
     Args:
         text: of the script, or a command line.
-        variables: of the environment.
+        variables: that are set before it.
 
     Raises:
-        ValueError: a quote or bracket is not closed, or the text is unreasonably long.
+        ValueError: a quote or bracket is not closed, or the text is beyond a bound, which is named.
     """
-    if len(text) > _MOST_LENGTH:
-        raise ValueError(f"{len(text)} characters are no script")
+    if len(text) > MOST_LENGTH:
+        raise ValueError(f"{len(text)} characters are no script: {MOST_LENGTH} at most")
     reader = _Reader({name: [value] for name, value in variables.items()})
     for command in _split(text):
         reader.take(command)
@@ -185,7 +186,7 @@ def _after_redirection(text: str, at: int) -> int:
     return at
 
 
-def _piece_end(text: str, at: int) -> int:
+def _piece_end(text: str, at: int, depth: int = 0) -> int:
     """Return where the character, quotation or expansion that begins here ends."""
     char = text[at]
     if char == "\\":
@@ -198,7 +199,7 @@ def _piece_end(text: str, at: int) -> int:
     if char == '"':
         at += 1
         while at < len(text) and text[at] != '"':
-            at = at + 1 if text[at] == "'" else _piece_end(text, at)
+            at = at + 1 if text[at] == "'" else _piece_end(text, at, depth)
         if at >= len(text):
             raise ValueError('a " is not closed')
         return at + 1
@@ -208,12 +209,14 @@ def _piece_end(text: str, at: int) -> int:
             raise ValueError("a ` is not closed")
         return end + 1
     if char == "$" and text[at + 1 : at + 2] in {"(", "{"}:
-        return _closing(text, at + 1)
+        return _closing(text, at + 1, depth + 1)
     return at + 1
 
 
-def _closing(text: str, at: int) -> int:
+def _closing(text: str, at: int, depth: int = 0) -> int:
     """Return where the bracket that opens here is closed."""
+    if depth > MOST_DEPTH:
+        raise ValueError(f"brackets are more than {MOST_DEPTH} deep inside each other")
     close = {"(": ")", "{": "}"}[text[at]]
     opened, at = text[at], at + 1
     while at < len(text):
@@ -223,9 +226,9 @@ def _closing(text: str, at: int) -> int:
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
         elif text[at] == opened:
-            at = _closing(text, at)
+            at = _closing(text, at, depth + 1)
         else:
-            at = _piece_end(text, at)
+            at = _piece_end(text, at, depth)
     raise ValueError(f"a {opened} is not closed")
 
 
@@ -245,6 +248,7 @@ class _Reader:
         self._is_negated = False
         self._cause = ""  # what the last thing that is not known depends on
         self._joined_by = "\n"
+        self._left = _MOST_EXPANDED
 
     @property
     def _follows(self) -> bool:
@@ -403,8 +407,6 @@ class _Reader:
             self.variables[name] = (self.variables.get(name, []) if adds else []) + values
         else:
             text = " ".join(self._expanded(value, splits=False))
-            if unknown_names(text) and re.search(rf"\$\{{{name}:?[-=]", value):
-                text = _mark(name)  # the environment may set it
             before = " ".join(self.variables.get(name, [])) if adds else ""
             self.variables[name] = [before + text]
 
@@ -412,8 +414,8 @@ class _Reader:
 
     def _expanded(self, word: str, *, splits: bool = True, depth: int = 0) -> list[str]:
         """Return the words that one written word becomes."""
-        if depth > _MOST_DEPTH:
-            raise ValueError("variables refer to each other without an end")
+        if depth > MOST_DEPTH:
+            raise ValueError(f"expansions are more than {MOST_DEPTH} deep inside each other")
         words: list[str] = [""]
         is_empty, at = True, 0
         while at < len(word):
@@ -445,7 +447,7 @@ class _Reader:
                 words[-1] += piece
                 is_empty = False
         if words[0].startswith("~/") and word.startswith("~/") and "HOME" in self.variables:
-            words[0] = self.variables["HOME"][0] + words[0][1:]
+            words[0] = " ".join(self._variable("HOME")) + words[0][1:]
         return [] if words == [""] and is_empty and splits else words
 
     def _quoted(self, text: str, depth: int) -> list[str] | None:
@@ -499,9 +501,14 @@ class _Reader:
     def _variable(self, name: str) -> list[str]:
         if name in {"@", "*"}:
             return []
-        return self.variables.get(
-            name, [_mark(name)] if not name.isdigit() else [_mark(f"${name}")]
-        )
+        values = self.variables.get(name, [_mark(f"${name}" if name.isdigit() else name)])
+        self._spend(sum(map(len, values)) + len(values))
+        return values
+
+    def _spend(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise ValueError(f"its variables expand to more than {_MOST_EXPANDED} characters")
 
     def _with_default(self, name: str, rest: str, depth: int) -> list[str]:
         is_set = name in self.variables and self.variables[name] != [""]
@@ -521,6 +528,7 @@ class _Reader:
         values = self._variable(name)
         if rest.startswith("//") and rest.count("/") >= 3:
             old, _, new = rest[2:].partition("/")
+            self._spend(sum(map(len, values)) * len(new))
             values = [value.replace(old, new) for value in values]
         return values
 
@@ -528,7 +536,7 @@ class _Reader:
         """Return the value of an arithmetic expression; None is not known."""
 
         def named(match: re.Match[str]) -> str:
-            return " ".join(self.variables.get(match[0], [_mark(match[0])]))
+            return " ".join(self._variable(match[0]))
 
         plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text)
         for _ in range(2):  # a variable may hold an expression
@@ -582,6 +590,8 @@ def _computed(node: ast.expr) -> int:
 
 def _tested(words: list[str]) -> bool | None:
     """Return whether a test in brackets holds; None is not known."""
+    if words.count("!") > MOST_DEPTH:
+        return None
     for sign, combine in (("||", any), ("&&", all)):
         if sign in words:
             at = words.index(sign)

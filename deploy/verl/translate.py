@@ -92,7 +92,7 @@ def translate(
             _merge(settings, verdict.settings, over=False)
     told += [Told(key, "dropped", None, {}, "taken away by ~") for key in given.deleted]
     told += [
-        Told(key, "unknown", None, {}, f"depends on {names}: set that in the environment")
+        Told(key, "unknown", None, {}, f"depends on {names}: give {key}=VALUE as a further word")
         for key, names in given.unreadable
     ]
     judges = (_judge_async if is_async else _judge_sync, *JUDGES)

@@ -47,16 +47,19 @@ def lose(host: Host) -> None:
 
 
 @contextmanager
-def ray_cluster(hosts: list[Host], folder: Path, *, has_token: bool = True) -> Iterator[None]:
-    """Start Ray on every host; the environment of the hosts has its token."""
+def ray_cluster(hosts: list[Host], folder: Path, *, is_open: bool = False) -> Iterator[None]:
+    """Start Ray on every host; the environment of the hosts has its token.
+
+    The head of one that is open has none, and no room.
+    """
     token = folder / "ray.token"
     token.write_text(os.urandom(32).hex())
     token.chmod(0o600)
-    for host in hosts:
-        host.environment["RAY_USAGE_STATS_ENABLED"] = "0"
-        if has_token:
+    for i, host in enumerate(hosts):
+        host.environment = host.environment | {"RAY_USAGE_STATS_ENABLED": "0"}
+        if i > 0 or not is_open:
             host.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    temporary = Path(f"/tmp/r{os.getpid()}{'t' if has_token else 'o'}")  # noqa: S108 sockets: their paths are to be short
+    temporary = Path(f"/tmp/r{os.getpid()}{'o' if is_open else 't'}")  # noqa: S108 sockets: their paths are to be short
     try:
         for i, host in enumerate(hosts):
             address = f"10.77.0.{i + 1}"
@@ -68,7 +71,8 @@ def ray_cluster(hosts: list[Host], folder: Path, *, has_token: bool = True) -> I
                     f"--system-config '{ASKED_OFTEN}'"
                 )
             without = "--disable-usage-stats --include-log-monitor false"  # nobody reads these
-            host.run(f"ray start {place} --num-cpus 4 {without}")
+            cpus = 0 if i == 0 and is_open else 4
+            host.run(f"ray start {place} --num-cpus {cpus} {without}")
         yield
     finally:
         for host in hosts:
@@ -78,17 +82,21 @@ def ray_cluster(hosts: list[Host], folder: Path, *, has_token: bool = True) -> I
 
 
 REFUSALS = {
-    "": "runs without authentication (RAY_AUTH_MODE is not set)",
-    "deploy.ray.require_token=false deploy.ray.cpus.learner=100 deploy.ray.start_timeout_s=0.1": (
-        "the cluster has no room for the learner within 0.1 s (deploy.ray.start_timeout_s)"
+    "": "10.77.0.1:6379, the head of the Ray cluster, answers without a token",
+    "deploy.ray.require_token=false deploy.ray.cpus.broker=100 deploy.ray.start_timeout_s=0.1": (
+        "the cluster has no room for the services within 0.1 s (deploy.ray.start_timeout_s)"
     ),
 }
 
 
-def test_a_cluster_without_a_token_or_without_room_is_refused_in_one_line(tmp_path: Path):
-    with several_hosts(tmp_path, "head") as hosts, ray_cluster(hosts, tmp_path, has_token=False):
-        (host,) = hosts
-        write_run(host, REWARD, {})
+def test_a_cluster_with_an_open_head_or_without_room_is_refused_in_one_line(tmp_path: Path):
+    """The node that has room for the roles has a token: nothing is wrong with it."""
+    with (
+        several_hosts(tmp_path, "head", "two") as hosts,
+        ray_cluster(hosts, tmp_path, is_open=True),
+    ):
+        host = hosts[1]
+        write_run(host, REWARD, {}, label="")
         for number, (settings, expected) in enumerate(REFUSALS.items()):
             output = host.folder / f"refused-{number}.log"
             run = host.start(f"slipstream run --config run.toml --on ray {settings}", output)
@@ -107,12 +115,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         yield hosts
 
 
-def write_run(head: Host, reward: str, settings: dict[str, object]) -> None:
-    """Write a run and its inputs to a node's folder; the broker is to be on that node."""
+def write_run(head: Host, reward: str, settings: dict[str, object], *, label: str = "head") -> None:
+    """Write a run and its inputs to a node's folder; the broker is to be where the label is."""
     tiny_inputs(head.folder)
     (head.folder / "reward.py").write_text(reward)
     merged = tiny_settings(head.folder) | {"checkpoint.export_at_end": False} | settings
-    on_head = '[deploy.ray.labels]\nbroker = { node = "head" }\n'
+    on_head = f'[deploy.ray.labels]\nbroker = {{ node = "{label}" }}\n' if label else ""
     (head.folder / "run.toml").write_text(toml_of(merged) + on_head)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.redaction import without_secrets
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 10.0
@@ -22,7 +23,6 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _AUTHORITY = re.compile(r"[^@:]*(:[0-9]+)?")  # a bucket, or a host with a port
 _CHECKSUMS = ("ETag", "md5Hash", "etag", "checksum")  # as drivers name them
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-_SECRETS = re.compile(r"(?<=://)[^/\s@]*@|\?[^\s\"']*")  # users and queries of addresses
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}  # a disk of this host, not the store
 _SHOWN_CHARACTERS = 300  # of a driver's error
 
@@ -71,7 +71,8 @@ class RemoteFolder:
                 f"{setting} = {url} needs a driver: pip install 'slipstream[storage]' ({error})"
             ) from error
         except Exception as error:  # drivers raise whatever their libraries do
-            raise ConfigError(f"{setting} = {url} cannot be used: {error}") from error
+            reason = without_secrets(str(error))
+            raise ConfigError(f"{setting} = {url} cannot be used: {reason}") from error
         self._path: str = path.rstrip("/")
 
     def files(self) -> list[RemoteFile]:
@@ -178,7 +179,7 @@ class RemoteFolder:
         except Exception as error:  # drivers raise whatever their libraries do
             if isinstance(error, OSError) and error.errno in _DISK_FULL:
                 raise
-            line = _SECRETS.sub("", (str(error).splitlines() or [""])[0])
+            line = without_secrets((str(error).splitlines() or [""])[0])
             reason = f"{type(error).__name__}: {line[:_SHOWN_CHARACTERS]}"
             raise StorageError(f"cannot {what} {where} ({self.setting}): {reason}") from error
 

@@ -88,30 +88,70 @@ def test_the_report_is_for_programs_too(tmp_path: Path):
 def test_a_configuration_is_read_and_further_keys_win(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text("defaults: [x]\ndata:\n  seed: 3\n  shuffle: false\n  val_files: ${a.b}\n")
-    given = read([str(path), "data.seed=4", "~data.shuffle"], {})
+    given = read([str(path), "data.seed=4", "~data.shuffle"])
     assert given.values == {"data.seed": 4}
     assert given.deleted == ("data.shuffle",)
     assert len(given.ignored) == 2
 
 
-def test_a_value_that_depends_on_the_environment_is_told(tmp_path: Path):
+def test_a_script_reads_no_variable_of_the_environment_but_home(tmp_path: Path):
+    (tmp_path / "x.sh").write_text(
+        f"KEY=$AWS_SECRET_ACCESS_KEY\n{COMMAND} data.train_files=$HOME/a.parquet "
+        "trainer.project_name=$AWS_SECRET_ACCESS_KEY trainer.experiment_name=x-$KEY"
+    )
+    secrets = {"AWS_SECRET_ACCESS_KEY": "S3CRET"}
+    done = called("x.sh", "--allow-unknown", cwd=tmp_path, **secrets)
+    assert done.returncode == 0, done.stderr
+    assert "S3CRET" not in done.stdout + done.stderr
+    assert tomllib.loads(done.stdout)["data"] == {"file": "/home/me/a.parquet"}
+    for key in ("trainer.project_name", "trainer.experiment_name"):
+        assert f"{key}: depends on AWS_SECRET_ACCESS_KEY: give {key}=VALUE" in done.stderr
+
+
+def test_what_is_written_is_for_its_owner_alone(tmp_path: Path):
+    command = f"{COMMAND} data.train_files=a.parquet"
+    assert called(command, "--out", "run.toml", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "run.toml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]", "has an alias"),
+        ("a: &a\n  b: *a", "has an alias"),
+        ("a: &a {x: 1}\nb:\n  <<: *a", "has an alias"),
+        ("a: " + "[" * 3_000 + "]" * 3_000, "nested more than 40 deep"),
+        ("a: " + "{b: " * 3_000 + "}" * 3_000, "nested more than 40 deep"),
+        ("a: [" + "1," * 100_000 + "]", "holds more than 20000 keys and values"),
+        ("a: [" + "1," * 200_000 + "]", "holds more than 262144 characters"),
+        ("a: " + "1" * 5_000, "is not valid YAML"),
+        ("a: 2001-99-99", "is not valid YAML"),
+    ],
+)
+def test_yaml_beyond_a_bound_is_refused_with_it(tmp_path: Path, text: str, why: str):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        read([str(path)])
+
+
+def test_a_value_that_depends_on_a_program_is_told(tmp_path: Path):
     (tmp_path / "x.sh").write_text(f"N=$(nproc)\n{COMMAND} trainer.n_gpus_per_node=${{GPUS:-$N}}")
     done = called("x.sh", cwd=tmp_path)
     assert done.returncode == 1
-    assert "depends on $(nproc): set that in the environment" in done.stderr
-    done = called("x.sh", cwd=tmp_path, GPUS="4")
-    assert tomllib.loads(done.stdout)["deploy"] == {"gpus_per_host": 4}
+    key = "trainer.n_gpus_per_node"
+    assert f"{key}: depends on $(nproc): give {key}=VALUE as a further word" in done.stderr
     done = called("x.sh", "trainer.n_gpus_per_node=2", cwd=tmp_path)
     assert tomllib.loads(done.stdout)["deploy"] == {"gpus_per_host": 2}
 
 
 def test_keys_alone_are_a_command():
-    assert read(["data.seed=4", "data.shuffle=False"], {}).values["data.seed"] == 4
-    assert read(["data.seed=4 data.shuffle=False"], {}).values["data.shuffle"] is False
+    assert read(["data.seed=4", "data.shuffle=False"]).values["data.seed"] == 4
+    assert read(["data.seed=4 data.shuffle=False"]).values["data.shuffle"] is False
 
 
 def test_of_several_commands_the_first_is_translated():
-    given = read([f"{COMMAND} data.seed=1\n{COMMAND} data.seed=2"], {})
+    given = read([f"{COMMAND} data.seed=1\n{COMMAND} data.seed=2"])
     assert given.values == {"data.seed": 1}
     assert given.ignored == ("the command starts verl 2 times: the first one is translated",)
 
@@ -123,7 +163,7 @@ def test_what_is_no_command_is_refused():
         (f"{COMMAND} 'x", r"cannot be read as a shell script: a ' is not closed"),
     ]:
         with pytest.raises(ConfigError, match=why):
-            read([text], {})
+            read([text])
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path):
@@ -134,7 +174,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path):
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=why):
-            read([str(tmp_path / name)], {})
+            read([str(tmp_path / name)])
 
 
 def test_the_vocabulary_is_that_of_the_models_folder(tmp_path: Path):

@@ -102,3 +102,25 @@ def test_a_file_is_flattened_and_its_defaults_are_told():
 def test_a_file_without_keys_is_refused(tree: object):
     with pytest.raises(ConfigError, match=r"x.yaml holds no table of settings"):
         of_file(tree, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("[" * 3_000 + "]" * 3_000, "a.b: brackets are more than 40 deep"),
+        ("{x:" * 3_000 + "}" * 3_000, "a.b: brackets are more than 40 deep"),
+        ("[" + "1," * 200_000 + "]", "a.b: 400002 characters are no value: 65536 at most"),
+    ],
+)
+def test_a_value_beyond_a_bound_is_refused_with_its_key(value: str, why: str):
+    with pytest.raises(ConfigError, match=why):
+        overrides_of([f"a.b={value}"])
+
+
+def test_what_only_looks_like_a_number_is_text():
+    assert [parsed(text) for text in ("1_0", "1__0", "1__0.5", "1" * 5_000)] == [
+        10,
+        "1__0",
+        "1__0.5",
+        "1" * 5_000,
+    ]

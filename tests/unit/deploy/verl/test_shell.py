@@ -90,9 +90,9 @@ def test_an_unknown_branch_is_told_and_what_it_may_set_depends_on_it():
     )
     script = read_script(text, {})
     run = next(words for words in script.commands if words[0] == "run")
-    assert [unknown_names(word) for word in run[1:]] == [["D"], ["D"], ["D"], ["K"]]
+    assert [unknown_names(word) for word in run[1:]] == 3 * [["$(probe)"]] + [["K"]]
     assert script.skipped == [
-        "line 6: a case of D, which is not known",
+        "line 6: a case of $(probe), which is not known",
         "line 10: an if whose condition is not known",
         "line 11: a loop is not followed",
     ]
@@ -128,12 +128,29 @@ def test_what_is_not_closed_is_refused(text: str):
         read_script(text, {})
 
 
-def test_endless_references_are_refused():
-    with pytest.raises(ValueError, match="no script"):
-        read_script("#" * 2_000_000, {})
-    nested = "${A:-" * 100 + "1" + "}" * 100
-    with pytest.raises(ValueError, match="without an end"):
-        read_script(f"run {nested}", {})
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("#" * 2_000_000, "65536 at most"),
+        ("run " + "${A:-" * 100 + "1" + "}" * 100, "more than 40 deep"),
+        ("run " + "(" * 3_000 + ")" * 3_000, "more than 40 deep"),
+        ("run $" + "(" * 3_000 + ")" * 3_000, "more than 40 deep"),
+        ("A=" + "(" * 3_000 + ")" * 3_000, "more than 40 deep"),
+        ("a=xx\n" + "a=$a$a\n" * 40 + "run $a", "more than 1000000 characters"),
+        ("a=(x x)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 40, "more than 1000000 characters"),
+        ("a=x\n" + "a=${a//x/xxxx}\n" * 40, "more than 1000000 characters"),
+        ("a=" + "1" * 20_000 + "\nrun $((" + "a+" * 20_000 + "1))", "1000000 characters"),
+        ("HOME=" + "x" * 20_000 + "\n" + "run ~/a\n" * 5_000, "more than 1000000 characters"),
+    ],
+)
+def test_a_script_beyond_a_bound_is_refused_with_it(text: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        read_script(text, {})
+
+
+def test_a_test_of_many_parts_is_not_known():
+    assert words(f"[ {'! ' * 40}x ] && A=1\nrun $A") == ["run", "1"]
+    assert unknown_names(words(f"[ {'! ' * 5_000}x ] && A=1\nrun $A")[1]) == ["A"]
 
 
 def test_nothing_is_run(tmp_path: Path):

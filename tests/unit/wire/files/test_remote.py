@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.spec import AbstractFileSystem
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.remote import RemoteFolder, StorageError, is_url, refuse_unusable
@@ -42,6 +43,25 @@ def test_url_is_refused_with_its_setting_and_without_its_secret(url: str, why: s
         RemoteFolder(url, "run.model")
     assert "run.model" in str(caught.value)
     assert "CRET" not in str(caught.value)
+
+
+class _Leaky(AbstractFileSystem):
+    """A driver whose errors hold what it was given."""
+
+    protocol = "leaky"
+
+    def cat_file(self, path: str, **_: object) -> bytes:
+        raise PermissionError(f"{path} of https://a:S3CRET@b/?c=S3CRET: SecretKey=S3CRET, region=d")
+
+
+def test_a_drivers_error_is_shown_without_the_secrets_in_it():
+    fsspec.register_implementation("leaky", _Leaky, clobber=True)
+    with pytest.raises(StorageError) as caught:
+        RemoteFolder("leaky://bucket", "run.model").read("x")
+    assert str(caught.value) == (
+        "cannot read leaky://bucket/x (run.model): PermissionError: bucket/x of "
+        "https://b/ SecretKey=***, region=d"
+    )
 
 
 def test_port_and_at_sign_in_a_path_are_no_secret():
