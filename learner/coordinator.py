@@ -151,10 +151,10 @@ class Coordinator:
         if self._leader is not None:
             self._leader.seal(version, step=step, oldest_kept=oldest_kept)
 
-    def leave(self) -> None:
-        """Report that the run is complete and that this learner has no more requests."""
+    def leave(self, *, is_stopped: bool = False) -> None:
+        """Report that this learner has no more requests: the run is complete, or it is stopped."""
         if self._leader is not None:
-            self._leader.leave()
+            self._leader.leave(is_stopped=is_stopped)
 
     def end(self) -> None:
         """Stop the relay: this learner ends as planned and no other follows it."""

@@ -137,6 +137,7 @@ class LearnerLoop:
             self._end_relays()
             with self._clock.phase("checkpoint"):
                 self._saver.close()
+            self._coordinator.leave(is_stopped=True)  # the batch that waits is not to blame
             return
         with self._clock.phase("checkpoint"):
             self._saver.at_end(version)

@@ -40,13 +40,7 @@ class Book:
             )
         self.find_free_step()
         self.trace_lineage()
-        self.remember_parts()
-
-    def remember_parts(self) -> None:
-        """Begin with the names of the parts of rewards that groups in flight have."""
-        scores = (score for group in self.groups.values() for score in group.scores.values())
-        used = {name for score in scores for name in score.parts}
-        self.part_names = PartNames(filter(None, [self.rules.zero_variance_of, *sorted(used)]))
+        self.part_names = PartNames(self.state.part_names, kept=rules.zero_variance_of)
 
     # ---- current state -------------------------------------------------------
 

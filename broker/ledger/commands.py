@@ -78,7 +78,6 @@ class Ledger:
     def restarted(self, now_s: float) -> None:
         """Start after a replay: nothing is to be stored, every lease has a full term."""
         self.drain()
-        self.book.remember_parts()
         self.renew_leases(now_s)
 
     def renew_leases(self, now_s: float) -> None:

@@ -12,6 +12,7 @@ from slipstream.broker.ledger.evaluation import EvalAnswer, EvalRound
 from slipstream.broker.ledger.events import (
     DEATHS,
     FAULTS,
+    BatchesHeld,
     Delivered,
     Dropped,
     DropReason,
@@ -162,6 +163,7 @@ def _apply_score(book: Book, score: Score) -> None:
     if is_last:
         book.index.leave(group)
     group.scores[score.sibling] = score
+    book.part_names.admit(score.parts)
     if is_last:
         book.index.enter(group)
     else:
@@ -199,6 +201,7 @@ def _drop(book: Book, group: Group, reason: DropReason) -> None:
 def _apply_learner(
     book: Book,
     event: TakenOver
+    | BatchesHeld
     | Requeued
     | LearnerLeft
     | Delivered
@@ -229,6 +232,8 @@ def _apply_learner(
         case Delivered(step=step, group_ids=group_ids):
             state.batches[step] = group_ids
             book.bind(group_ids, step)
+        case BatchesHeld():
+            state.in_hand = event.steps
         case Unbound(step=step):
             book.bind(state.batches.pop(step), NOBODY)
             del state.cut_off[step]
@@ -246,7 +251,7 @@ def _apply_learner(
             state.sealed_step = max(step, state.sealed_step)
             book.cut_history(min(step, oldest_kept))
     book.find_free_step()
-    if not isinstance(event, Delivered | Unbound):
+    if not isinstance(event, Delivered | BatchesHeld | Unbound):
         book.trace_lineage()
 
 
@@ -255,6 +260,7 @@ def _train(book: Book, version: PolicyVersion) -> None:
     state, step = book.state, version.step - 1
     groups = [book.groups[group_id] for group_id in state.batches.pop(step)]
     del state.cut_off[step]
+    state.in_hand = tuple(one for one in state.in_hand if one != step)
     staleness: Counter[int] = Counter()
     for group in groups:
         for header in group.headers.values():

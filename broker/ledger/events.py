@@ -131,6 +131,12 @@ class TakenOver(Event, frozen=True):
     cut_off: int = -1  # the step whose batch the learner before it had in hand when it ended
 
 
+class BatchesHeld(Event, frozen=True):
+    """The learner has the batches of these steps in hand, and of no others."""
+
+    steps: tuple[int, ...]
+
+
 class Requeued(Event, frozen=True):
     """A group of a lost step whose payload is gone is to be generated again, under another id."""
 
@@ -217,6 +223,7 @@ LedgerEvent: TypeAlias = (
     | EvalRoundClosed
     | StopPlanned
     | TakenOver
+    | BatchesHeld
     | Requeued
     | Retried
     | LetterDropped

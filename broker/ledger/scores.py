@@ -22,35 +22,42 @@ _UNCHANGED = 100  # characters of all texts; nearly all scores are short
 
 
 class PartNames:
-    """Names of the parts of rewards that a run has had; the first ones come to keep theirs."""
+    """Names of the parts of rewards that a run has had. Those past the most are one name."""
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
-        self._known = {*known, OTHER_PARTS}
+    def __init__(self, names: list[str], *, kept: str = "") -> None:
+        """Begin with the names so far, to which more are added; ``kept`` always has a place."""
+        self._names = names
+        self._known = {*names, kept, OTHER_PARTS}
         self.num_others = 0  # parts of scores that lost their name
+
+    def admit(self, names: Iterable[str]) -> None:
+        """Add the names of a score that is recorded."""
+        new = [name for name in names if name not in self._known]
+        self._names += new
+        self._known.update(new)
 
     def bounded(self, score: Score) -> Score:
         """Return a score whose parts have known names; the sum of all others is one part more."""
         new = score.parts.keys() - self._known
         if not new:
             return score
-        room = max(0, MAX_PARTS_OF_RUN + 1 - len(self._known))
-        admitted = [name for name in score.parts if name in new][:room]
-        self._known.update(admitted)
-        if len(admitted) == len(new):
+        room = max(0, MAX_PARTS_OF_RUN - len(self._names))
+        if len(new) <= room:
             return score
+        admitted = {*[name for name in score.parts if name in new][:room]}
+        new -= admitted
         if not self.num_others:
             _log.warning(
                 "rewards have had %d parts by name, as many as a run may have: others are summed "
                 "up as %r, as is %r of group %d",
                 MAX_PARTS_OF_RUN,
                 OTHER_PARTS,
-                min(new.difference(admitted)),
+                min(new),
                 score.group_id,
             )
-        others = [value for name, value in score.parts.items() if name not in self._known]
-        self.num_others += len(others)
-        parts = {name: value for name, value in score.parts.items() if name in self._known}
-        parts[OTHER_PARTS] = parts.get(OTHER_PARTS, 0.0) + sum(others)
+        self.num_others += len(new)
+        parts = {name: value for name, value in score.parts.items() if name not in new}
+        parts[OTHER_PARTS] = parts.get(OTHER_PARTS, 0.0) + sum(score.parts[name] for name in new)
         return msgspec.structs.replace(score, parts=parts)
 
 

@@ -102,6 +102,7 @@ class BookState(msgspec.Struct, kw_only=True):
     requeued: int = 0
     redelivered_steps: int = 0
     drops_in_a_row: int = 0  # groups dropped since the last one became ready
+    part_names: list[str] = msgspec.field(default_factory=list)  # of rewards, as they first came
     sampled_reward: float = 0.0  # sum over all groups scored since the last step
     sampled_count: int = 0
     untrained_bytes: int = 0
@@ -109,6 +110,7 @@ class BookState(msgspec.Struct, kw_only=True):
     groups: dict[int, Group] = msgspec.field(default_factory=dict)
     leases: dict[int, Lease] = msgspec.field(default_factory=dict)
     batches: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)  # step -> group ids
+    in_hand: tuple[int, ...] = ()  # steps whose batches this learner was given and has not trained
     # Step -> how many learners ended with its batch in hand.
     cut_off: Counter[int] = msgspec.field(default_factory=Counter)
     replay: dict[int, list[Group]] = msgspec.field(default_factory=dict)  # trained, payloads kept
@@ -152,6 +154,7 @@ def for_checkpoint(state: BookState) -> BookState:
         groups={group.group_id: group.prompt_only() for group in waiting},
         leases={},
         batches={},
+        in_hand=(),
         cut_off=Counter(),
         replay={},
         eval_rounds={

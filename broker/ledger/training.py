@@ -7,6 +7,7 @@ from typing import TypeAlias
 from slipstream.broker.ledger.admission import NotYet, choose_batch
 from slipstream.broker.ledger.decisions import Decisions
 from slipstream.broker.ledger.events import (
+    BatchesHeld,
     Delivered,
     DropReason,
     Evicted,
@@ -35,7 +36,6 @@ class Training:
         self._decisions = decisions
         self._book = decisions.book
         self._prompt_at = prompt_at
-        self._in_hand: set[int] = set()  # steps whose batches this learner was given
 
     # ---- epochs --------------------------------------------------------------
 
@@ -74,12 +74,12 @@ class Training:
                 "(slipstream run --resume CHECKPOINT)"
             )
         version = PolicyVersion(max(book.version.epoch, state.granted_epoch) + 1, step)
-        given = book.step in self._in_hand and book.step in state.batches
+        given = book.step in state.in_hand and book.step in state.batches
         cut_off = book.step if given else -1
-        self._in_hand.clear()
         self._decisions.record(
             TakenOver(version=version, checkpoint=checkpoint, learner=learner, cut_off=cut_off)
         )
+        self._holds()
         if book.controller is not None:
             book.controller.went_back(step)
         self._answer_again()
@@ -122,10 +122,14 @@ class Training:
             if orphaned and group.item == "train":
                 self._decisions.drop(group, "orphaned")
 
-    def leave(self) -> None:
-        """Record that the learner ends in order; of a complete run it has nothing left to do."""
-        self._in_hand.clear()
-        if self._book.finished and not self._book.state.learner_left:
+    def leave(self, *, is_stopped: bool = False) -> None:
+        """Record that the learner ends in order.
+
+        Args:
+            is_stopped: it was asked to; else it has nothing left to do where the run is complete.
+        """
+        self._holds()
+        if not is_stopped and self._book.finished and not self._book.state.learner_left:
             self._decisions.record(LearnerLeft())
 
     # ---- batches -------------------------------------------------------------
@@ -151,7 +155,7 @@ class Training:
         if book.finished:
             return None
         if step in state.batches:
-            self._in_hand.add(step)
+            self._holds(*state.in_hand, step)
             return [book.groups[group_id] for group_id in state.batches[step]]
         if step >= state.last_step or step != book.free_step:
             return NotYet(book.rules.bound.groups_per_step)
@@ -173,7 +177,7 @@ class Training:
         book, bound = self._book, self._book.rules.bound
         group_ids = book.index.nearest(take)
         self._decisions.record(Delivered(step=step, group_ids=group_ids))
-        self._in_hand.add(step)
+        self._holds(*book.state.in_hand, step)
         batch = [book.groups[group_id] for group_id in group_ids]
         if not bound.reserves and book.index.any_due_before(book.free_step):  # "drop" mode
             for group in list(book.groups.values()):
@@ -246,7 +250,6 @@ class Training:
         if book.step not in state.batches:
             raise RefusedError(f"commit of step {book.step}, which was never delivered")
         self._decisions.record(Trained(version=version, metrics=metrics))
-        self._in_hand.discard(version.step - 1)
         if book.controller is not None:
             staleness = state.history[book.step - 1].staleness
             book.controller.observe(book.step, staleness, metrics)
@@ -274,6 +277,12 @@ class Training:
         """Return the ledger's part of a checkpoint of the learner's current version."""
         self._require_current(version)
         return for_checkpoint(self._book.state)
+
+    def _holds(self, *steps: int) -> None:
+        """Record which batches the learner has in hand, for a broker that follows this one, too."""
+        held = tuple(dict.fromkeys(steps))
+        if held != self._book.state.in_hand:
+            self._decisions.record(BatchesHeld(steps=held))
 
     def _require_current(self, version: PolicyVersion) -> None:
         if version != self._book.version:

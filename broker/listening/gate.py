@@ -41,9 +41,10 @@ class Limit(NamedTuple):
 
 
 NO_LIMIT = Limit(1 << 20, "")
+_MOST_CONNECTIONS = 4_096  # where there are descriptors for a million
 
 
-def limit_of(share: float, *, most: int = NO_LIMIT.most, setting: str = "") -> Limit:
+def limit_of(share: float, *, most: int = _MOST_CONNECTIONS, setting: str = "") -> Limit:
     """Return a share of the descriptors that this process may open, or ``most`` if that is less.
 
     Shares of what one process listens at are less than one together: the rest is for all else.
@@ -139,7 +140,10 @@ def listening_at(host: str, port: int) -> socket.socket:
     Raises:
         OSError: it cannot.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    families = {family for family, *_ in found}
+    is_v4 = socket.AF_INET in families and ":" not in host
+    family = socket.AF_INET if is_v4 else socket.AF_INET6
     takes_both = plain(host) == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(
         (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both
@@ -169,8 +173,8 @@ class ConnectionCount:
         self.num_connections = 0
         events = f"inproc://connections-{int(watched.getsockopt(zmq.FD))}"
         watched.monitor(events, _EVENTS)
-        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(watched.context.underlying)
-        self._monitor = plain.socket(zmq.PAIR)  # read in a thread, whatever the context is
+        shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(watched.context.underlying)
+        self._monitor = shadow.socket(zmq.PAIR)  # read in a thread, whatever the context is
         self._monitor.connect(events)
         self._thread = threading.Thread(target=self._count, name="connections", daemon=True)
         self._thread.start()

@@ -23,7 +23,8 @@ _HEAD_S = 10.0  # in which the head of the first request must have come
 _MAX_HEAD_BYTES = 64 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
 _SPARE = 16  # of the holder of a key, besides those of its calls at a time
-_LAST = {401, 403, 404, 405}  # statuses after which a connection, which may have no key, is closed
+_LAST = {401, 403, 404, 405, 417}
+"""Statuses after which a connection, which may have no key, is closed; 417 precedes any check."""
 _BEARER = "Bearer "
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class HttpServer:
         self._held: dict[str, set[asyncio.BaseTransport]] = {}  # by key
         self._rarely = Rarely(_log)
         app.middlewares.insert(0, self._guard)
+        app.on_response_prepare.append(_hang_up)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=cancels,
@@ -166,17 +168,9 @@ class HttpServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Refuse names of others, and hang up on who may have shown no key."""
-        try:
-            self._refuse_unknown_name(request)
-            response = await handler(request)
-        except web.HTTPException as error:
-            if error.status in _LAST:
-                error.force_close()
-            raise
-        if response.status in _LAST and not response.prepared:
-            response.force_close()
-        return response
+        """Refuse names of others."""
+        self._refuse_unknown_name(request)
+        return await handler(request)
 
     def _refuse_unknown_name(self, request: web.Request) -> None:
         name = name_of(request.headers.get("Host", ""))
@@ -184,6 +178,12 @@ class HttpServer:
         reached = transport.get_extra_info("sockname") if transport is not None else None
         if name not in self.names and name != (plain(reached[0]) if reached else ""):
             raise web.HTTPForbidden(text="unknown host name\n")
+
+
+async def _hang_up(_request: web.Request, response: web.StreamResponse) -> None:
+    """Hang up on who may have shown no key."""
+    if response.status in _LAST:
+        response.force_close()
 
 
 class _HeadFirst(asyncio.Protocol):

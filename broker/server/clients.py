@@ -71,9 +71,9 @@ class Clients:
             case Heartbeat(lease_ids=lease_ids):
                 lost = self._leases.extend(session.holder, lease_ids, now_s=self._now())
                 return Reply(HeartbeatAnswer(lost=lost))
-            case Goodbye():
+            case Goodbye(is_stopped=is_stopped):
                 if session.holder == self._ledger.book.state.learner:
-                    self._ledger.training.leave()
+                    self._ledger.training.leave(is_stopped=is_stopped)
                 self._leases.release_all(session.holder, "left")
                 self._report.telemetry.left(session.name)
             case _:

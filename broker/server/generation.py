@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.lease_book import LeaseBook
+from slipstream.broker.ledger.scoring_queue import MAX_GRANTED_BYTES
 from slipstream.broker.server.reply import Reply, log_text
 from slipstream.broker.server.scoring import Scoring
 from slipstream.broker.server.sessions import Session, Sessions
@@ -90,35 +91,12 @@ class Generation:
         """Answer a generator that has waited long enough."""
         return Reply(GroupsLeased(groups=(), finished=self._ledger.book.over))
 
-    def _check_sizes(self, header: TrajectoryHeader, frames: Sequence[Frame]) -> None:
-        """Refuse more bytes than the header's tokens can have.
-
-        Raises:
-            RefusedError: a frame is larger.
-        """
-        read = header.num_tokens - header.num_prompt_tokens
-        most = {
-            "payload": _HEAD_BYTES + header.num_tokens * self._ledger.book.rules.max_token_bytes,
-            "response": read * MAX_TEXT_BYTES,
-            "text of turns": _HEAD_BYTES + header.num_response_tokens * (MAX_TEXT_BYTES + 5),
-        }
-        for (what, limit), frame in zip(most.items(), frames, strict=False):
-            if len(frame) > limit:
-                raise RefusedError(
-                    f"a {what} of {len(frame)} bytes in group {header.group_id}, whose "
-                    f"{header.num_tokens} tokens can have {limit} at most (sampling.max_kept_tokens"
-                    ", run.routing_replay)"
-                    if what == "payload"
-                    else f"a {what} of {len(frame)} bytes in group {header.group_id}, whose tokens "
-                    f"can have {limit} at most: {MAX_TEXT_BYTES} for each"
-                )
-
     def _submit(
         self, session: Session, request: SubmitTrajectory, frames: Sequence[Frame]
     ) -> Reply:
         header = request.header
         expect_frames(frames, 3 if header.turns else 2, "SubmitTrajectory")
-        self._check_sizes(header, frames)
+        _refuse_larger(header, frames, self._ledger.book.rules.max_token_bytes)
         key = (header.group_id, header.sibling)
         prompt = self._ledger.answered(session.holder, header).prompt
         response = decode_text(frames[1], "response")
@@ -140,3 +118,37 @@ class Generation:
             score = replace(request.score, group_id=key[0], sibling=key[1])
             self._scoring.take(session, score)
         return Reply(Done(), put={key: stored})
+
+
+def most_bytes(header: TrajectoryHeader, max_token_bytes: int) -> dict[str, int]:
+    """Return the most bytes of each frame of a trajectory with this header. Pure.
+
+    Args:
+        header: of the trajectory.
+        max_token_bytes: of a token in a payload.
+    """
+    # What an environment asked first is in the response, and so are names of roles.
+    response = _HEAD_BYTES + header.num_tokens * MAX_TEXT_BYTES
+    return {
+        "payload": _HEAD_BYTES + header.num_tokens * max_token_bytes,
+        "response": min(response, MAX_GRANTED_BYTES),
+        "text of turns": _HEAD_BYTES + header.num_response_tokens * (MAX_TEXT_BYTES + 5),
+    }
+
+
+def _refuse_larger(header: TrajectoryHeader, frames: Sequence[Frame], max_token_bytes: int) -> None:
+    """Refuse more bytes than the header's tokens can have.
+
+    Raises:
+        RefusedError: a frame is larger.
+    """
+    most = most_bytes(header, max_token_bytes)
+    for (what, limit), frame in zip(most.items(), frames, strict=False):
+        if len(frame) > limit:
+            setting = f"{MAX_TEXT_BYTES} bytes of text for each"
+            if what == "payload":
+                setting = "sampling.max_kept_tokens, run.routing_replay"
+            raise RefusedError(
+                f"a {what} of {len(frame)} bytes in group {header.group_id}, whose "
+                f"{header.num_tokens} tokens can have {limit} at most ({setting})"
+            )

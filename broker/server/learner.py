@@ -98,12 +98,13 @@ class Learner:
         return Reply(Done())
 
     def _refuse_others(self, session: Session, request: LearnerRequest | RequestBatch) -> None:
-        """Refuse what is for the learner that took over: other ranks may fetch payloads alone."""
+        """Refuse what is for the learner that took over."""
         trains = self._book.state.learner
-        if trains and _taken_by(session) != trains:
+        if _taken_by(session) != trains:
+            who = f"{name_of(trains)}, which" if trains else "the one that"
             raise ForbiddenError(
                 f"{session.name} does not train this run: {type(request).__name__} is for "
-                f"{name_of(trains)}, which took over"
+                f"{who} took over"
             )
 
     # ---- epochs --------------------------------------------------------------
@@ -111,6 +112,8 @@ class Learner:
     def _take_over(self, session: Session, request: TakeOver) -> TookOver:
         before, epoch = self._book.step, self._book.version.epoch
         learner = _taken_by(session)
+        if session.peer.key and not learner:
+            raise RefusedError("a learner takes over by its incarnation, which its hello names")
         self._clients.refuse_other_run(request.run_id)
         trains = self._book.state.learner
         if trains and trains != learner and self._sessions.is_connected(trains):
@@ -204,7 +207,7 @@ class Learner:
 
     def _commit(self, request: StepCommit) -> StepCommitted:
         before = self._book.step
-        metrics = {**request.metrics}
+        metrics = dict(request.metrics)
         sampled = self._book.sampled_reward()
         if sampled is not None:
             metrics["reward/sampled"] = sampled

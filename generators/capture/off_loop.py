@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 LARGE_BYTES = 1 << 16
+_threads = ThreadPoolExecutor(2, "large-requests")  # those of the loop are for weights, too
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -13,4 +16,5 @@ async def off_loop(size: int, call: Callable[P, T], *given: P.args, **named: P.k
     """Return what a call returns that works on so many bytes: in a thread if they are many."""
     if size < LARGE_BYTES:
         return call(*given, **named)
-    return await asyncio.to_thread(call, *given, **named)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_threads, partial(call, *given, **named))

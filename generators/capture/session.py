@@ -26,6 +26,7 @@ from slipstream.wire.messages.trajectory import Json
 Sample = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 _TOOL_CHARACTERS = 1 << 16  # of tools, which a template may leave out
 _BYTES_OF_A_CHARACTER = 12  # in JSON at most: two escapes
+_LONG_KEY = 32  # characters; shorter ones count with their values
 _DIGEST_BYTES = 20
 ParseTools = Callable[[str, Sequence[Json]], Awaitable[tuple[str, list[dict[str, Json]]]]]
 
@@ -271,7 +272,10 @@ class CaptureSession:
 
 
 def num_characters(value: Json) -> int:
-    """Return how many characters the texts of a value have; a number or an empty text is one."""
+    """Return how many characters the texts of a value have; a number or an empty text is one.
+
+    Of the keys of objects long ones count.
+    """
     found, waiting = 0, [value]
     while waiting:
         match waiting.pop():
@@ -280,6 +284,7 @@ def num_characters(value: Json) -> int:
             case list(parts) | tuple(parts):
                 waiting += parts
             case dict(parts):
+                found += sum(len(key) for key in parts if len(key) > _LONG_KEY)
                 waiting += parts.values()
             case None:
                 pass

@@ -35,7 +35,8 @@ from slipstream.generators.environments.sdk import (
     Unavailable,
     schema_of,
 )
-from slipstream.wire.messages.trajectory import ChatMessage, Json
+from slipstream.wire.messages.bounds import shortened
+from slipstream.wire.messages.trajectory import MAX_PART_NAME, ChatMessage, Json
 
 _READ_BYTES = 1 << 16
 
@@ -71,7 +72,7 @@ class _Acting:
                 made = self._loaded.make()
                 await self._turns(made, begin)
         except Unavailable as error:
-            await self._send(Unable(reason=str(error) or "Unavailable"))
+            await self._send(Unable(reason=shortened(str(error)) or "Unavailable"))
         except BaseException as error:  # noqa: BLE001 foreign code may raise anything
             await self._send(Unable(reason=f"{type(error).__name__}: {error}"[:2_000]))
         while await self._receive() is not None:
@@ -91,7 +92,7 @@ class _Acting:
                 messages=messages_of(step.messages),
                 reward=number(step.reward, "reward"),
                 done=bool(step.done),
-                parts={str(name): number(one, name) or 0.0 for name, one in step.parts.items()},
+                parts=_parts(step.parts),
             )
             await self._send(turned)
             if turned.done or not turned.messages:
@@ -140,9 +141,13 @@ async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
             reward=number(given.pop("score", None), "score"),
             turn_rewards=_numbers(given.pop("turn_rewards", None), "turn_rewards"),
             done=True,
-            parts={str(name): number(one, name) or 0.0 for name, one in given.items()},
+            parts=_parts(given),
         )
     return Turned(messages=(), reward=number(found, "reward"), done=True)
+
+
+def _parts(given: Mapping[Any, object]) -> dict[str, float]:
+    return {str(name)[:MAX_PART_NAME]: number(one, name) or 0.0 for name, one in given.items()}
 
 
 def number(value: object, name: str) -> float | None:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from slipstream.generators.capture.requests import ChatRequest, content_text
 from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
-from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.capture.session import CaptureSession, num_characters
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.messages import (
     Begin,
@@ -123,16 +123,18 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
     turned = await _turned(acting)
     if not turned.messages:
         raise EnvironmentFailedError("reset returned no message")
-    messages: list[dict[str, Json]] = list(turned.messages)
-    outcome, tools = Outcome("environment", messages), list(turned.tools) or None
+    said: list[dict[str, Json]] = []
+    outcome, tools = Outcome("environment", said), list(turned.tools) or None
     while True:
+        asked = [*said, *turned.messages]
         try:
-            reply = await session.chat(ChatRequest(messages=list(messages), tools=tools))
+            request = ChatRequest(messages=asked, tools=tools)
+            reply = await session.chat(request, num_characters(asked))
         except TrajectoryLimitError as error:
             outcome.ended_by = _limit_of(session, str(error))
             return outcome
         session.keep(reply)
-        messages.append(reply.message)
+        said[:] = [*asked, reply.message]
         await acting.tell(
             Replied(
                 text=reply.text,
@@ -146,7 +148,6 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
         outcome.parts |= turned.parts
         if turned.done or not turned.messages:
             return outcome
-        messages += turned.messages
 
 
 async def _driven(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from typing_extensions import override
 
@@ -16,7 +17,7 @@ from slipstream.learner.model.flops import SequenceCost
 from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
-from slipstream.wire.errors import ProtocolError, RefusedError
+from slipstream.wire.errors import ProtocolError, RefusedError, SlipstreamError
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.bounds import finite, shortened
 from slipstream.wire.messages.broker import (
@@ -47,6 +48,7 @@ from slipstream.wire.process.usage import ProcessUsage
 
 _log = logging.getLogger(__name__)
 _POLL_S, _LOG_WAITING_AFTER_S = 1.0, 10.0
+_GOODBYE_S = 10.0
 
 
 class LeaderLink(PayloadLink):
@@ -175,9 +177,21 @@ class LeaderLink(PayloadLink):
         answer, _ = self._loop.run(self._client.ask(request, LedgerSnapshotAnswer))
         return answer.data
 
-    def leave(self) -> None:
-        """Let the other roles leave; returns when that is durable."""
-        self._loop.run(self._client.ask(Goodbye(), Done))
+    def leave(self, *, is_stopped: bool = False) -> None:
+        """Let the other roles leave; returns when that is durable.
+
+        Args:
+            is_stopped: say that this learner was asked to end, if the broker can be reached.
+        """
+        if not is_stopped:
+            self._loop.run(self._client.ask(Goodbye(), Done))
+            return
+        with suppress(SlipstreamError, TimeoutError):
+            self._loop.run(self._stopped())
+
+    async def _stopped(self) -> None:
+        async with asyncio.timeout(_GOODBYE_S):
+            await self._client.ask(Goodbye(is_stopped=True), Done)
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Report steps that the broker need not keep any more; returns when that is durable."""

@@ -84,8 +84,8 @@ class LeadingLink(RankLink, Protocol):
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
         """Return the broker's part of a checkpoint of ``version``."""
 
-    def leave(self) -> None:
-        """Report that the run is complete and that this learner has no more requests."""
+    def leave(self, *, is_stopped: bool = False) -> None:
+        """Report that this learner has no more requests: the run is complete, or it is stopped."""
 
     def end(self) -> None:
         """Stop the relay: this learner ends as planned and no other follows it."""

@@ -99,6 +99,7 @@ def unpack(
     *,
     vocab_size: int,
     longest: int = MAX_TOKENS,
+    max_turns: int = MAX_TOKENS,
     experts: ExpertSizes | None = None,
 ) -> TrainTrajectory:
     """Return a trajectory's arrays, those of the payload without copying them.
@@ -108,20 +109,26 @@ def unpack(
         payload: its arrays.
         vocab_size: of the model.
         longest: most tokens of a trajectory in this run.
+        max_turns: most turns with an environment; 0: there is none.
         experts: sizes of a model that chooses the engine's experts again; None leaves them.
 
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
-            belong together, it is longer than any of this run, a token is outside the vocabulary or
-            not among those that it was sampled from, experts are not the model's, the loss mask is
-            not on the chosen tokens, or a logprob is not finite or above 0 (by more than rounding,
-            1e-3 nats).
+            belong together, it is longer than any of this run or has more turns, a token is outside
+            the vocabulary or not among those that it was sampled from, experts are not the model's,
+            the loss mask is not on the chosen tokens, or a logprob is not finite or above 0 (by
+            more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     if header.num_tokens > longest:
         raise ProtocolError(
             f"{name} has {header.num_tokens} tokens, one of this run {longest} at most "
             "(environment.max_tokens, or sampling.max_prompt_tokens and max_response_tokens)"
+        )
+    if len(header.turns) > max_turns:
+        raise ProtocolError(
+            f"{name} has {len(header.turns)} turns, one of this run {max_turns} at most "
+            "(environment.max_turns; without an environment.function there are none)"
         )
     if payload.token_ids.shape != (header.num_tokens,):
         raise ProtocolError(

@@ -243,7 +243,7 @@ class ReplayLink:
         """Return nothing: there is no broker."""
         return b""
 
-    def leave(self) -> None:
+    def leave(self, *, is_stopped: bool = False) -> None:
         """Do nothing: no role waits."""
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:

@@ -51,6 +51,7 @@ def unpack_share(
     *,
     vocab_size: int,
     longest: int = MAX_TOKENS,
+    max_turns: int = MAX_TOKENS,
     experts: ExpertSizes | None = None,
 ) -> dict[int, TrainTrajectory] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
@@ -67,6 +68,7 @@ def unpack_share(
                 decode_payload(frame),
                 vocab_size=vocab_size,
                 longest=longest,
+                max_turns=max_turns,
                 experts=experts,
             )
         except ProtocolError as error:

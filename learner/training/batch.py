@@ -114,13 +114,14 @@ class BatchTraining:
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(order.step + 1)
         with self._clock.phase("pack"):
-            hf = self._policy.model.hf_config
+            hf, acts = self._policy.model.hf_config, self._settings.environment
             sequences = unpack_share(
                 order,
                 self._topology,
                 frames,
                 vocab_size=hf.vocab_size,
-                longest=self._settings.environment.longest(self._settings.sampling),
+                longest=acts.longest(self._settings.sampling),
+                max_turns=acts.max_turns if acts.is_named else 0,
                 experts=expert_sizes(hf) if self._settings.run.routing_replay == "R3" else None,
             )
             if isinstance(sequences, Rejection):

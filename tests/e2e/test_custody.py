@@ -19,6 +19,7 @@ from tests.support.tool_policy import write_tool_policy
 pytestmark = [pytest.mark.e2e]
 AGENT = ROOT / "tests" / "e2e" / "environments" / "wandering.py"
 SAME = 1e-4
+FEW_FILES = 4_096  # the fewest that a broker takes; strangers try to take them all
 Sampled = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -87,7 +88,7 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
         "environment.tool_call_parser": "qwen25",
     }
     attacked: list[Attacked] = []
-    with environment_server(tmp_path, environment) as there:
+    with environment_server(tmp_path, environment, few_files=FEW_FILES) as there:
         run = TinyRun(
             tmp_path,
             {
@@ -110,6 +111,7 @@ def test_trained_tokens_are_those_that_the_engine_sampled(
                 "learner.max_rollout_bytes": 1 << 30,
             },
             before=prepare,
+            few_files=FEW_FILES,
         )
         run.wait_until(lambda: run.steps() >= 1, "a step")
         attacked = attack(tree_of(os.getpid()))

@@ -221,12 +221,13 @@ async def test_requests_without_a_key_are_refused_and_seldom_logged_whatever_is_
 
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("path", ["v1/models", "nothing", "v1/chat/completions"])
-async def test_who_shows_no_key_asks_once(name: str, path: str, tmp_path: Path):
+@pytest.mark.parametrize("expects", [b"", b"Expect: x\r\n"])
+async def test_who_shows_no_key_asks_once(name: str, path: str, expects: bytes, tmp_path: Path):
     """What follows the first request of a connection is not limited like that one."""
 
     async with web(name, tmp_path) as address:
-        asked = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 2
-        said = await asyncio.to_thread(all_said, address, asked)
+        asked = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path.encode(), expects)
+        said = await asyncio.to_thread(all_said, address, asked * 2)
     assert said.count(b"HTTP/1.1 ") == 1
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
+from slipstream.broker.server.generation import most_bytes
 from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
@@ -23,6 +24,7 @@ from tests.support.canned_engine import CannedEngine, completion
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
+TOKEN_BYTES = 16  # of arrays, for each token
 GUESSING = Path(__file__).parent / "environments" / "guessing.py"
 
 
@@ -73,7 +75,10 @@ async def submission_of(
         ) as turn_sampler,
         booking.by_call() as lanes,
     ):
-        return await turn_sampler.run(work, 0, lanes)
+        message, frames = await turn_sampler.run(work, 0, lanes)
+    most = most_bytes(message.header, TOKEN_BYTES)
+    assert all(len(frame) <= most[what] for what, frame in zip(most, frames, strict=False))
+    return message, frames
 
 
 @pytest.mark.parametrize(
@@ -140,6 +145,13 @@ def test_a_trajectory_that_nobody_would_reward_has_failed(
         EnvironmentFailedError, match=rf"^the environment gave no reward{ended}, and .*workers = 0"
     ):
         asyncio.run(submission_of(tmp_path, name, must_reward=True, **limits))
+
+
+def test_what_did_not_fit_into_a_trajectory_is_no_part_of_it(tmp_path: Path):
+    message, frames = asyncio.run(submission_of(tmp_path, "LongAnswer", max_tokens=3_000))
+    assert bytes(frames[1]).startswith(b"user: " + b"1" * 2_000)
+    assert b"2" * 100_000 not in bytes(frames[1])
+    assert message.header.num_tokens < 3_000
 
 
 def test_an_environment_that_rewards_nothing_is_refused_where_nobody_else_does(tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.generators.sglang.start_order import free_port
-from tests.support.tiny_run import ROOT, TinyRun, overrides_of, slipstream
+from tests.support.tiny_run import ROOT, TinyRun, limited_to, overrides_of, slipstream
 from tests.support.waiting import HANG_S
 
 _SETTINGS = {
@@ -21,12 +21,15 @@ _SETTINGS = {
 
 
 @contextmanager
-def environment_server(folder: Path, settings: Mapping[str, object]) -> Iterator[dict[str, object]]:
+def environment_server(
+    folder: Path, settings: Mapping[str, object], *, few_files: int = 0
+) -> Iterator[dict[str, object]]:
     """Start a server as documented; yield a run's settings that name it. Ctrl-C ends it in order.
 
     Args:
         folder: of its key and its output.
         settings: of the environment.
+        few_files: that a process of it may have open; 0 is any number.
     """
     keys, log = folder / "environment-keys", folder / "server.log"
     slipstream("keys", "make", "envs", "--role", "observer", "--keys", keys)
@@ -39,7 +42,10 @@ def environment_server(folder: Path, settings: Mapping[str, object]) -> Iterator
         *overrides_of({**settings, **key}),
     ]
     with log.open("w") as output:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        limits = limited_to(few_files) if few_files else None
+        server = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=output, preexec_fn=limits
+        )
     try:
         yield {**key, "environment.servers": f'["{at}"]'}
         server.send_signal(signal.SIGINT)

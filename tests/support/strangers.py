@@ -2,8 +2,11 @@
 
 import ctypes
 import re
+import resource
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -80,6 +83,7 @@ MALFORMED = {
     "a token that is no text": b"GET /?token=%%ff%%ed%%a0%%80 HTTP/1.1\r\nHost: %s\r\n\r\n",
     "a cookie that is no text": b"GET / HTTP/1.1\r\nHost: %s\r\nCookie: \xff=\xfe; =\r\n\r\n",
     "no key": b"GET /v1/models HTTP/1.1\r\nHost: %s\r\n\r\n",
+    "an expectation": b"GET /v1/models HTTP/1.1\r\nHost: %s\r\nExpect: x\r\n\r\n",
     "no host": b"GET / HTTP/1.1\r\n\r\n",
     "a host that is none": b"GET / HTTP/1.1\r\nHost: [::1\xff\r\n\r\n",
     "no HTTP": b"\x16\x03\x01\x02\x00%s\r\n\r\n",
@@ -150,8 +154,11 @@ def filled_heads(address: tuple[str, int], count: int, num_bytes: int) -> Iterat
 # saying nothing that ZeroMQ or HTTP says.
 _OTHERS = re.compile(r"\b(sglang|redis|valkey|ray|raylet|gcs_server)\b")
 _COUNT, _EACH_BYTES = 30, 15 << 20
+_FEW_FILES = 5_000  # of a process whose descriptors are attacked
+_LOOKS, _LOOK_S = 15, 0.1
+_one_at_a_time = threading.Lock()
 _MOST_GROWTH = 128 << 20  # a quarter of what is sent, beside what a role itself makes meanwhile
-REFUSED = {0, 400, 401, 403, 404, 405}  # 0 is hung up on
+REFUSED = {0, 400, 401, 403, 404, 405, 417}  # 0 is hung up on
 
 
 @dataclass(frozen=True)
@@ -163,10 +170,14 @@ class Attacked:
     kind: str  # ROUTER or HTTP
     grown_bytes: int
     answered: dict[str, int]  # statuses that are no refusals
+    most_files: int  # that it may open
+    files_left: int  # beside as many connections as get in
 
 
 def attack(pids: Iterable[int]) -> list[Attacked]:
     """Attack what of ours these processes listen at, without a key; return what was found."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # for many connections at a time
     places = {one: pid for pid in pids for one in listeners_of([pid])}
     ours = {one: pid for one, pid in places.items() if not is_of_others(one.program)}
     with ThreadPoolExecutor(max(1, len(ours))) as threads:
@@ -193,7 +204,22 @@ def _attack_inside(pid: int, listener: Listener) -> Attacked | None:
     if kind == "HTTP":
         found = {what: status_of(address, request) for what, request in MALFORMED.items()}
         answered = {what: status for what, status in found.items() if status not in REFUSED}
-    return Attacked(listener.program, listener.port, kind, grown, answered)
+    most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+    left = _files_left(pid, address, most) if most <= _FEW_FILES else most
+    return Attacked(listener.program, listener.port, kind, grown, answered, most, left)
+
+
+def _files_left(pid: int, address: tuple[str, int], most: int) -> int:
+    """Return how many files a process may still open beside connections that say nothing.
+
+    As many are tried as it may open. Those that get in are closed after seconds.
+    """
+    left = most
+    with _one_at_a_time, silent(address, most):
+        for _ in range(_LOOKS):
+            left = min(left, most - num_descriptors(pid))
+            time.sleep(_LOOK_S)
+    return left
 
 
 def assert_held(found: Iterable[Attacked]) -> None:
@@ -201,6 +227,7 @@ def assert_held(found: Iterable[Attacked]) -> None:
     for one in found:
         assert one.answered == {}, one
         assert one.grown_bytes < _MOST_GROWTH, one
+        assert one.files_left >= one.most_files // 16, one
 
 
 def _kind(address: tuple[str, int]) -> str:

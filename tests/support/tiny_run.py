@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,11 @@ def differences_in(run: Path, *, most_versions: int | None = None) -> list[tuple
     ]
 
 
+def limited_to(few_files: int) -> Callable[[], None]:
+    """Have a process that is started, and all below it, open so many files at most."""
+    return partial(resource.setrlimit, resource.RLIMIT_NOFILE, (few_files, few_files))
+
+
 class TinyRun:
     """One run in a folder of its own."""
 
@@ -195,8 +202,12 @@ class TinyRun:
         options: Sequence[str] = (),
         before: Callable[[Path], None] = lambda _folder: None,
         environment: Mapping[str, str] | None = None,
+        few_files: int = 0,
     ) -> None:
-        """Start a run; ``before`` may spoil the inputs in ``folder``."""
+        """Start a run; ``before`` may spoil the inputs in ``folder``.
+
+        Of ``few_files`` a process may have that many open.
+        """
         self.folder = folder / "runs" / "tiny"
         tiny_inputs(folder)
         config = folder / "run.toml"
@@ -216,6 +227,7 @@ class TinyRun:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "COLUMNS": "200", **(environment or {})},  # noqa: TID251
+                preexec_fn=limited_to(few_files) if few_files else None,
             )
         self.descendants: set[psutil.Process] = set()
         self.listeners: set[Listener] = set()  # of all its processes, at any time

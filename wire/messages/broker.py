@@ -191,6 +191,8 @@ class RejectPrompt(Message, frozen=True):
 class Goodbye(Message, frozen=True):
     """This client ends: lease its work to others. Answered by Done."""
 
+    is_stopped: bool = False  # a learner that was asked to end; others have nothing left to do
+
 
 # ---- reward workers ----------------------------------------------------------
 

@@ -41,6 +41,7 @@ from slipstream.generators.environments.remote.messages import (
 )
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.process.patience import Silence
 from slipstream.wire.process.rarely import Rarely
 
@@ -224,11 +225,11 @@ class EnvironmentServer:
                         said = Unable(reason="it sent nonsense")
                     await self._send(client, Heard(number=one.number, said=said))
         except EnvironmentFailedError as error:
-            await self._send(client, Failed(number=one.number, reason=str(error)))
+            await self._send(client, Failed(number=one.number, reason=shortened(str(error))))
         except Exception as error:  # noqa: BLE001 the other side waits for an answer
             _log.exception("a trajectory of generator %s", client.name)
             why = f"the environment server failed: {type(error).__name__}: {error}"
-            await self._send(client, Failed(number=one.number, reason=why))
+            await self._send(client, Failed(number=one.number, reason=shortened(why)))
 
     def _through_proxy(self, client: _Client, one: _Trajectory, begin: Begin) -> Begin:
         async def ask(call: int, path: str, body: bytes) -> None:

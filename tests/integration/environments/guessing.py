@@ -192,6 +192,16 @@ class RunsPrograms(Environment):
         return Step(done=True, reward=float(found.text), parts={"ok": float(found.status == "ok")})
 
 
+class LongAnswer(Environment):
+    """Has a long question and an answer that no trajectory holds."""
+
+    async def reset(self, _prompt: Prompt) -> str:
+        return "1" * 2_000
+
+    async def step(self, _reply: Reply) -> Messages:
+        return "2" * 4_000_000
+
+
 class NoRole(Environment):
     async def step(self, _reply: Reply) -> Messages:
         return {"content": "who says this?"}

@@ -569,8 +569,12 @@ def test_a_batch_that_three_learners_have_not_finished_becomes_dead_letters():
     make_ready(ledger, lease(ledger, max_sequences=4))
     batch = ledger.training.deliver(ledger.book.version)
     assert isinstance(batch, list)
+    ids = [one.group_id for one in batch]
     for end in range(3):
-        assert ledger.training.deliver(ledger.book.version) == batch, "as it was"
+        again = ledger.training.deliver(ledger.book.version)
+        assert isinstance(again, list)
+        assert [one.group_id for one in again] == ids, "as it was"
+        ledger = make_ledger(ledger.book.rules, state=stored(ledger.book.state))  # it ends, too
         ledger.training.take_over(0, learner=f"learner@{end}")
     letters = stored(ledger.book.state).dead_letters
     assert {one.group_id for one in batch} == set(letters)
@@ -590,7 +594,7 @@ def test_a_learner_that_had_no_batch_or_finished_it_or_left_in_order_counts_for_
     ledger = begun(total_steps=9)
     make_ready(ledger, lease(ledger, max_sequences=8))
     ledger.training.deliver(ledger.book.version)
-    ledger.training.leave()
+    ledger.training.leave(is_stopped=True)
     ledger.training.take_over(0)  # the one before left in order, and this one asks for nothing
     ledger.training.take_over(0)
     assert ledger.book.state.cut_off == {}

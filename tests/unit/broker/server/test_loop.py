@@ -105,8 +105,8 @@ async def test_a_run_of_one_step_goes_through_every_role(it: Running):
     status = it.status
     assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
     assert status.steps_history[0].metrics == {"policy/loss": 1.0, "reward/sampled": 0.5}
-    # taken over, issued, leased, 2 generated, 2 scored, delivered, trained, left
-    assert len(stored) == 10
+    # taken over, issued, leased, 2 generated, 2 scored, delivered, held, trained, left
+    assert len(stored) == 11
 
 
 async def test_client_without_a_hello_is_refused(it: Running):
@@ -213,10 +213,10 @@ async def test_malformed_frames_are_counted_and_the_loop_keeps_running(it: Runni
     [
         (broker.TakeOver(step=3), "holds step 3, this run is at step 0"),
         (
-            broker.RequestBatch(version=V0, step=V0.step, wait_s=0.0),
-            "the learner is at v1.0, the run at v0.0",
+            broker.RequestBatch(version=PolicyVersion(2, 0), step=0, wait_s=0.0),
+            "the learner is at v2.0, the run at v1.0",
         ),
-        (broker.StepCommit(version=PolicyVersion(1, 1), metrics={}), "the learner is at v1.0"),
+        (broker.StepCommit(version=PolicyVersion(2, 1), metrics={}), "the learner is at v2.0"),
         (broker.FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
     ],
 )
@@ -224,6 +224,8 @@ async def test_what_the_ledger_refuses_comes_back_with_its_reason(
     it: Running, request_: broker.Request, why: str
 ):
     learner = await it.client("learner", "learner")
+    if not isinstance(request_, broker.TakeOver):
+        await learner.ask(broker.TakeOver(step=0), broker.TookOver)
     with pytest.raises(RefusedError, match=re.escape(why)):
         await learner.ask_any(request_)
     assert it.status.queue["rejected_messages"] == 1
@@ -635,7 +637,7 @@ async def test_texts_and_arrays_of_an_answer_have_no_more_bytes_than_its_tokens_
     async with running(short_folder, make_ledger(rules)) as it:
         _, generator, _ = await it.opened()
         whole = header(0, 0, V0)
-        text = 1_024 * RESPONSE_TOKENS
+        text = 1_024 * (1 + whole.num_tokens)
         large: list[tuple[TrajectoryHeader, list[bytes], str]] = [
             (whole, [b"", b"x" * (text + 1)], f"a response of {text + 1} bytes.*{text} at most"),
             (whole, [b"x" * 1_079, b""], "a payload of 1079 bytes.*1078.*sampling.max_kept_tokens"),

@@ -152,6 +152,15 @@ def test_what_no_policy_can_have_sampled_is_refused():
             unpack(given, payload(logprobs, **arrays), vocab_size=VOCAB)
 
 
+def test_what_is_longer_than_any_trajectory_of_the_run_is_refused():
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    with pytest.raises(ProtocolError, match="has 4 tokens, one of this run 3 at most"):
+        unpack(header(), arrays, vocab_size=VOCAB, longest=3)
+    turns = replace(header(), num_prompt_tokens=1, turns=(Turn(1, 1), Turn(3, 1)))
+    with pytest.raises(ProtocolError, match="has 2 turns, one of this run 0 at most"):
+        unpack(turns, arrays, vocab_size=VOCAB, longest=4, max_turns=0)
+
+
 def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
     certain = payload([0.0, 0.0, 0.0, 9e-4])
     assert unpack(header(), certain, vocab_size=VOCAB).loss_mask.sum() == 2
