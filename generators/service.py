@@ -222,7 +222,6 @@ def _subscriber(
         adapters=engine if isinstance(engine, AdapterEngine) else None,
         forward=bus.forward if is_far else "",  # a learner's host has its relay
         forwards_plain=bus.bulk == "plain",
-        trusts_xxh3=bus.digests == "xxh3",
         connections=bus.connections,
         others=leader,
     )

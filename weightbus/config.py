@@ -92,8 +92,8 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     keyed also what strangers in a network without encryption made up, as its keys come encrypted;
     blake2b also what a hostile generator made up, which knows these. The first two cost little,
     blake2b a core for about 1 GB/s. auto is blake2b with chains (`weightbus.fanout`), which take
-    nothing else; without them xxh3, or keyed where `weightbus.bulk` is plain. A generator takes
-    xxh3 from a plain door only if it is set to xxh3 itself."""
+    nothing else; without them xxh3, or keyed where `weightbus.bulk` is plain, which takes no
+    xxh3."""
     parts: Literal["auto", "off"] = "auto"
     """Of a learner on several hosts: with auto each keeps and serves the tensors that it writes,
     over tcp; with off the first host keeps all of them, for every transport."""
@@ -111,11 +111,6 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
         if self.fanout:
             return "blake2b"
         return "xxh3" if self.bulk == "encrypted" else "keyed"
-
-    @property
-    def takes_plain(self) -> bool:
-        """True if no stranger can change what goes unencrypted unnoticed, or that is accepted."""
-        return self.digests == "xxh3" or self.digest_kind != "xxh3"
 
 
 def weightbus_section(table: Table) -> WeightBusSection:
@@ -141,6 +136,11 @@ def weightbus_section(table: Table) -> WeightBusSection:
             f'weightbus.digests = "{found.digests}" with weightbus.fanout = {found.fanout}: what '
             'comes from another generator is checked by "blake2b" (or "auto") alone, since that '
             "generator could make other bytes with such a digest"
+        )
+    if found.bulk == "plain" and found.digests == "xxh3":
+        raise ConfigError(
+            'weightbus.digests = "xxh3" with weightbus.bulk = "plain": whoever can write in that '
+            'network could change weights unnoticed; set "auto", "keyed" or "blake2b"'
         )
     for name, address in (("listen", found.listen), ("forward", found.forward)):
         if address and (why := _why_no_address(address)):

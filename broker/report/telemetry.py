@@ -146,7 +146,8 @@ class Telemetry:
         """Start clocks, of newly ready groups and of the learner's step. Call it every second."""
         self._age_of_oldest_ready(book)
         now = self._now()
-        self._step_watch.look(book.version, book.state.batches.get(book.step, ()), now)
+        held = book.step in book.state.in_hand
+        self._step_watch.look(book.version, book.state.batches[book.step] if held else (), now)
         slow = self._step_watch.slow(now)
         if slow is not None and not self._told_slow:
             _log.warning("%s", slow.text)

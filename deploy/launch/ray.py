@@ -453,7 +453,8 @@ class RaySite:
     def _key_of(self, plan: RolePlan) -> tuple[str, Role]:
         """Return name and role of the key of a process: one per host and role."""
         role = key_role(plan.name)
-        return f"{self._hosts[plan.name].address}.{role}".replace(":", "-"), role
+        name = f"{self._hosts[plan.name].address}.{role.replace('_', '-')}"
+        return name.replace(":", "-"), role
 
     def _make_keys(self, names: Sequence[tuple[str, Role]]) -> None:
         folder = keys_folder(self._config.run, self._config.broker.broker).absolute()

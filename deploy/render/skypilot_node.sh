@@ -29,10 +29,11 @@ if [ "$rank" = 0 ]; then
     done
 fi
 if [ "$rank" -lt "$learner_nodes" ]; then
-    nodes=()
+    nodes=() part=learner
     [ "$learner_nodes" = 1 ] || nodes=(--node "$rank" --rendezvous "$head:$((port + 3))")
+    [ "$rank" = 0 ] || part=learner_part
     start "$learner_gpus" start-learner --config "$config" --resume auto "${nodes[@]}" \
-        "${settings[@]}" "${at[@]}" "$(key learner)" "weightbus.listen=tcp://$head:$((port + 1))" &
+        "${settings[@]}" "${at[@]}" "$(key "$part")" "weightbus.listen=tcp://$head:$((port + 1))" &
     learner=$!
 fi
 for i in "${!generators[@]}"; do

@@ -28,7 +28,7 @@ mkdir -p "$run_folder/logs"
 make_key() { # ROLE: once, in the run folder, readable by its owner alone
     [ -e "$keys/clients/slurm-$1.key" ] || slipstream keys make "slurm-$1" --role "$1" --keys "$keys"
 }
-for role in learner generator reward_worker; do
+for role in learner learner_part generator reward_worker; do
     make_key "$role" || exit 1
 done
 
@@ -110,8 +110,10 @@ broker=$!
 
 begin=(start-learner --config "$config" --resume auto "${settings[@]}" "${to_learn[@]}")
 if [ "$learner_nodes" -gt 1 ]; then # each node tells its number by itself, and the first its health
-    begin=(bash -c '[ "$SLURM_NODEID" != 0 ] || set -- "$@" --health "$0"; exec "$@" --node "$SLURM_NODEID"'
-        "$((port + 4))" "${begin[@]}" --rendezvous "$head:$((port + 3))")
+    begin=(bash -c 'if [ "$SLURM_NODEID" = 0 ]; then set -- "${@:2}" --health "$0"
+        else set -- "${@:2}" "run.key_file=$1"; fi; exec "$@" --node "$SLURM_NODEID"'
+        "$((port + 4))" "$keys/clients/slurm-learner_part.key"
+        "${begin[@]}" --rendezvous "$head:$((port + 3))")
 else
     begin+=(--health "$((port + 4))")
 fi

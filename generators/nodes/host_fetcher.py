@@ -52,12 +52,7 @@ class HostFetcher:
         """Obey until cancelled; a new order ends that before, which node 0 has given up."""
         connections = self._bus.connections
         context = zmq.asyncio.Context(io_threads=num_connections(connections, is_far=True))
-        fetcher = BucketFetcher(
-            context,
-            timeout_s=self._bus.timeout_s,
-            connections=connections,
-            trusts_xxh3=self._bus.digests == "xxh3",
-        )
+        fetcher = BucketFetcher(context, timeout_s=self._bus.timeout_s, connections=connections)
         working: asyncio.Task[None] | None = None
         try:
             async with asyncio.TaskGroup() as group:

@@ -77,7 +77,7 @@ class Chain:
         self.keys.append(key)
         self.admit()
         options: dict[str, object] = {"transport": "tcp", "forward": ANY_PORT, "connections": 2}
-        options |= {"bulk": self._bulk, "trusts_xxh3": self._bulk == "plain"}
+        options |= {"bulk": self._bulk}
         made = agent(
             self._folder,
             key,

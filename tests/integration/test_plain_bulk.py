@@ -213,19 +213,15 @@ async def test_bytes_that_were_changed_on_the_way_reach_no_engine(
         assert what in caplog.text
 
 
-@pytest.mark.parametrize("trusts_xxh3", [False, True])
-async def test_digests_that_others_can_fit_are_taken_from_a_plain_door_by_who_is_set_to(
-    folder: Path, trusts_xxh3: bool, caplog: pytest.LogCaptureFixture
+async def test_digests_that_others_can_fit_are_not_taken_from_a_plain_door(
+    folder: Path, caplog: pytest.LogCaptureFixture
 ):
     key = client_key("gpu-7")
     async with plain_relay(folder, key, digests="xxh3") as relay:
-        with agent(folder, key, transport="tcp", trusts_xxh3=trusts_xxh3) as subscriber:
+        with agent(folder, key, transport="tcp") as subscriber:
             async with running(subscriber.run(await relay.place())):
-                if trusts_xxh3:
-                    await adopts(subscriber, 0)
-                else:
-                    await until_async(lambda: "weightbus.digests" in caplog.text)
-                    assert relay.publisher.traffic.sent_bytes == 0
+                await until_async(lambda: "weightbus.digests" in caplog.text)
+                assert relay.publisher.traffic.sent_bytes == 0
 
 
 async def test_a_frame_that_is_longer_than_any_bucket_is_not_gathered(folder: Path):

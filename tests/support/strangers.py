@@ -5,12 +5,12 @@ import re
 import resource
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.support.listening import Listener, listeners_of
@@ -155,8 +155,8 @@ def filled_heads(address: tuple[str, int], count: int, num_bytes: int) -> Iterat
 _OTHERS = re.compile(r"\b(sglang|redis|valkey|ray|raylet|gcs_server)\b")
 _COUNT, _EACH_BYTES = 30, 15 << 20
 _FEW_FILES = 5_000  # of a process whose descriptors are attacked
+_SPARE_FILES = 1_000  # of this process
 _LOOKS, _LOOK_S = 15, 0.1
-_one_at_a_time = threading.Lock()
 _MOST_GROWTH = 128 << 20  # a quarter of what is sent, beside what a role itself makes meanwhile
 REFUSED = {0, 400, 401, 403, 404, 405, 417}  # 0 is hung up on
 
@@ -180,8 +180,9 @@ def attack(pids: Iterable[int]) -> list[Attacked]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # for many connections at a time
     places = {one: pid for pid in pids for one in listeners_of([pid])}
     ours = {one: pid for one, pid in places.items() if not is_of_others(one.program)}
+    count = (hard - _SPARE_FILES) // max(1, len(ours))
     with ThreadPoolExecutor(max(1, len(ours))) as threads:
-        found = threads.map(_attack_inside, ours.values(), ours)
+        found = threads.map(partial(_attack_inside, count), ours.values(), ours)
         return [one for one in found if one is not None]
 
 
@@ -190,7 +191,7 @@ def is_of_others(program: str) -> bool:
     return _OTHERS.search(program) is not None
 
 
-def _attack_inside(pid: int, listener: Listener) -> Attacked | None:
+def _attack_inside(count: int, pid: int, listener: Listener) -> Attacked | None:
     """Attack a listener from a thread in the network of its process; None if it is a library's."""
     _enter_network(pid)
     address = listener.address, listener.port
@@ -205,17 +206,14 @@ def _attack_inside(pid: int, listener: Listener) -> Attacked | None:
         found = {what: status_of(address, request) for what, request in MALFORMED.items()}
         answered = {what: status for what, status in found.items() if status not in REFUSED}
     most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
-    left = _files_left(pid, address, most) if most <= _FEW_FILES else most
+    left = _files_left(pid, address, most, min(count, most)) if most <= _FEW_FILES else most
     return Attacked(listener.program, listener.port, kind, grown, answered, most, left)
 
 
-def _files_left(pid: int, address: tuple[str, int], most: int) -> int:
-    """Return how many files a process may still open beside connections that say nothing.
-
-    As many are tried as it may open. Those that get in are closed after seconds.
-    """
+def _files_left(pid: int, address: tuple[str, int], most: int, count: int) -> int:
+    """Return how many of its files a process may still open beside connections that say nothing."""
     left = most
-    with _one_at_a_time, silent(address, most):
+    with silent(address, count):
         for _ in range(_LOOKS):
             left = min(left, most - num_descriptors(pid))
             time.sleep(_LOOK_S)

@@ -194,7 +194,6 @@ class BucketFetcher:
         timeout_s: float,
         connections: int = 0,
         traffic: Traffic | None = None,
-        trusts_xxh3: bool = False,
     ) -> None:
         """Connect to nothing yet.
 
@@ -203,10 +202,8 @@ class BucketFetcher:
             timeout_s: of one bucket at the last of its doors; half of it at those before.
             connections: to each door; 0 is 1 on this host and 4 to others.
             traffic: counts what is fetched.
-            trusts_xxh3: also of what comes unencrypted, where others can make bytes that fit.
         """
         self._context = context
-        self._trusts_xxh3 = trusts_xxh3
         self._max_bytes = _HEAD_BYTES  # of a frame that is expected
         self._timeout_s = timeout_s
         self._num_connections = connections
@@ -311,13 +308,11 @@ class BucketFetcher:
                 'weightbus.digests is "blake2b" at the learner'
             )
         plain = next((door for doors in wanted for door in doors if door.is_plain), None)
-        if plain is None or self._trusts_xxh3:
-            return
-        if "xxh3" in kinds:
+        if plain is not None and "xxh3" in kinds:
             raise PublishError(
                 f"{plain.endpoint} is not encrypted, and {manifest.version.label} has digests of "
                 'which others can make bytes that fit: set weightbus.digests = "keyed" or '
-                '"blake2b" at the learner, or "xxh3" here, too'
+                '"blake2b" at the learner'
             )
 
     def _open(self, door: BulkDoor, heals: bool) -> _OpenDoor:

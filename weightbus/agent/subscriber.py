@@ -60,7 +60,6 @@ class Subscriber:
         adapters: EngineAdapters | None = None,
         forward: str = "",
         forwards_plain: bool = False,
-        trusts_xxh3: bool = False,
         connections: int = 0,
         others: OtherHosts | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -74,8 +73,7 @@ class Subscriber:
         ``key`` is proved to a relay on another host. ``adapters`` is the engine if its versions are
         adapters. At ``forward`` (tcp://ADDRESS:PORT) other engines may get the buckets that this
         one has, unencrypted with ``forwards_plain``; ``connections`` go to each place where buckets
-        are, 0 chooses. ``trusts_xxh3`` is that of BucketFetcher. ``others`` have ranks of the
-        engine, too.
+        are, 0 chooses. ``others`` have ranks of the engine, too.
         """
         self._join = join
         self._silence_s = silence_s
@@ -88,7 +86,6 @@ class Subscriber:
         self._last_message_s = now()
         self._fetcher: BucketFetcher | None = None
         self._connections = connections
-        self._trusts_xxh3 = trusts_xxh3
         self.traffic = Traffic()
         self._forwarder = (
             Forwarder(
@@ -140,7 +137,6 @@ class Subscriber:
             timeout_s=self._fetch_timeout_s,
             connections=self._connections,
             traffic=self.traffic,
-            trusts_xxh3=self._trusts_xxh3,
         )
         commands: asyncio.Queue[Order | Heard] = asyncio.Queue(_MAX_COMMANDS)
         forwarder = self._forwarder

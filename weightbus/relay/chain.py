@@ -60,14 +60,11 @@ class Chains:
         self._chains = [chain for chain in self._chains if chain]
 
 
-def may_be_source(door: BulkDoor | None, *, takes_plain: bool) -> bool:
-    """True if others can be sent to the door that an engine offers: it has a key, at an address.
-
-    ``takes_plain`` is whether it may go without encryption.
-    """
-    if door is None or not (_ADDRESS.fullmatch(door.endpoint) and _KEY.fullmatch(door.key)):
+def may_be_source(door: BulkDoor | None) -> bool:
+    """True if others can be sent to the door that an engine offers: it has a key, at an address."""
+    if door is None:
         return False
-    return takes_plain or not door.is_plain
+    return bool(_ADDRESS.fullmatch(door.endpoint) and _KEY.fullmatch(door.key))
 
 
 def sources_behind(

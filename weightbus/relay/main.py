@@ -125,13 +125,7 @@ class Relay:
 
 def listener_of(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
     """Return where this relay listens for other hosts; ``traffic`` counts whom it refuses."""
-    is_plain = bus.bulk == "plain"
-    if is_plain and bus.digest_kind == "xxh3":
-        _log.warning(
-            "weights go unencrypted, with digests that find no forgery: who can write in that "
-            'network can change them (weightbus.bulk, weightbus.digests = "xxh3")'
-        )
-    return RemoteListener(bus.listen, is_plain=is_plain, refusals=Refusals(traffic))
+    return RemoteListener(bus.listen, is_plain=bus.bulk == "plain", refusals=Refusals(traffic))
 
 
 async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -> None:

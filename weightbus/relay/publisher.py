@@ -322,12 +322,6 @@ class Publisher:
             traffic=self.traffic,
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
-        if self._chains.fanout and join.forward is not None and not self._may_be_source(join):
-            _log.warning(
-                "nobody fetches from %s: it encrypts nothing, and digests are xxh3, to which "
-                "others can make bytes (weightbus.digests, weightbus.bulk)",
-                name,
-            )
         if self._parts is not None and self._remote is not None and sender.key:
             self._parts.tell(self._remote.holders)  # it fetches from them next
         self._members[name] = self._by_place[member.place] = member
@@ -468,13 +462,10 @@ class Publisher:
         is_repair = bool(member.failure)
         if serving.group is not None or are_adapters(reading.publication.snapshot.tensors):
             return None
-        if is_repair or not member.key or not self._may_be_source(member.join):
+        if is_repair or not member.key or not may_be_source(member.join.forward):
             return None
         name = self._chains.place(serving.version, member.name)
         return self._members.get(name) if name is not None else None
-
-    def _may_be_source(self, join: Join) -> bool:
-        return may_be_source(join.forward, takes_plain=self._settings.takes_plain)
 
     def _leave_chain(self, member: Member) -> None:
         """Have the member before one in its chain serve it no more."""

@@ -8,21 +8,21 @@ from slipstream.wire.errors import ConfigError
 TIMES = ("timeout_s", "receive_timeout_s", "member_silence_s", "linger_s")
 
 
-def test_what_goes_unencrypted_has_digests_that_strangers_cannot_fit_unless_others_were_chosen():
-    for bulk, fanout, digests, kind, takes_plain in [
-        ("encrypted", 0, "auto", "xxh3", False),
-        ("encrypted", 1, "auto", "blake2b", True),
-        ("plain", 0, "auto", "keyed", True),
-        ("plain", 1, "auto", "blake2b", True),
-        ("encrypted", 0, "xxh3", "xxh3", True),
-        ("plain", 0, "xxh3", "xxh3", True),
-        ("plain", 0, "keyed", "keyed", True),
-        ("encrypted", 0, "blake2b", "blake2b", True),
+def test_what_goes_unencrypted_has_digests_that_strangers_cannot_fit():
+    for bulk, fanout, digests, kind in [
+        ("encrypted", 0, "auto", "xxh3"),
+        ("encrypted", 1, "auto", "blake2b"),
+        ("plain", 0, "auto", "keyed"),
+        ("plain", 1, "auto", "blake2b"),
+        ("encrypted", 0, "xxh3", "xxh3"),
+        ("plain", 0, "keyed", "keyed"),
+        ("encrypted", 0, "blake2b", "blake2b"),
     ]:
         table = {"bulk": bulk, "digests": digests, "fanout": fanout}
         section = weightbus_section({"weightbus": table})
         assert section.digest_kind == kind
-        assert section.takes_plain is takes_plain
+    with pytest.raises(ConfigError, match=r'digests = "xxh3" with weightbus.bulk = "plain"'):
+        weightbus_section({"weightbus": {"bulk": "plain", "digests": "xxh3"}})
 
 
 @pytest.mark.parametrize("digests", ["xxh3", "keyed"])

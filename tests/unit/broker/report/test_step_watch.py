@@ -21,8 +21,8 @@ def test_a_step_is_slow_once_it_takes_many_times_as_long_as_usual():
     assert slow is not None
     assert (slow.step, slow.seconds, slow.usual_s, slow.groups) == (5, 200.0, 10.0, (10, 11))
     assert slow.text == (
-        "the learner has trained step 5 for 200 s, those before it took 10 s; groups of its batch: "
-        "10, 11"
+        "the learner has been training step 5 for 200 s, those before it took 10 s; "
+        "groups of its batch: 10, 11"
     )
     many = replace(slow, groups=tuple(range(20)))
     assert many.text.endswith(": 0, 1, 2, 3, 4, 5, 6, 7 and 12 more")

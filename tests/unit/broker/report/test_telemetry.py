@@ -16,7 +16,15 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.settings.sections import RunSection
 from tests.support.clock import Clock
-from tests.support.ledger_driver import generate, lease, make_ledger, make_ready, reward, train_step
+from tests.support.ledger_driver import (
+    generate,
+    lease,
+    make_ledger,
+    make_ready,
+    make_rules,
+    reward,
+    train_step,
+)
 
 
 @pytest.fixture
@@ -243,3 +251,33 @@ def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_st
     time.passes(3_600.0)
     tokens = status_of(telemetry, ledger).tokens_per_second
     assert tokens == {"generator": (7_201 + 3_601) / 7_201}
+
+
+def test_a_step_without_an_end_is_told_once_with_the_groups_of_its_batch(
+    telemetry: Telemetry, time: Clock, caplog: pytest.LogCaptureFixture
+):
+    ledger = make_ledger(make_rules(total_steps=9))
+    ledger.training.take_over(0)
+    for _ in range(4):
+        make_ready(ledger, lease(ledger, max_sequences=4))
+        ledger.training.deliver(ledger.book.version)
+        telemetry.notice(ledger.book)
+        time.now += 5.0
+        train_step(ledger)
+        telemetry.notice(ledger.book)
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    time.now += 3_600.0
+    telemetry.notice(ledger.book)
+    assert status_of(telemetry, ledger).slow_step is None, "nobody has asked for the batch"
+    batch = ledger.training.deliver(ledger.book.version)
+    assert isinstance(batch, list)
+    for _ in range(3):
+        telemetry.notice(ledger.book)
+        time.now += 100.0
+    slow = status_of(telemetry, ledger).slow_step
+    assert slow is not None
+    assert (slow.step, slow.groups) == (4, tuple(group.group_id for group in batch))
+    assert [one.message for one in caplog.records if "been training step 4" in one.message] == [
+        f"the learner has been training step 4 for 200 s, those before it took 5 s; groups of its "
+        f"batch: {', '.join(map(str, slow.groups))}"
+    ]

@@ -69,7 +69,7 @@ def test_every_engine_behind_another_has_the_relay_last():
 
 def test_nobody_is_sent_to_a_door_without_a_key_or_that_is_no_address_of_another_host():
     far = BulkDoor(endpoint="tcp://10.0.0.7:5", key="k" * 40)
-    assert may_be_source(far, takes_plain=False)
+    assert may_be_source(far)
     for door in (
         None,
         BulkDoor(endpoint="tcp://10.0.0.7:5"),
@@ -80,10 +80,4 @@ def test_nobody_is_sent_to_a_door_without_a_key_or_that_is_no_address_of_another
         BulkDoor(endpoint="tcp://10.0.0.7:5;10.0.0.8:5", key="k" * 40),
         BulkDoor(endpoint="tcp://10.0.0.7:5\0", key="k" * 40),
     ):
-        assert not may_be_source(door, takes_plain=True)
-
-
-def test_a_plain_door_is_a_source_where_what_comes_from_it_can_be_relied_on():
-    door = BulkDoor(endpoint="tcp://10.0.0.7:5", key="k" * 40, is_plain=True)
-    assert may_be_source(door, takes_plain=True)
-    assert not may_be_source(door, takes_plain=False)
+        assert not may_be_source(door)

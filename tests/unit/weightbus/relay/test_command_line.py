@@ -1,13 +1,10 @@
 import json
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.net.traffic import Traffic
-from slipstream.weightbus.relay.main import listener_of, main
+from slipstream.weightbus.relay.main import main
 from slipstream.wire.process.command_line import role_parser, settings_arguments
 
 
@@ -34,24 +31,3 @@ def test_a_relay_refuses_an_argument_that_it_does_not_know(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["relay", "--config", "run.toml", "--resume", "auto"])
     with pytest.raises(SystemExit, match="2"):
         main()
-
-
-@pytest.mark.parametrize(
-    ("bulk", "digests", "warns"),
-    [
-        ("encrypted", "xxh3", False),
-        ("plain", "auto", False),
-        ("plain", "blake2b", False),
-        ("plain", "xxh3", True),
-    ],
-)
-def test_weights_that_strangers_could_change_unnoticed_are_warned_of(
-    bulk: Literal["encrypted", "plain"],
-    digests: Literal["auto", "xxh3", "blake2b"],
-    warns: bool,
-    caplog: pytest.LogCaptureFixture,
-):
-    bus = WeightBusSection(listen="tcp://127.0.0.1:0", bulk=bulk, digests=digests)
-    listener = listener_of(bus, Traffic())
-    assert listener.is_plain is (bulk == "plain")
-    assert ("find no forgery" in caplog.text) is warns
