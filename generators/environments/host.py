@@ -15,8 +15,9 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,16 +27,16 @@ import msgspec
 
 from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.frames import LENGTH_BYTES, frame_of
-from slipstream.broker.sandbox.held_memory import held_bytes
+from slipstream.broker.sandbox.held_memory import held_bytes, sandboxes_bytes
 from slipstream.broker.sandbox.jail import check_jail
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     children_by_parent,
     descendants,
+    ids_inside,
     kill,
     kill_all,
     process_table,
-    seen_from_outside,
     usage_of,
 )
 from slipstream.generators.environments.messages import (
@@ -88,6 +89,7 @@ class Acting:
     pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
     inner_pid: int = 0  # as the loader sees it
     keepers: dict[int, float] = field(default_factory=dict)  # pids that run code for it, and starts
+    told_keepers: set[int] = field(default_factory=set)  # as the loader sees them, not yet found
 
     async def tell(self, message: ToEnvironment) -> None:
         """Send it a message."""
@@ -154,7 +156,13 @@ class EnvironmentHost:
         self.drives_itself = False
         self.may_reward = True  # False: a reward function has to
         self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by why
-        self._load = LoadEnvironment(function=function, options=dict(options), apart=jailed)
+        self._load = LoadEnvironment(
+            function=function,
+            options=dict(options),
+            memory_mb=limits.memory_mb,
+            max_processes=limits.max_processes,
+            apart=jailed,
+        )
         self._limits = limits
         self._jailed = jailed
         self._hide = hide
@@ -250,7 +258,7 @@ class EnvironmentHost:
                 return
             if acting.failed.done():
                 raise EnvironmentFailedError(acting._why(""))
-            self._look_for(acting, process_table())
+            self._find([acting], process_table())
             patience = patience or Patience(
                 "a trajectory's process to connect",
                 self._limits.connect_s,
@@ -297,12 +305,12 @@ class EnvironmentHost:
                 case Forked(number=number, pid=pid):
                     self._forked(number, pid)
                 case Keeping(number=number, pid=pid):
-                    self._keeping(number, pid)
-                case Ended(number=number, code=code):
+                    self._told_of(number).told_keepers.add(pid)
+                case Ended(number=number, code=code, why=why):
                     if (acting := self._acting.get(number)) is not None:
                         acting.pid = acting.inner_pid = 0  # another may have them now
                         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-                        _fail(acting, f"its process ended {how}")
+                        _fail(acting, why or f"its process ended {how}")
                 case _:
                     pass
 
@@ -383,55 +391,56 @@ class EnvironmentHost:
         acting.connected.set_result(None)
 
     def _forked(self, number: int, inner_pid: int) -> None:
-        acting = self._acting.get(number) or self._late(number)
+        acting = self._told_of(number)
         acting.inner_pid = inner_pid
         if not acting.connected.done():
             acting.pid = 0  # of who forked it
+
+    def _told_of(self, number: int) -> Acting:
+        """Return the process of a trajectory; one that is over is killed again."""
         if number not in self._acting:
+            loop = asyncio.get_running_loop()
+            acting = Acting(number, loop.create_future(), loop.create_future())
+            self._acting[number] = acting
             self._in_background(self._kill(acting))
+        return self._acting[number]
 
-    def _keeping(self, number: int, inner_pid: int) -> None:
-        acting, table = self._acting.get(number) or self._late(number), process_table()
-        if pid := self._seen(inner_pid, table):
-            acting.keepers[pid] = table[pid].started_s
-        if number not in self._acting:
-            self._in_background(self._kill(acting))
-
-    @staticmethod
-    def _late(number: int) -> Acting:
-        """Return the process of a trajectory that is over."""
-        loop = asyncio.get_running_loop()
-        return Acting(number, loop.create_future(), loop.create_future())
-
-    def _look_for(self, acting: Acting, table: Mapping[int, ProcessRow]) -> None:
-        """Find a process that has not connected."""
-        if not acting.pid and acting.inner_pid:
-            acting.pid = self._seen(acting.inner_pid, table)
-
-    def _seen(self, inner_pid: int, table: Mapping[int, ProcessRow]) -> int:
-        """Return the process that has an id in the loader's namespace; 0 if it has ended."""
-        if self._loader is None:
-            return 0
-        family = descendants(self._loader.pids[0], children_by_parent(table))
-        return seen_from_outside(inner_pid, family, levels=int(self._jailed))
+    def _find(self, several: Iterable[Acting], table: Mapping[int, ProcessRow]) -> None:
+        """Find processes that the loader has told of; forget keepers that have ended."""
+        several = list(several)
+        seen: dict[int, int] = {}
+        if self._loader is not None and any(
+            one.told_keepers or (one.inner_pid and not one.pid) for one in several
+        ):
+            family = descendants(self._loader.pids[0], children_by_parent(table))
+            seen = ids_inside(family, levels=int(self._jailed))
+        for one in several:
+            one.pid = one.pid or seen.get(one.inner_pid, 0)
+            found = [seen[pid] for pid in one.told_keepers & seen.keys()]
+            one.keepers |= {pid: table[pid].started_s for pid in found}
+            one.keepers = {pid: s for pid, s in one.keepers.items() if _is(pid, s, table)}
+            one.told_keepers.clear()  # others began before the table was read, and have ended
 
     async def _kill(self, acting: Acting) -> None:
         """Kill a trajectory's process, those that run code for it, and all below them."""
-        while True:
-            table = process_table()
-            self._look_for(acting, table)
-            children = children_by_parent(table)
-            kept = [pid for pid, started_s in acting.keepers.items() if _is(pid, started_s, table)]
-            family = {acting.pid, *kept} - {0}
-            family |= {pid for one in family for pid in descendants(one, children)}
-            rows = [table[pid] for pid in family if pid in table]
-            started = {row.pid: row.started_s for row in rows if not row.is_zombie}
-            if not started:
-                break
-            if left := await kill_all(started, timeout_s=_KILL_S):
-                _log.error("trajectory %d left processes behind: %s", acting.number, left)
+        deadline_s = time.monotonic() + _KILL_S
+        while started := self._started(acting):
+            left = await kill_all(started, timeout_s=deadline_s - time.monotonic())
+            if left or time.monotonic() > deadline_s:
+                line = "trajectory %d left processes behind after %g s: %s"
+                _log.error(line, acting.number, _KILL_S, left or "it starts further ones")
                 break
         self._acting.pop(acting.number, None)
+
+    def _started(self, acting: Acting) -> dict[int, float]:
+        """Return what runs of a trajectory, with its start times."""
+        table = process_table()
+        self._find([acting], table)
+        children = children_by_parent(table)
+        family = {acting.pid, *acting.keepers} - {0}
+        family |= {pid for one in family for pid in descendants(one, children)}
+        rows = [table[pid] for pid in family if pid in table]
+        return {row.pid: row.started_s for row in rows if not row.is_zombie}
 
     async def _watch(self) -> None:
         """Measure trajectories' processes; end those over their limits."""
@@ -442,6 +451,7 @@ class EnvironmentHost:
             looks = number % _HELD_EVERY == 0
             table = process_table()
             children = children_by_parent(table)
+            self._find(self._acting.values(), table)
             for acting in list(self._acting.values()):
                 if acting.pid and not acting.failed.done():
                     self._measure(acting, table, children, looks=looks)
@@ -455,11 +465,11 @@ class EnvironmentHost:
         looks: bool,
     ) -> None:
         family = [acting.pid, *descendants(acting.pid, children)]
-        for pid, started_s in acting.keepers.items():  # these are ours
-            family += descendants(pid, children) if _is(pid, started_s, table) else ()
+        sandboxed = [one for pid in acting.keepers for one in descendants(pid, children)]
+        family += sandboxed  # keepers themselves are ours
         used = usage_of(family, table)
         limits = self._limits
-        held = held_bytes(family) if looks else 0
+        held = held_bytes(family) + sandboxes_bytes(sandboxed) if looks else 0
         if used.rss_bytes + held > limits.memory_mb << 20:
             self.replaced["memory"] += 1
             why = f"took more than environment.memory_mb = {limits.memory_mb}"
