@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.frames import LENGTH_BYTES, frame_of
 from slipstream.broker.sandbox.held_memory import held_bytes, sandboxes_bytes
@@ -58,6 +59,8 @@ from slipstream.generators.environments.messages import (
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.process.patience import Patience, signs_of
+from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0  # without a sign of life
@@ -68,6 +71,8 @@ _SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
 _KILL_S = 60.0
 _ENDING_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
+_MOST_FIRST_BYTES = 4096  # of a connection that has shown no ticket
+_SHARE, _MOST_WITHOUT_TICKET = 1 / 16, 256  # of the descriptors, and connections at most
 _DEVICES = (Path("/dev"), Path("/dev/mapper"))
 _PASSES_COMMANDS = re.compile(r"(sg|ng|mtd|raw)\d")  # to a disk, though no block device
 _MODULE = "slipstream.generators.environments.loader"
@@ -171,6 +176,10 @@ class EnvironmentHost:
         self._numbers = itertools.count(1)
         self._acting: dict[int, Acting] = {}
         self._by_ticket: dict[str, Acting] = {}
+        self.num_refused = 0  # connections that have shown no ticket
+        self._without_ticket: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._limit = limit_of(_SHARE, most=_MOST_WITHOUT_TICKET)
+        self._rarely = Rarely(_log)
         self._loader: ChildProcess | None = None
         self._ready = asyncio.Event()
         self._why_not = ""
@@ -288,6 +297,8 @@ class EnvironmentHost:
             await self._loader.end()
         if self._server is not None:
             self._server.close()
+        for writer in self._without_ticket:
+            writer.transport.abort()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     # ---- the process that has it imported ----------------------------------------
@@ -375,20 +386,32 @@ class EnvironmentHost:
     # ---- trajectories' processes ---------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._without_ticket[writer] = None
+        if len(self._without_ticket) > self._limit.most:  # a trajectory's own shows it at once
+            self._refuse(next(iter(self._without_ticket)), f"{self._limit.most} of them are open")
         try:
             async with asyncio.timeout(_CONNECT_S):
-                first = await read_message(reader)
-        except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
-            writer.close()
+                first = await read_message(reader, most=_MOST_FIRST_BYTES)
+        except (asyncio.IncompleteReadError, OSError, TimeoutError, *UNREADABLE) as error:
+            if writer in self._without_ticket:
+                self._refuse(writer, str(error) or f"it says nothing for {_CONNECT_S:g} s")
             return
         ticket = first.ticket if isinstance(first, Connected) else ""
         acting = self._by_ticket.pop(ticket, None)
         if acting is None or acting.connected.done():
-            writer.close()
+            self._refuse(writer, "it is no trajectory's")
             return
+        self._without_ticket.pop(writer, None)
         acting.reader, acting.writer = reader, writer
         acting.pid = _peer(writer)
         acting.connected.set_result(None)
+
+    def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
+        self.num_refused += 1
+        line = "a connection to an environment's socket that shows no ticket is closed: %s"
+        self._rarely.say(line, why)
+        self._without_ticket.pop(writer, None)
+        writer.transport.abort()
 
     def _forked(self, number: int, inner_pid: int) -> None:
         acting = self._told_of(number)
@@ -487,11 +510,13 @@ class EnvironmentHost:
         return task
 
 
-async def read_message(reader: asyncio.StreamReader) -> FromEnvironment:
-    """Return the next message on a stream."""
+async def read_message(
+    reader: asyncio.StreamReader, *, most: int = MAX_OBSERVATION_BYTES
+) -> FromEnvironment:
+    """Return the next message on a stream, of so many bytes at most."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    if length > MAX_OBSERVATION_BYTES:
-        raise ConnectionError(f"a message of {length} bytes, at most {MAX_OBSERVATION_BYTES}")
+    if length > most:
+        raise ConnectionError(f"a message of {length} bytes, at most {most}")
     return from_environment.decode(await reader.readexactly(length))
 
 

@@ -167,7 +167,7 @@ class Loader:
                 if confinement is not None:
                     confinement.enter()
                     borrow(lent)
-                act(environment, connection, order.ticket)
+                act(environment, connection)
 
             if confinement is not None:
                 borrower = Borrower(order.number, asking)
