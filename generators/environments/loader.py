@@ -258,7 +258,9 @@ class Loader:
             self.send(Ended(number=self._numbers.pop(pid), code=code))
         self._unknown.forget(self._forking.keys())
         for pid in children - ended.keys() - {*self._numbers, *self._keepers, *self._forking}:
-            with suppress(ProcessLookupError):  # left by processes that ended by themselves
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # left by processes that ended by themselves
                 os.kill(pid, signal.SIGKILL)
 
 
