@@ -1,4 +1,4 @@
-"""Memory that processes hold by open files alone: memfd, and files of /dev/shm."""
+"""Memory that no process has mapped: open files (memfd, /dev/shm), and files of sandboxes."""
 
 import os
 from collections.abc import Iterable
@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slipstream.broker.sandbox.jail import SHARED_MEMORY
+from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY
 
 _BLOCK_BYTES = 512  # of ``st_blocks``
 _IN_MEMORY = ("/memfd:", f"{SHARED_MEMORY}/")  # begins of links in /proc/PID/fd, removed ones too
@@ -25,6 +26,26 @@ def held_bytes(pids: Iterable[int]) -> int:
             files |= found
             mapped += _mapped_bytes(pid) if found else 0
     return max(0, sum(files.values()) - mapped)
+
+
+def sandboxes_bytes(pids: Iterable[int]) -> int:
+    """Return the bytes of files in the work folders of sandboxes.
+
+    Left out are those that the kernel shows us no process of.
+
+    Args:
+        pids: processes in sandboxes, and those that started them, which see our folders.
+    """
+    ours = {one.stat().st_dev for one in map(Path, FOLDERS_IN_MEMORY) if one.exists()}
+    held: dict[int, int] = {}  # by device
+    for pid in pids:
+        for folder in FOLDERS_IN_MEMORY:
+            with suppress(OSError):
+                path = f"/proc/{pid}/root{folder}"
+                if (device := os.stat(path).st_dev) not in ours | held.keys():  # noqa: PTH116
+                    found = os.statvfs(path)
+                    held[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
+    return sum(held.values())
 
 
 def _open_files(pid: int) -> dict[tuple[int, int], int]:

@@ -4,10 +4,12 @@ Such a process ``borrow``s: a descriptor that it sends over its link becomes the
 keeper, a process that is not confined. A keeper runs code under bubblewrap, and nothing else.
 """
 
+import os
 import socket
+import struct
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Self, TypeAlias, TypeVar
 
 import msgspec
@@ -21,11 +23,14 @@ from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import Blob, Body, ByName, Count, Figure, Text, shortened
 from slipstream.wire.unreadable import UNREADABLE
 
-MOST_KEEPERS = 16  # of one trajectory, at a time
 _READ_BYTES = 1 << 16
 _MOST_REQUEST_BYTES = 64 << 20
 _MOST_OUTPUT_BYTES = 8 << 20
-
+_LONGEST_RUN_S = 86_400.0
+_LONGEST_START_S = 3_600.0
+_MOST_TIMES_OWN_S = 1_000.0
+_FILES_PER_FOLDER, _NUM_FOLDERS = 4, 2  # of the largest size, in the memory of a sandbox
+_ABORT = struct.pack("ii", 1, 0)  # linger of a socket
 
 Numbers: TypeAlias = ByName[Count | Figure]
 """Those of ``Limits`` by field."""
@@ -138,9 +143,10 @@ class _Connection:
         Raises:
             SandboxUnavailableError: there is none, or the sandbox does not start.
         """
-        why = f"its keeper has ended; {MOST_KEEPERS} may run at a time"
-        with suppress(ConnectionError):
+        why = "its keeper has ended"
+        with suppress(ConnectionError):  # it may have said why, and hung up
             self._ours.sendall(frame_of(request))
+        with suppress(ConnectionError):
             while data := self._ours.recv(_READ_BYTES):
                 for body in self._frames.feed(data):
                     answer = _answers.decode(body)
@@ -150,36 +156,75 @@ class _Connection:
         raise SandboxUnavailableError(f"the sandbox cannot be used: {why}")
 
 
-def keep(descriptor: int) -> None:
-    """Serve a confined process until it hangs up, or says nonsense."""
+def let_go(descriptor: int, refusal: str) -> None:
+    """Close what a confined process sent, which may be anything, at once; first say why."""
+    with suppress(OSError):
+        connection = socket.socket(fileno=descriptor)
+        with suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+            if refusal:
+                connection.send(frame_of(Unavailable(reason=refusal)), socket.MSG_DONTWAIT)
+        connection.detach()
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+def keepers_limits(memory_mb: int, max_processes: int) -> Limits:
+    """Return the most that a keeper grants: none of it is reached by honest use.
+
+    Args:
+        memory_mb: of the trajectory, which the files of a sandbox do not exceed either.
+        max_processes: of the trajectory.
+    """
+    memory_bytes = memory_mb << 20
+    return Limits(
+        own_s=_LONGEST_RUN_S,
+        cpu_s=_LONGEST_RUN_S,
+        memory_bytes=memory_bytes,
+        max_processes=max_processes,
+        max_output_bytes=_MOST_OUTPUT_BYTES,
+        max_file_bytes=memory_bytes // (_FILES_PER_FOLDER * _NUM_FOLDERS),
+        start_s=_LONGEST_START_S,
+        at_most=_MOST_TIMES_OWN_S,
+    )
+
+
+def keep(descriptor: int, most: Limits) -> None:
+    """Serve a confined process until it hangs up, or announces an absurd frame.
+
+    Args:
+        descriptor: of the connection to it.
+        most: limits that none of its runs goes beyond.
+    """
     frames = Unframer(max_bytes=_MOST_REQUEST_BYTES)
-    with suppress(OSError, ProtocolError, *UNREADABLE), ExitStack() as stack:
+    with suppress(OSError, ProtocolError), ExitStack() as stack:
         connection = stack.enter_context(socket.socket(fileno=descriptor))
         opened: Console | None = None
         while data := connection.recv(_READ_BYTES):
             for body in frames.feed(data):
-                request = requests.decode(body)
                 answer: _Answer
                 try:
+                    request = requests.decode(body)
                     if isinstance(request, Run):
-                        answer = Ran(outcome=_outcome_of(request))
+                        answer = Ran(outcome=_outcome_of(request, most))
                     else:
                         if opened is None:
-                            opened = Console(_bounded(request.limits))
+                            opened = Console(_bounded(request.limits, most))
                             stack.push(opened)
-                        answer = Called(said=opened.run(request.source, own_s=request.own_s))
-                except (SandboxUnavailableError, ValueError) as error:
+                        own_s = max(0.0, min(request.own_s, most.own_s))
+                        answer = Called(said=opened.run(request.source, own_s=own_s))
+                except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
                     answer = Unavailable(reason=shortened(str(error)))
                 connection.sendall(frame_of(answer))
 
 
-def _outcome_of(request: Run) -> Outcome:
-    limits = _bounded(request.limits)
+def _outcome_of(request: Run, most: Limits) -> Outcome:
+    limits = _bounded(request.limits, most)
     return sandbox.run(request.source, stdin=request.stdin, files=request.files, limits=limits)
 
 
-def _bounded(numbers: Numbers) -> Limits:
-    """Return limits under which a keeper, which is not measured, holds little."""
-    limits = msgspec.convert(numbers, Limits)
-    most = min(limits.max_output_bytes, _MOST_OUTPUT_BYTES)
-    return replace(limits, max_output_bytes=most)
+def _bounded(numbers: Numbers, most: Limits) -> Limits:
+    """Return limits that a confined process asks for, none of them beyond the most."""
+    highest = asdict(most)
+    known = {name: max(0, min(numbers[name], highest[name])) for name in numbers.keys() & highest}
+    return msgspec.convert(known, Limits)

@@ -121,22 +121,22 @@ def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
     return found
 
 
-def seen_from_outside(pid: int, among: Iterable[int], *, levels: int) -> int:
-    """Return the process that has an id in a PID namespace below ours; 0 if it has ended.
+def ids_inside(pids: Iterable[int], *, levels: int) -> dict[int, int]:
+    """Return processes by the ids that they have in a PID namespace below ours.
 
     Args:
-        pid: in that namespace, of a process in it or in one below it.
-        among: ids that processes have here.
+        pids: ids that processes have here; left out are those that have ended or are not inside.
         levels: how many namespaces below ours that one is.
     """
-    for one in among:
+    found: dict[int, int] = {}
+    for pid in pids:
         with suppress(OSError):
-            status = Path(f"/proc/{one}/status").read_text(errors="replace")
+            status = Path(f"/proc/{pid}/status").read_text(errors="replace")
             line = next(row for row in status.splitlines() if row.startswith("NSpid:"))
             ids = line.split()[1:]
-            if len(ids) > levels and int(ids[levels]) == pid:
-                return one
-    return 0
+            if len(ids) > levels:
+                found[int(ids[levels])] = pid
+    return found
 
 
 def usage_of(pids: Iterable[int], table: Mapping[int, ProcessRow]) -> Usage:

@@ -42,16 +42,17 @@ _READ_BYTES = 1 << 16
 
 
 def connected(order: Fork) -> socket.socket:
-    """Return a connection to the generator."""
+    """Return a connection to the generator, to which the ticket is sent at once."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(order.address)
+    connection.sendall(frame_of(Connected(ticket=order.ticket)))
     connection.setblocking(False)
     return connection
 
 
-def act(environment: LoadedEnvironment, connection: socket.socket, ticket: str) -> None:
+def act(environment: LoadedEnvironment, connection: socket.socket) -> None:
     """Serve one trajectory, then wait for the end."""
-    asyncio.run(_Acting(environment, connection).serve(ticket))
+    asyncio.run(_Acting(environment, connection).serve())
 
 
 class _Acting:
@@ -61,8 +62,7 @@ class _Acting:
         self._frames = Unframer()
         self._bodies: list[bytes] = []
 
-    async def serve(self, ticket: str) -> None:
-        await self._send(Connected(ticket=ticket))
+    async def serve(self) -> None:
         made: Environment | None = None
         try:
             begin = await self._receive()

@@ -1,14 +1,16 @@
 """Keeps the process of a trajectory from its loader and from its neighbours, by the kernel.
 
 Each has a PID namespace, mounts and IPC objects of its own, and a filter of system calls. Where the
-loader may choose user ids each has one of its own, and of root's rights only that to read files;
-elsewhere it has a user namespace of its own (docs/adr/0059).
+loader may choose user ids each has one of its own; elsewhere it has a user namespace of its own. Of
+root's rights it has that to read files, or none (docs/adr/0059).
 """
 
 import ctypes
 import os
 import secrets
 import socket
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +24,7 @@ _SET_DUMPABLE, _KEEP_CAPABILITIES, _SET_SECCOMP, _DROP_BOUNDING = 4, 8, 22, 24
 _NO_NEW_PRIVILEGES, _AMBIENT, _RAISE, _FILTER = 38, 47, 2, 2
 _CAPABILITIES_V3 = 0x20080522
 _READ_FILES = 2  # CAP_DAC_READ_SEARCH
-_CHOOSE_IDS = (1 << 21) | (1 << 8) | (1 << 7) | (1 << 6)
-"""CAP_SYS_ADMIN, SETPCAP, SETUID, SETGID: with these no user namespace is needed."""
+_CHOOSE_IDS = (1 << 7) | (1 << 6)  # CAP_SETUID, SETGID
 _SPARE_IDS = range(1_883_242_496, 1_883_242_496 + (1 << 22))
 _FEWEST_IDS = 1 << 12
 _LINE_BYTES = 4096
@@ -40,27 +41,49 @@ def keep_memory_private() -> None:
 class Confinement:
     """What trajectories of one loader are kept apart by; decided before the first."""
 
-    def __init__(self, user_ids: range, *, has_namespaces: bool = True) -> None:
-        """Take user ids to choose from; none: a user namespace each."""
+    def __init__(self, user_ids: range, *, has_namespaces: bool, reads_all: bool) -> None:
+        """Take what keeps them apart.
+
+        Args:
+            user_ids: to choose from; none leaves them ours, in a user namespace each if they have
+                namespaces.
+            has_namespaces: a PID namespace each, with mounts and IPC objects of its own.
+            reads_all: we may read all files; it is the one capability that they may keep.
+        """
         self._user_ids = user_ids
         self.has_namespaces = has_namespaces
+        self._kept = int(reads_all) << _READ_FILES
         self.gaps: tuple[str, ...] = ()  # what does not hold here
 
     @classmethod
     def found(cls) -> "Confinement":
-        """Try what this machine allows."""
+        """Try what this machine allows, the most first."""
         status = Path("/proc/self/status").read_text()
+        reads_all = bool(_capabilities(status) >> _READ_FILES & 1)
         user_ids = spare_ids(status, Path("/proc/self/uid_map").read_text())
-        confinement = cls(user_ids)
-        gaps = confinement._tried()
-        if gaps[-1] != _ENTERED:
-            confinement = cls(range(0), has_namespaces=False)
-            why = f"they share a PID namespace, and can signal each other ({gaps[-1]})"
-            gaps = [why, *confinement._tried()]
-        if not user_ids:
-            gaps.append("they have one user id, and so its files")
-        confinement.gaps = tuple(gap for gap in gaps if gap != _ENTERED)
-        return confinement
+        # An id of its own keeps a trajectory from signalling others and from root's files.
+        ids = [user_ids, range(0)] if user_ids else [user_ids]
+        options = [(one, has_namespaces) for one in ids for has_namespaces in (True, False)]
+        refusals: list[str] = []
+        while True:
+            one, has_namespaces = options.pop(0)
+            confinement = cls(one, has_namespaces=has_namespaces, reads_all=reads_all)
+            *gaps, last = confinement._tried()
+            if last == _ENTERED or not options:
+                confinement.gaps = (*gaps, *confinement._shared(), *refusals)
+                return confinement
+            refusals.append(f"refused: {last}")
+
+    def _shared(self) -> Iterator[str]:
+        """Yield what trajectories share."""
+        if not self.has_namespaces:
+            do = "see" if self._user_ids else "signal"
+            yield f"they share a PID namespace, and can {do} each other's processes"
+        if not self._user_ids:
+            whose = "one user id" if os.geteuid() else "root's user id"
+            yield f"they have {whose}, and so its files"
+        elif not self._kept:
+            yield "they read no more than what everybody may"
 
     def _tried(self) -> list[str]:
         """Confine a process; return gaps, at last ``_ENTERED`` or why it could not be."""
@@ -71,6 +94,8 @@ class Confinement:
                     self.leave()
                     if not self.has_namespaces or not os.fork():
                         gaps = [*self.enter(), _ENTERED]
+                        for path in (sys.executable, os.__file__, __file__):
+                            Path(path).open("rb").close()
                         theirs.sendall("\n".join(gaps).encode())
                 except OSError as error:
                     theirs.sendall(str(error).encode())
@@ -118,8 +143,8 @@ class Confinement:
                 gaps.append(f"they see each other's command lines ({error})")
         if self._user_ids:
             self._become(secrets.choice(self._user_ids))
-        elif self.has_namespaces:
-            _keep_capabilities(0)
+        else:
+            _keep_capabilities(0 if self.has_namespaces else self._kept)
         keep_memory_private()
         try:
             _prctl(_NO_NEW_PRIVILEGES, 1)
@@ -138,8 +163,9 @@ class Confinement:
         _prctl(_KEEP_CAPABILITIES, 1)
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        _keep_capabilities(1 << _READ_FILES)
-        _prctl(_AMBIENT, _RAISE, _READ_FILES)
+        _keep_capabilities(self._kept)
+        if self._kept:
+            _prctl(_AMBIENT, _RAISE, _READ_FILES)
 
 
 def spare_ids(status: str, uid_map: str) -> range:
@@ -149,8 +175,7 @@ def spare_ids(status: str, uid_map: str) -> range:
         status: text of /proc/self/status.
         uid_map: text of /proc/self/uid_map.
     """
-    effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
-    if int(effective.split()[1], 16) & _CHOOSE_IDS != _CHOOSE_IDS:
+    if _capabilities(status) & _CHOOSE_IDS != _CHOOSE_IDS:
         return range(0)
     rows = [[int(word) for word in line.split()] for line in uid_map.splitlines()]
     first, _, count = max(rows, key=lambda row: row[2], default=(0, 0, 0))
@@ -158,6 +183,11 @@ def spare_ids(status: str, uid_map: str) -> range:
         return _SPARE_IDS
     upper = range(first + count // 2, first + count - 8)  # a container's: the last is nobody
     return upper if len(upper) >= _FEWEST_IDS else range(0)
+
+
+def _capabilities(status: str) -> int:
+    effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+    return int(effective.split()[1], 16)
 
 
 def _prctl(option: int, value: int, third: int = 0) -> None:

@@ -15,8 +15,9 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +25,19 @@ from typing import Any
 
 import msgspec
 
+from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.frames import LENGTH_BYTES, frame_of
-from slipstream.broker.sandbox.held_memory import held_bytes
+from slipstream.broker.sandbox.held_memory import held_bytes, sandboxes_bytes
 from slipstream.broker.sandbox.jail import check_jail
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     children_by_parent,
     descendants,
+    ids_inside,
     kill,
     kill_all,
     process_table,
-    seen_from_outside,
     usage_of,
 )
 from slipstream.generators.environments.messages import (
@@ -57,6 +59,8 @@ from slipstream.generators.environments.messages import (
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.process.patience import Patience, signs_of
+from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0  # without a sign of life
@@ -67,6 +71,8 @@ _SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
 _KILL_S = 60.0
 _ENDING_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
+_MOST_FIRST_BYTES = 4096  # of a connection that has shown no ticket
+_SHARE, _MOST_WITHOUT_TICKET = 1 / 16, 256  # of the descriptors, and connections at most
 _DEVICES = (Path("/dev"), Path("/dev/mapper"))
 _PASSES_COMMANDS = re.compile(r"(sg|ng|mtd|raw)\d")  # to a disk, though no block device
 _MODULE = "slipstream.generators.environments.loader"
@@ -88,6 +94,7 @@ class Acting:
     pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
     inner_pid: int = 0  # as the loader sees it
     keepers: dict[int, float] = field(default_factory=dict)  # pids that run code for it, and starts
+    told_keepers: set[int] = field(default_factory=set)  # as the loader sees them, not yet found
 
     async def tell(self, message: ToEnvironment) -> None:
         """Send it a message."""
@@ -154,7 +161,13 @@ class EnvironmentHost:
         self.drives_itself = False
         self.may_reward = True  # False: a reward function has to
         self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by why
-        self._load = LoadEnvironment(function=function, options=dict(options), apart=jailed)
+        self._load = LoadEnvironment(
+            function=function,
+            options=dict(options),
+            memory_mb=limits.memory_mb,
+            max_processes=limits.max_processes,
+            apart=jailed,
+        )
         self._limits = limits
         self._jailed = jailed
         self._hide = hide
@@ -163,6 +176,10 @@ class EnvironmentHost:
         self._numbers = itertools.count(1)
         self._acting: dict[int, Acting] = {}
         self._by_ticket: dict[str, Acting] = {}
+        self.num_refused = 0  # connections that have shown no ticket
+        self._without_ticket: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._limit = limit_of(_SHARE, most=_MOST_WITHOUT_TICKET)
+        self._rarely = Rarely(_log)
         self._loader: ChildProcess | None = None
         self._ready = asyncio.Event()
         self._why_not = ""
@@ -250,7 +267,7 @@ class EnvironmentHost:
                 return
             if acting.failed.done():
                 raise EnvironmentFailedError(acting._why(""))
-            self._look_for(acting, process_table())
+            self._find([acting], process_table())
             patience = patience or Patience(
                 "a trajectory's process to connect",
                 self._limits.connect_s,
@@ -280,6 +297,8 @@ class EnvironmentHost:
             await self._loader.end()
         if self._server is not None:
             self._server.close()
+        for writer in self._without_ticket:
+            writer.transport.abort()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     # ---- the process that has it imported ----------------------------------------
@@ -297,12 +316,12 @@ class EnvironmentHost:
                 case Forked(number=number, pid=pid):
                     self._forked(number, pid)
                 case Keeping(number=number, pid=pid):
-                    self._keeping(number, pid)
-                case Ended(number=number, code=code):
+                    self._told_of(number).told_keepers.add(pid)
+                case Ended(number=number, code=code, why=why):
                     if (acting := self._acting.get(number)) is not None:
                         acting.pid = acting.inner_pid = 0  # another may have them now
                         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-                        _fail(acting, f"its process ended {how}")
+                        _fail(acting, why or f"its process ended {how}")
                 case _:
                     pass
 
@@ -367,71 +386,84 @@ class EnvironmentHost:
     # ---- trajectories' processes ---------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._without_ticket[writer] = None
+        if len(self._without_ticket) > self._limit.most:  # a trajectory's own shows it at once
+            self._refuse(next(iter(self._without_ticket)), f"{self._limit.most} of them are open")
         try:
             async with asyncio.timeout(_CONNECT_S):
-                first = await read_message(reader)
-        except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
-            writer.close()
+                first = await read_message(reader, most=_MOST_FIRST_BYTES)
+        except (asyncio.IncompleteReadError, OSError, TimeoutError, *UNREADABLE) as error:
+            if writer in self._without_ticket:
+                self._refuse(writer, str(error) or f"it says nothing for {_CONNECT_S:g} s")
             return
         ticket = first.ticket if isinstance(first, Connected) else ""
         acting = self._by_ticket.pop(ticket, None)
         if acting is None or acting.connected.done():
-            writer.close()
+            self._refuse(writer, "it is no trajectory's")
             return
+        self._without_ticket.pop(writer, None)
         acting.reader, acting.writer = reader, writer
         acting.pid = _peer(writer)
         acting.connected.set_result(None)
 
+    def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
+        self.num_refused += 1
+        line = "a connection to an environment's socket that shows no ticket is closed: %s"
+        self._rarely.say(line, why)
+        self._without_ticket.pop(writer, None)
+        writer.transport.abort()
+
     def _forked(self, number: int, inner_pid: int) -> None:
-        acting = self._acting.get(number) or self._late(number)
+        acting = self._told_of(number)
         acting.inner_pid = inner_pid
         if not acting.connected.done():
             acting.pid = 0  # of who forked it
+
+    def _told_of(self, number: int) -> Acting:
+        """Return the process of a trajectory; one that is over is killed again."""
         if number not in self._acting:
+            loop = asyncio.get_running_loop()
+            acting = Acting(number, loop.create_future(), loop.create_future())
+            self._acting[number] = acting
             self._in_background(self._kill(acting))
+        return self._acting[number]
 
-    def _keeping(self, number: int, inner_pid: int) -> None:
-        acting, table = self._acting.get(number) or self._late(number), process_table()
-        if pid := self._seen(inner_pid, table):
-            acting.keepers[pid] = table[pid].started_s
-        if number not in self._acting:
-            self._in_background(self._kill(acting))
-
-    @staticmethod
-    def _late(number: int) -> Acting:
-        """Return the process of a trajectory that is over."""
-        loop = asyncio.get_running_loop()
-        return Acting(number, loop.create_future(), loop.create_future())
-
-    def _look_for(self, acting: Acting, table: Mapping[int, ProcessRow]) -> None:
-        """Find a process that has not connected."""
-        if not acting.pid and acting.inner_pid:
-            acting.pid = self._seen(acting.inner_pid, table)
-
-    def _seen(self, inner_pid: int, table: Mapping[int, ProcessRow]) -> int:
-        """Return the process that has an id in the loader's namespace; 0 if it has ended."""
-        if self._loader is None:
-            return 0
-        family = descendants(self._loader.pids[0], children_by_parent(table))
-        return seen_from_outside(inner_pid, family, levels=int(self._jailed))
+    def _find(self, several: Iterable[Acting], table: Mapping[int, ProcessRow]) -> None:
+        """Find processes that the loader has told of; forget keepers that have ended."""
+        several = list(several)
+        seen: dict[int, int] = {}
+        if self._loader is not None and any(
+            one.told_keepers or (one.inner_pid and not one.pid) for one in several
+        ):
+            family = descendants(self._loader.pids[0], children_by_parent(table))
+            seen = ids_inside(family, levels=int(self._jailed))
+        for one in several:
+            one.pid = one.pid or seen.get(one.inner_pid, 0)
+            found = [seen[pid] for pid in one.told_keepers & seen.keys()]
+            one.keepers |= {pid: table[pid].started_s for pid in found}
+            one.keepers = {pid: s for pid, s in one.keepers.items() if _is(pid, s, table)}
+            one.told_keepers.clear()  # others began before the table was read, and have ended
 
     async def _kill(self, acting: Acting) -> None:
         """Kill a trajectory's process, those that run code for it, and all below them."""
-        while True:
-            table = process_table()
-            self._look_for(acting, table)
-            children = children_by_parent(table)
-            kept = [pid for pid, started_s in acting.keepers.items() if _is(pid, started_s, table)]
-            family = {acting.pid, *kept} - {0}
-            family |= {pid for one in family for pid in descendants(one, children)}
-            rows = [table[pid] for pid in family if pid in table]
-            started = {row.pid: row.started_s for row in rows if not row.is_zombie}
-            if not started:
-                break
-            if left := await kill_all(started, timeout_s=_KILL_S):
-                _log.error("trajectory %d left processes behind: %s", acting.number, left)
+        deadline_s = time.monotonic() + _KILL_S
+        while started := self._started(acting):
+            left = await kill_all(started, timeout_s=deadline_s - time.monotonic())
+            if left or time.monotonic() > deadline_s:
+                line = "trajectory %d left processes behind after %g s: %s"
+                _log.error(line, acting.number, _KILL_S, left or "it starts further ones")
                 break
         self._acting.pop(acting.number, None)
+
+    def _started(self, acting: Acting) -> dict[int, float]:
+        """Return what runs of a trajectory, with its start times."""
+        table = process_table()
+        self._find([acting], table)
+        children = children_by_parent(table)
+        family = {acting.pid, *acting.keepers} - {0}
+        family |= {pid for one in family for pid in descendants(one, children)}
+        rows = [table[pid] for pid in family if pid in table]
+        return {row.pid: row.started_s for row in rows if not row.is_zombie}
 
     async def _watch(self) -> None:
         """Measure trajectories' processes; end those over their limits."""
@@ -442,6 +474,7 @@ class EnvironmentHost:
             looks = number % _HELD_EVERY == 0
             table = process_table()
             children = children_by_parent(table)
+            self._find(self._acting.values(), table)
             for acting in list(self._acting.values()):
                 if acting.pid and not acting.failed.done():
                     self._measure(acting, table, children, looks=looks)
@@ -455,11 +488,11 @@ class EnvironmentHost:
         looks: bool,
     ) -> None:
         family = [acting.pid, *descendants(acting.pid, children)]
-        for pid, started_s in acting.keepers.items():  # these are ours
-            family += descendants(pid, children) if _is(pid, started_s, table) else ()
+        sandboxed = [one for pid in acting.keepers for one in descendants(pid, children)]
+        family += sandboxed  # keepers themselves are ours
         used = usage_of(family, table)
         limits = self._limits
-        held = held_bytes(family) if looks else 0
+        held = held_bytes(family) + sandboxes_bytes(sandboxed) if looks else 0
         if used.rss_bytes + held > limits.memory_mb << 20:
             self.replaced["memory"] += 1
             why = f"took more than environment.memory_mb = {limits.memory_mb}"
@@ -477,11 +510,13 @@ class EnvironmentHost:
         return task
 
 
-async def read_message(reader: asyncio.StreamReader) -> FromEnvironment:
-    """Return the next message on a stream."""
+async def read_message(
+    reader: asyncio.StreamReader, *, most: int = MAX_OBSERVATION_BYTES
+) -> FromEnvironment:
+    """Return the next message on a stream, of so many bytes at most."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    if length > MAX_OBSERVATION_BYTES:
-        raise ConnectionError(f"a message of {length} bytes, at most {MAX_OBSERVATION_BYTES}")
+    if length > most:
+        raise ConnectionError(f"a message of {length} bytes, at most {most}")
     return from_environment.decode(await reader.readexactly(length))
 
 

@@ -7,17 +7,20 @@ hang, leak or crash for itself. Run with ``--link DESCRIPTOR``.
 import argparse
 import os
 import resource
-import select
+import selectors
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Set
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.broker.sandbox.frames import Unframer, frame_of
-from slipstream.broker.sandbox.keeper import MOST_KEEPERS, borrow, keep
-from slipstream.broker.sandbox.process_table import process_table
+from slipstream.broker.sandbox.keeper import borrow, keep, keepers_limits, let_go
+from slipstream.broker.sandbox.process_table import children_of
+from slipstream.broker.sandbox.sandbox import Limits
 from slipstream.generators.environments.acting import act, become_a_reaper, connected
 from slipstream.generators.environments.confinement import Confinement, keep_memory_private
 from slipstream.generators.environments.loading import LoadedEnvironment, load_environment
@@ -34,9 +37,56 @@ from slipstream.generators.environments.messages import (
 )
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.bounds import shortened
-from slipstream.wire.process.processes import die_with_parent
+from slipstream.wire.process.processes import die_with_parent, raise_descriptor_limit
 
 _READ_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 253  # of one message, by the kernel
+_MOST_KEEPERS = 16
+_MOST_KEEPERS_IN_ALL = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Borrower:
+    """A trajectory that may ask for keepers, which run code for it."""
+
+    number: int
+    asking: socket.socket
+    num_running: int = 0
+    num_lent: int = 0
+
+    @property
+    def refusal(self) -> str:
+        """Why it gets no further keeper; empty if it does."""
+        if self.num_running >= _MOST_KEEPERS:
+            return f"{_MOST_KEEPERS} sandboxes of a trajectory may run at a time"
+        if self.num_lent >= _MOST_KEEPERS_IN_ALL:
+            return f"a trajectory may start {_MOST_KEEPERS_IN_ALL} sandboxes in all"
+        return ""
+
+
+class UnknownEnds:
+    """Ended processes that a fork under way may yet turn out to have begun. Pure."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, tuple[int, Set[int]]] = {}  # statuses, and forks then under way
+
+    def add(self, pid: int, status: int, forking: Set[int]) -> None:
+        """Keep the end of a process.
+
+        Args:
+            pid: its id.
+            status: as of waitpid.
+            forking: forks that are under way.
+        """
+        self._ends[pid] = status, set(forking)
+
+    def take(self, pids: Set[int]) -> dict[int, int]:
+        """Return those of known processes, which are kept no longer, by their ids."""
+        return {pid: self._ends.pop(pid)[0] for pid in self._ends.keys() & pids}
+
+    def forget(self, forking: Set[int]) -> None:
+        """Forget those that no fork under way has begun."""
+        self._ends = {pid: one for pid, one in self._ends.items() if one[1] & forking}
 
 
 class Loader:
@@ -44,6 +94,8 @@ class Loader:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # limits of what is forked
+        raise_descriptor_limit(0)
         # The first is readable when a process has ended.
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -52,22 +104,27 @@ class Loader:
         self._frames = Unframer()
         self._numbers: dict[int, int] = {}  # of trajectories, by process id
         self._forking: dict[int, tuple[int, socket.socket]] = {}  # those of which are to come
-        self._keepers: dict[int, int] = {}  # numbers of whom they run code for, by process id
-        self._asking: dict[socket.socket, int] = {}  # and of who may ask for more of them
+        self._keepers: dict[int, Borrower] = {}  # whom they run code for, by process id
+        self._unknown = UnknownEnds()
+        self._selector = selectors.DefaultSelector()
+        for one in (self._link, self._wake):
+            self._selector.register(one, selectors.EVENT_READ)
         self.confinement: Confinement | None = None  # of trajectories
+        self.keepers_limits = Limits()
 
     def receive(self) -> LoadEnvironment | Fork | None:
         """Return the generator's next order; None when it is gone."""
         while True:
             for body in self._frames.feed(b""):
                 return to_loader.decode(body)
-            readable, _, _ = select.select([self._link, self._wake, *self._asking], [], [])
-            if self._wake in readable:
-                self._wake.recv(_READ_BYTES)
-                self._collect()
-            for asking in self._asking.keys() & set(readable):
-                self._lend_keeper(asking)
-            if self._link in readable:
+            ready = [key for key, _ in self._selector.select()]
+            for key in ready:
+                if key.fileobj is self._wake:
+                    self._wake.recv(_READ_BYTES)
+                    self._collect()
+                elif isinstance(key.data, Borrower):
+                    self._lend_keeper(key.data)
+            if any(key.fileobj is self._link for key in ready):
                 data = self._link.recv(_READ_BYTES)
                 if not data:
                     return None
@@ -79,31 +136,46 @@ class Loader:
         self._link.sendall(frame_of(message))
 
     def fork(self, environment: LoadedEnvironment, order: Fork) -> None:
-        """Start the process of a trajectory."""
-        asking, lent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told, tells = socket.socketpair()
+        """Start the process of a trajectory, or tell why it does not start."""
+        try:
+            self._start(environment, order)
+        except OSError as error:
+            why = f"its process does not start: {error.strerror or error}"
+            self.send(Ended(number=order.number, code=1, why=why))
+
+    def _start(self, environment: LoadedEnvironment, order: Fork) -> None:
         confinement = self.confinement
+        with ExitStack() as ours, ExitStack() as theirs:
+            asking, lent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.enter_context(asking)
+            theirs.enter_context(lent)
+            told, tells = socket.socketpair()
+            ours.enter_context(told)
+            theirs.enter_context(tells)
 
-        def begin() -> None:
-            told.close()
-            if confinement is not None:
-                confinement.leave()
-                if confinement.has_namespaces and (pid := os.fork()):
-                    tells.sendall(str(pid).encode())
-                    return  # ours has become the loader's child
-            tells.close()
-            os.setsid()
-            become_a_reaper()
-            connection = connected(order)
-            if confinement is not None:
-                confinement.enter()
-                borrow(lent)
-            act(environment, connection, order.ticket)
+            def begin() -> None:
+                told.close()
+                if confinement is not None:
+                    confinement.leave()
+                    if confinement.has_namespaces and (pid := os.fork()):
+                        tells.sendall(str(pid).encode())
+                        return  # ours has become the loader's child
+                tells.close()
+                os.setsid()
+                become_a_reaper()
+                connection = connected(order)
+                if confinement is not None:
+                    confinement.enter()
+                    borrow(lent)
+                act(environment, connection)
 
-        if confinement is not None:
-            self._asking[asking] = order.number
-        with lent, tells:
+            if confinement is not None:
+                borrower = Borrower(order.number, asking)
+                self._selector.register(asking, selectors.EVENT_READ, borrower)
+                ours.callback(self._selector.unregister, asking)
             pid = self._forked(begin)
+            if confinement is not None:
+                ours.pop_all()
         if confinement is not None and confinement.has_namespaces:
             self._forking[pid] = (order.number, told)
         else:
@@ -111,19 +183,27 @@ class Loader:
             self._numbers[pid] = order.number
         self.send(Forked(number=order.number, pid=pid))
 
-    def _lend_keeper(self, asking: socket.socket) -> None:
+    def _lend_keeper(self, borrower: Borrower) -> None:
         """Start a process that runs code for a trajectory, which sent its end of a connection."""
-        data, descriptors, _, _ = socket.recv_fds(asking, 1, 1)
-        number = self._asking[asking]
+        data, descriptors = b"", list[int]()
+        with suppress(OSError):
+            data, descriptors, _, _ = socket.recv_fds(borrower.asking, 1, _MOST_DESCRIPTORS)
         if not data:
-            del self._asking[asking]
-            asking.close()
-        elif descriptors and list(self._keepers.values()).count(number) < MOST_KEEPERS:
-            pid = self._forked(lambda: keep(descriptors[0]))
-            self._keepers[pid] = number
-            self.send(Keeping(number=number, pid=pid))
+            self._selector.unregister(borrower.asking)
+            borrower.asking.close()
+        refusal = borrower.refusal
+        if data and descriptors and not refusal:
+            try:
+                pid = self._forked(lambda: keep(descriptors[0], self.keepers_limits))
+            except OSError as error:
+                refusal = f"its process does not start: {error.strerror or error}"
+            else:
+                borrower.num_running += 1
+                borrower.num_lent += 1
+                self._keepers[pid] = borrower
+                self.send(Keeping(number=borrower.number, pid=pid))
         for descriptor in descriptors:
-            os.close(descriptor)
+            let_go(descriptor, refusal)
 
     def _forked(self, begin: Callable[[], None]) -> int:
         """Fork a process that has nothing of ours but the environment; return its id."""
@@ -135,9 +215,12 @@ class Loader:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            forking = [told for _, told in self._forking.values()]
-            for one in (self._link, self._wake, self._woken, *self._asking, *forking):
-                one.close()
+            for told in self._forking.values():
+                told[1].close()
+            watched = [key.fileobj for key in self._selector.get_map().values()]
+            for one in (*watched, self._selector, self._woken):
+                one.close()  # type: ignore[union-attr] # sockets: ours, and of those who ask
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
             self._frames = Unframer()  # the orders of others
             die_with_parent(ours)
             begin()
@@ -150,11 +233,19 @@ class Loader:
             os._exit(code)
 
     def _collect(self) -> None:
-        ended: list[tuple[int, int]] = []
+        # Those that came to us before what had forked them is waited for: no trajectory's first.
+        children = _children()
+        ended: dict[int, int] = {}
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended.append(found)
-        for pid in self._forking.keys() & dict(ended):
+                ended[found[0]] = found[1]
+        forking = set(self._forking)
+        for pid, status in ended.items():
+            if (borrower := self._keepers.pop(pid, None)) is not None:
+                borrower.num_running -= 1
+            else:
+                self._unknown.add(pid, status, forking)
+        for pid in self._forking.keys() & ended:
             number, told = self._forking.pop(pid)
             with told:
                 said = told.recv(_READ_BYTES)
@@ -162,21 +253,21 @@ class Loader:
             self._numbers[int(said or pid)] = number
             if said:
                 self.send(Forked(number=number, pid=int(said)))
-        for pid, status in ended:
-            self._keepers.pop(pid, None)
-            if pid in self._numbers:
-                code = os.waitstatus_to_exitcode(status)
-                self.send(Ended(number=self._numbers.pop(pid), code=code))
-        if ended and not self._forking:
-            self._kill_orphans()
+        for pid, status in self._unknown.take(self._numbers.keys()).items():
+            code = os.waitstatus_to_exitcode(status)
+            self.send(Ended(number=self._numbers.pop(pid), code=code))
+        self._unknown.forget(self._forking.keys())
+        for pid in children - ended.keys() - {*self._numbers, *self._keepers, *self._forking}:
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # left by processes that ended by themselves
+                os.kill(pid, signal.SIGKILL)
 
-    def _kill_orphans(self) -> None:
-        """Kill what was left by processes that ended by themselves: it came to us."""
-        ours = {*self._numbers, *self._keepers}
-        for row in process_table().values():
-            if row.parent == os.getpid() and row.pid not in ours and not row.is_zombie:
-                with suppress(ProcessLookupError):
-                    os.kill(row.pid, signal.SIGKILL)
+
+def _children() -> set[int]:
+    """Return our children; none where /proc is that of another PID namespace."""
+    ours = os.getpid()
+    return set(children_of(ours)) if Path("/proc/self").readlink() == Path(str(ours)) else set()
 
 
 def main() -> int:
@@ -193,6 +284,7 @@ def main() -> int:
     order = loader.receive()
     if not isinstance(order, LoadEnvironment):
         return 1
+    loader.keepers_limits = keepers_limits(order.memory_mb, order.max_processes)
     gaps: tuple[str, ...] = ()
     if order.apart:  # tried before foreign code may have hooks in forks
         loader.confinement = Confinement.found()

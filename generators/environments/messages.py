@@ -23,6 +23,8 @@ class LoadEnvironment(_Message, frozen=True):
 
     function: Text  # MODULE:NAME or FILE.py:NAME
     options: ByName[Json]
+    memory_mb: Count  # of a trajectory
+    max_processes: Count  # the same
     apart: bool = True  # trajectories from each other
 
 
@@ -68,6 +70,7 @@ class Ended(_Message, frozen=True):
 
     number: Count
     code: Number  # exit code, or -N after signal N
+    why: Text = ""  # it did not start
 
 
 class Connected(_Message, frozen=True):

@@ -33,12 +33,13 @@ LIMITS = Limits(memory_mb=300, max_processes=32)
 
 @asynccontextmanager
 async def host(
-    name: str, limits: Limits = LIMITS, **options: object
+    name: str, limits: Limits = LIMITS, *, jailed: bool = True, **options: object
 ) -> AsyncIterator[EnvironmentHost]:
     started = await EnvironmentHost.start(
         f"{HERE}:{name}",
         options,
         limits,
+        jailed=jailed,
         environment={"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
     )
     try:
@@ -236,9 +237,10 @@ async def test_nothing_that_a_trajectory_started_is_left(for_all: Path):
         await until_async(lambda: num_children() == before)
 
 
-async def test_what_a_trajectory_that_died_has_started_is_killed_too(for_all: Path):
+@pytest.mark.parametrize("jailed", [True, False])
+async def test_what_a_trajectory_that_died_has_started_is_killed_too(for_all: Path, jailed: bool):
     file = for_all / "pid"
-    async with host("LeavesAnOrphan") as environment:
+    async with host("LeavesAnOrphan", jailed=jailed) as environment:
         before = num_children()
         with pytest.raises(EnvironmentFailedError, match="ended with code 3"):
             await tried(environment, str(file))

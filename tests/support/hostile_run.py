@@ -1,10 +1,11 @@
 """Plays hostile trajectories as whoever runs this, and prints what they came to, as JSON.
 
-python -m tests.support.hostile_run
+python -m tests.support.hostile_run [attacks]
 """
 
 import asyncio
 import json
+import logging
 import sys
 import tempfile
 from contextlib import suppress
@@ -16,7 +17,7 @@ from slipstream.generators.environments.host import EnvironmentFailedError, Envi
 from slipstream.generators.environments.messages import Begin
 from slipstream.wire.messages.trajectory import Prompt
 from tests.support.playing import heard, hosted, play
-from tests.support.waiting import until_async
+from tests.support.waiting import state_of, until_async
 
 HOSTILE = Path(__file__).parents[1] / "integration" / "environments" / "hostile.py"
 LIMITS = Limits(memory_mb=600, max_processes=64, connect_s=5.0)
@@ -44,10 +45,15 @@ async def _waiting(host: EnvironmentHost, begun: asyncio.Event) -> None:
         await asyncio.Event().wait()
 
 
+def _num_running() -> int:
+    children = psutil.Process().children(recursive=True)
+    return sum(state_of(child.pid) not in "ZX" for child in children)
+
+
 async def theft() -> dict[str, object]:
     """Return how a thief fared, and the trajectories after it."""
     async with hosted(f"{HOSTILE}:Thief", limits=LIMITS) as host:
-        before = len(psutil.Process().children(recursive=True))
+        before = _num_running()
         rewards, left = [], -1
         for number in range(3):
             try:
@@ -56,7 +62,7 @@ async def theft() -> dict[str, object]:
             except EnvironmentFailedError as error:
                 rewards.append([str(error), -1.0])
             if not number:
-                left = len(psutil.Process().children(recursive=True)) - before
+                left = _num_running() - before
         return {"rewards": rewards, "left": left}
 
 
@@ -69,9 +75,11 @@ async def code_of_the_policy() -> str:
     return str(heard(outcome, "tool")[0])
 
 
-async def all_of_them(hidden: Path) -> None:
-    """Play all, and print."""
-    found = {"attacks": await attacks(hidden), **await theft(), "code": await code_of_the_policy()}
+async def played(hidden: Path, *, all_of_them: bool) -> None:
+    """Play all or the attacks, and print."""
+    found: dict[str, object] = {"attacks": await attacks(hidden)}
+    if all_of_them:
+        found |= {**await theft(), "code": await code_of_the_policy()}
     sys.stdout.write(f"{json.dumps(found)}\n")
     await until_async(lambda: not psutil.Process().children(recursive=True))
 
@@ -80,4 +88,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder, "run.key")
         key.write_text("secret")
-        asyncio.run(all_of_them(key))
+        logging.basicConfig()
+        asyncio.run(played(key, all_of_them=sys.argv[1:] != ["attacks"]))

@@ -1,4 +1,4 @@
-"""What listens is made in one room: limits that one listener has, all have."""
+"""What listens is made in one room, or has a reason: limits that one listener has, all have."""
 
 import ast
 from collections.abc import Iterator
@@ -12,9 +12,19 @@ PACKAGES = ("algos", "broker", "deploy", "generators", "learner", "weightbus", "
 SOCKETS = {"PUB", "PULL", "REP", "ROUTER", "SERVER", "STREAM", "XPUB"}  # of ZeroMQ
 SERVERS = {
     "AppRunner", "ServerRunner", "SockSite", "TCPSite", "UnixSite", "run_app",
-    "create_server", "start_server",
+    "create_server", "start_server", "create_unix_server", "start_unix_server",
 }  # fmt: skip
 MODULES = {"http.server", "socketserver", "wsgiref.simple_server", "xmlrpc.server"}
+ELSEWHERE = {
+    # A Unix socket for processes of trajectories, with bounds for who has shown no ticket.
+    "generators/environments/host.py": ["start_unix_server"],
+    # A port that is taken for torch's store, which serves it.
+    "weightbus/net/listening.py": ["listen"],
+    # A port that is tried, and closed at once.
+    "deploy/check/network.py": ["listen"],
+    # To signals.
+    "learner/main.py": ["listen"],
+}
 
 
 def openings(source: str) -> Iterator[str]:
@@ -25,6 +35,8 @@ def openings(source: str) -> Iterator[str]:
                 yield f"zmq.{name}"
             case ast.Attribute(attr=name) | ast.Name(id=name) if name in SERVERS:
                 yield name
+            case ast.Call(func=ast.Attribute(attr="listen")):
+                yield "listen"
             case ast.Import(names=names):
                 yield from (one.name for one in names if one.name in MODULES)
             case ast.ImportFrom(module=module, names=names):
@@ -41,7 +53,7 @@ def test_nothing_listens_that_was_not_made_in_that_room():
         for path in files
         if not path.is_relative_to(ROOM)
     }
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in found.items() if names} == ELSEWHERE
 
 
 @pytest.mark.parametrize(
@@ -53,6 +65,8 @@ def test_nothing_listens_that_was_not_made_in_that_room():
         ("import socketserver", ["socketserver"]),
         ("from http.server import HTTPServer", ["http.server"]),
         ("await loop.create_server(made)", ["create_server"]),
+        ("await asyncio.start_unix_server(made, path)", ["start_unix_server"]),
+        ("listener.listen(8)", ["listen"]),
         ("socket = context.socket(zmq.DEALER)", []),
     ],
 )

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from slipstream.broker.sandbox.process_table import parsed_row, seen_from_outside
+from slipstream.broker.sandbox.process_table import ids_inside, parsed_row
 
 
 def test_a_row_is_read_by_the_columns_that_the_kernel_names():
@@ -18,9 +18,7 @@ def test_a_row_is_read_by_the_columns_that_the_kernel_names():
     assert row.rss_bytes == 24 * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_process_is_found_by_its_id_in_a_namespace():
-    ours = os.getpid()
-    assert seen_from_outside(ours, [os.getppid(), ours], levels=0) == ours
-    assert seen_from_outside(ours, [os.getppid(), ours], levels=1) == 0
-    assert seen_from_outside(ours, [], levels=0) == 0
-    assert seen_from_outside(ours, [-1], levels=0) == 0  # it has ended
+def test_processes_are_found_by_their_ids_in_a_namespace():
+    ours, parent = os.getpid(), os.getppid()
+    assert ids_inside([parent, ours, -1], levels=0) == {parent: parent, ours: ours}  # -1 has ended
+    assert ids_inside([ours], levels=1) == {}
