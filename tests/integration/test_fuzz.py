@@ -340,7 +340,7 @@ class Siege:
         expected = +expected
         del expected["allowed"]
         expected["hello_first"] += roles.count(None)  # clients without a hello
-        expected["forbidden"] += roles.count("relay")  # which may not ask for the status
+        expected["forbidden"] += roles.count("relay") + roles.count("learner_part")  # ask no status
         assert new == +expected
 
     async def _send(self, messages: list[tuple[Bare, Frames]]) -> None:

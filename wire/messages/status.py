@@ -170,8 +170,8 @@ class SlowStep(msgspec.Struct, frozen=True, kw_only=True):
         more = len(self.groups) - _SHOWN
         groups = ", ".join(map(str, self.groups[:_SHOWN])) + (f" and {more} more" * (more > 0))
         return (
-            f"the learner has been training step {self.step} for {self.seconds:.0f} s, those before "
-            f"it took {self.usual_s:.3g} s; groups of its batch: {groups}"
+            f"the learner has been training step {self.step} for {self.seconds:.0f} s, those "
+            f"before it took {self.usual_s:.3g} s; groups of its batch: {groups}"
         )
 
 

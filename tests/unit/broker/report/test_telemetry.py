@@ -262,18 +262,18 @@ def test_a_step_without_an_end_is_told_once_with_the_groups_of_its_batch(
         make_ready(ledger, lease(ledger, max_sequences=4))
         ledger.training.deliver(ledger.book.version)
         telemetry.notice(ledger.book)
-        time.now += 5.0
+        time.passes(5.0)
         train_step(ledger)
         telemetry.notice(ledger.book)
     make_ready(ledger, lease(ledger, max_sequences=4))
-    time.now += 3_600.0
+    time.passes(3_600.0)
     telemetry.notice(ledger.book)
     assert status_of(telemetry, ledger).slow_step is None, "nobody has asked for the batch"
     batch = ledger.training.deliver(ledger.book.version)
     assert isinstance(batch, list)
     for _ in range(3):
         telemetry.notice(ledger.book)
-        time.now += 100.0
+        time.passes(100.0)
     slow = status_of(telemetry, ledger).slow_step
     assert slow is not None
     assert (slow.step, slow.groups) == (4, tuple(group.group_id for group in batch))
