@@ -43,7 +43,7 @@ from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, key
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
 TWO_MINIBATCHES = "learner.minibatches=2"
-TOO_LARGE = 1e300  # of a reward: in float32 it is infinite
+TOO_LARGE = 1.7e308  # of a reward: it and its opposite are too far apart
 SPARE = 100  # added to the ids of groups that take others' place
 
 
@@ -95,9 +95,11 @@ def learning(tmp_path: Path) -> Iterator[Learning]:
 
 
 def with_reward(batch: Batch, group: int, reward: float) -> list[RecordedGroup]:
-    """Return a batch in which the first sibling of a group has another reward."""
-    first, *others = batch[group].group.trajectories
-    spoiled = (msgspec.structs.replace(first, reward=reward), *others)
+    """Return a batch in which siblings of a group have this reward and its opposite by turns."""
+    siblings = enumerate(batch[group].group.trajectories)
+    spoiled = tuple(
+        msgspec.structs.replace(one, reward=-reward if i % 2 else reward) for i, one in siblings
+    )
     delivered = msgspec.structs.replace(batch[group].group, trajectories=spoiled)
     replaced = msgspec.structs.replace(batch[group], group=delivered)
     return [replaced if i == group else other for i, other in enumerate(batch)]
