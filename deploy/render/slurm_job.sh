@@ -108,12 +108,13 @@ keep broker --restarted step 0 1 '' start-broker --config "$config" "${settings[
     "broker.listen=tcp://$head:$port" &
 broker=$!
 
-begin=(start-learner --config "$config" --resume auto "${settings[@]}" "${to_learn[@]}")
+begin=(start-learner --config "$config" --resume auto)
+[ "$learner_nodes" -eq 1 ] || begin+=(--rendezvous "$head:$((port + 3))")
+begin+=("${settings[@]}" "${to_learn[@]}")
 if [ "$learner_nodes" -gt 1 ]; then # each node tells its number by itself, and the first its health
     begin=(bash -c 'if [ "$SLURM_NODEID" = 0 ]; then set -- "${@:2}" --health "$0"
         else set -- "${@:2}" "run.key_file=$1"; fi; exec "$@" --node "$SLURM_NODEID"'
-        "$((port + 4))" "$keys/clients/slurm-learner_part.key"
-        "${begin[@]}" --rendezvous "$head:$((port + 3))")
+        "$((port + 4))" "$keys/clients/slurm-learner_part.key" "${begin[@]}")
 else
     begin+=(--health "$((port + 4))")
 fi

@@ -254,7 +254,9 @@ class Tampering(Staging):
         self._on_read(data, self._num_read)
 
 
-@pytest.mark.parametrize("digests", ["xxh3", "keyed"])
+@pytest.mark.parametrize(
+    ("bulk", "digests"), [("encrypted", "xxh3"), ("encrypted", "keyed"), ("plain", "keyed")]
+)
 async def test_nothing_is_taken_from_an_engine_that_could_make_bytes_with_such_digests(
     folder: Path, bulk: Bulk, digests: Digests
 ):

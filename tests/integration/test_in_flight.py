@@ -296,11 +296,13 @@ async def overlaps(process: SglangProcess) -> bool:
 
 
 def moved(starts: Starts) -> Iterator[Starts]:
-    """Yield these runs with one boundary one token off, each in both directions."""
+    """Yield these runs with one boundary one token off, each in both directions; none is empty."""
+    firsts = [first for first, _ in starts] + [LENGTH]
     for i in range(1, len(starts)):
         for by in (-1, 1):
             first, version = starts[i]
-            yield [*starts[:i], (first + by, version), *starts[i + 1 :]]
+            if firsts[i - 1] < first + by < firsts[i + 1]:
+                yield [*starts[:i], (first + by, version), *starts[i + 1 :]]
 
 
 def picked(by_version: dict[PolicyVersion, list[float]], starts: Starts) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
 from slipstream.generators.environments.messages import Begin, Replied, Turned
 from slipstream.wire.messages.trajectory import Prompt
-from tests.support.playing import heard, hosted, play
+from tests.support.playing import hosted, play
 from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.integration
@@ -44,6 +44,19 @@ def usual_descriptors() -> Iterator[int]:
         yield 1024
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def answered(host: EnvironmentHost, text: str) -> str:
+    """Return what an environment says to a reply."""
+    async with host.trajectory() as acting:
+        await acting.tell(Begin(prompt=ASKED))
+        await acting.hear()
+        reply = Replied(text=text, tool_calls=(), finish_reason="stop", num_tokens=1)
+        await acting.tell(reply)
+        turned = await acting.hear()
+    assert isinstance(turned, Turned)
+    (message,) = turned.messages
+    return str(message["content"])
 
 
 async def test_a_loader_with_more_files_than_select_can_watch_goes_on(usual_descriptors: int):
@@ -93,8 +106,8 @@ async def test_a_trajectory_for_which_there_are_no_descriptors_ends_alone():
 
 async def test_a_seventeenth_keeper_is_refused_with_the_bound_and_given_when_others_have_ended():
     async with hosted(f"{HERE}:TooMany") as host:
-        (said,) = heard(await play(host, ASKED, "x", max_turns=1))[1:]
-    *answers, refusal, afterwards = json.loads(str(said))
+        said = await answered(host, "x")
+    *answers, refusal, afterwards = json.loads(said)
     assert answers == ["42\n"] * 16
     assert "16 sandboxes of a trajectory may run at a time" in refusal
     assert afterwards == "42\n"
@@ -113,14 +126,12 @@ async def test_keepers_that_have_ended_are_forgotten():
 
 async def test_what_takes_long_to_close_does_not_hold_up_the_loader():
     async with hosted(f"{HERE}:Lingers") as host:
-        (said,) = heard(await play(host, ASKED, "x", max_turns=1))[1:]
+        said = await answered(host, "x")
     assert said == "42\n"
 
 
 async def ran(host: EnvironmentHost, code: str, **limits: float) -> str:
-    asked = json.dumps({"code": code, "limits": limits})
-    (said,) = heard(await play(host, ASKED, asked, max_turns=1))[1:]
-    return str(said)
+    return await answered(host, json.dumps({"code": code, "limits": limits}))
 
 
 async def test_files_of_a_sandbox_take_no_more_memory_than_its_trajectory_has():

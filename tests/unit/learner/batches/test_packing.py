@@ -156,9 +156,10 @@ def test_what_is_longer_than_any_trajectory_of_the_run_is_refused():
     arrays = payload([0.0, 0.0, -1.0, -2.0])
     with pytest.raises(ProtocolError, match="has 4 tokens, one of this run 3 at most"):
         unpack(header(), arrays, vocab_size=VOCAB, longest=3)
-    turns = replace(header(), num_prompt_tokens=1, turns=(Turn(1, 1), Turn(3, 1)))
+    runs, turns = (VersionRun(1, PolicyVersion(1, 0)),), (Turn(1, 1), Turn(3, 1))
+    acted = replace(header(), num_prompt_tokens=1, version_runs=runs, turns=turns)
     with pytest.raises(ProtocolError, match="has 2 turns, one of this run 0 at most"):
-        unpack(turns, arrays, vocab_size=VOCAB, longest=4, max_turns=0)
+        unpack(acted, arrays, vocab_size=VOCAB, longest=4, max_turns=0)
 
 
 def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
