@@ -39,7 +39,7 @@ from slipstream.broker.ledger.events import (
 )
 from slipstream.broker.ledger.groups import NOBODY, Group, Lease
 from slipstream.broker.ledger.leases import name_of
-from slipstream.broker.ledger.state import TrainedStep
+from slipstream.broker.ledger.state import BookState, TrainedStep
 from slipstream.broker.ledger.survivorship import TRAINED
 from slipstream.wire.messages.dead_letters import Failure, is_dead
 from slipstream.wire.messages.trajectory import MAX_REASON, Score
@@ -236,7 +236,7 @@ def _apply_learner(
             state.in_hand = event.steps
         case Unbound(step=step):
             book.bind(state.batches.pop(step), NOBODY)
-            del state.cut_off[step]
+            _no_longer_trained(state, step)
         case Trained(version=version):
             _train(book, version)
         case Evicted(step=step):
@@ -259,8 +259,7 @@ def _train(book: Book, version: PolicyVersion) -> None:
     """Move the groups of a step from its batch to those kept until a checkpoint holds them."""
     state, step = book.state, version.step - 1
     groups = [book.groups[group_id] for group_id in state.batches.pop(step)]
-    del state.cut_off[step]
-    state.in_hand = tuple(one for one in state.in_hand if one != step)
+    _no_longer_trained(state, step)
     staleness: Counter[int] = Counter()
     for group in groups:
         for header in group.headers.values():
@@ -277,6 +276,11 @@ def _train(book: Book, version: PolicyVersion) -> None:
     state.trained += len(groups)
     state.version = version
     state.sampled_reward, state.sampled_count = 0.0, 0
+
+
+def _no_longer_trained(state: BookState, step: int) -> None:
+    del state.cut_off[step]
+    state.in_hand = tuple(one for one in state.in_hand if one != step)
 
 
 def _take_over(book: Book, event: TakenOver) -> None:

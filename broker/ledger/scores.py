@@ -57,7 +57,8 @@ class PartNames:
             )
         self.num_others += len(new)
         parts = {name: value for name, value in score.parts.items() if name not in new}
-        parts[OTHER_PARTS] = parts.get(OTHER_PARTS, 0.0) + sum(score.parts[name] for name in new)
+        others = parts.get(OTHER_PARTS, 0.0) + sum(score.parts[name] for name in new)
+        parts[OTHER_PARTS] = max(-_MOST, min(_MOST, others))
         return msgspec.structs.replace(score, parts=parts)
 
 

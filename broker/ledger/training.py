@@ -90,7 +90,7 @@ class Training:
     def _set_aside(self) -> None:
         """Drop the batches that too many learners have not finished."""
         state, most = self._book.state, self._book.rules.max_batch_attempts
-        for step in [step for step, count in state.cut_off.items() if count >= most]:
+        for step in [step for step in state.batches if state.cut_off[step] >= most]:
             _log.warning(
                 "%d learners ended while they trained step %d: its groups become dead letters "
                 "(broker.max_batch_attempts = %d)",

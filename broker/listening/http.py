@@ -211,6 +211,8 @@ class _HeadFirst(asyncio.Protocol):
     @override
     def data_received(self, data: bytes) -> None:
         if self._late is not None and self._transport is not None:
+            if not self._num_bytes:  # lines before a request begins are no head
+                data = data.lstrip(b"\r\n")
             seen = self._tail + data
             at = seen.find(_END_OF_HEAD)
             num_bytes = self._num_bytes + (len(data) if at < 0 else at - len(self._tail))

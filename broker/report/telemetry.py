@@ -92,6 +92,11 @@ class Telemetry:
         if (record := self._roles.get(name)) is not None:
             record.has_left = True
 
+    def forget(self, name: str) -> None:
+        """A connection has another name from now on."""
+        if (record := self._roles.pop(name, None)) is not None:
+            self._ended_tokens[record.hello.role] += int(record.tokens)
+
     def received_from(self, name: str) -> None:
         """A role sent anything at all."""
         if (record := self._roles.get(name)) is not None:
@@ -146,8 +151,9 @@ class Telemetry:
         """Start clocks, of newly ready groups and of the learner's step. Call it every second."""
         self._age_of_oldest_ready(book)
         now = self._now()
-        held = book.step in book.state.in_hand
-        self._step_watch.look(book.version, book.state.batches[book.step] if held else (), now)
+        state = book.state
+        groups = state.batches.get(book.step, ()) if book.step in state.in_hand else ()
+        self._step_watch.look(book.version, groups, now)
         slow = self._step_watch.slow(now)
         if slow is not None and not self._told_slow:
             _log.warning("%s", slow.text)

@@ -25,6 +25,7 @@ from slipstream.wire.unreadable import UNREADABLE
 
 _READ_BYTES = 1 << 16
 _MOST_REQUEST_BYTES = 64 << 20
+_MOST_FILES = 1_024
 _MOST_OUTPUT_BYTES = 8 << 20
 _LONGEST_RUN_S = 86_400.0
 _LONGEST_START_S = 3_600.0
@@ -219,6 +220,8 @@ def keep(descriptor: int, most: Limits) -> None:
 
 
 def _outcome_of(request: Run, most: Limits) -> Outcome:
+    if len(request.files) > _MOST_FILES:
+        raise SandboxUnavailableError(f"{len(request.files)} files, of {_MOST_FILES} at most")
     limits = _bounded(request.limits, most)
     return sandbox.run(request.source, stdin=request.stdin, files=request.files, limits=limits)
 

@@ -87,7 +87,10 @@ class Clients:
             RefusedError: as ``Sessions.hello``, or it belongs to another run.
         """
         self.refuse_other_run(hello.run_id)
+        before = self.sessions.named(peer)
         session = self.sessions.hello(peer, hello)
+        if before != session.name:
+            self._report.telemetry.forget(before)
         if hello.role not in {"observer", "operator"}:
             self._leases.restart(session.holder, hello.held)
             _log.info("hello %sfrom %s", "again " * hello.reconnects, session.name)

@@ -150,10 +150,10 @@ class CaptureServer:
             task.add_done_callback(session.in_flight.discard)
         try:
             body = await request.read()
-            session.refuse_larger(len(body))
+            session.refuse_larger(body)
             asked = await off_loop(len(body), msgspec.json.decode, body, type=kind)
             reply = await ask(session, asked, len(body))
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
             return _refusal(400, f"not a request: {error}", "invalid_request_error")
         except BadRequestError as error:
             return _refusal(400, str(error), "invalid_request_error", param=error.param)

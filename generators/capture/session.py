@@ -26,6 +26,7 @@ from slipstream.wire.messages.trajectory import Json
 Sample = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 _TOOL_CHARACTERS = 1 << 16  # of tools, which a template may leave out
 _BYTES_OF_A_CHARACTER = 12  # in JSON at most: two escapes
+_VALUES_OF_A_TOKEN = 8  # of JSON, commas and brackets of texts among them
 _LONG_KEY = 32  # characters; shorter ones count with their values
 _DIGEST_BYTES = 20
 ParseTools = Callable[[str, Sequence[Json]], Awaitable[tuple[str, list[dict[str, Json]]]]]
@@ -181,15 +182,20 @@ class CaptureSession:
             stop = (*self._params.stop, *stops)
             yield replace(self._params, max_new_tokens=most, stop=stop)
 
-    def refuse_larger(self, num_bytes: int) -> None:
+    def refuse_larger(self, body: bytes) -> None:
         """Refuse a request that is larger than any of so few tokens, before it is decoded.
+
+        A value of JSON takes a hundred bytes of memory and more, whatever it takes in the request.
 
         Raises:
             TrajectoryLimitError: it is.
         """
         if self._longest_token:
             most = _BYTES_OF_A_CHARACTER * (self._most_characters + _TOOL_CHARACTERS)
-            self._refuse(num_bytes, most, "bytes")
+            self._refuse(len(body), most, "bytes")
+        num_values = sum(map(body.count, (b",", b"[", b"{")))
+        most_values = _VALUES_OF_A_TOKEN * self.conversation.max_tokens + _TOOL_CHARACTERS
+        self._refuse(num_values, most_values, "values")
 
     @property
     def _most_characters(self) -> int:
@@ -272,24 +278,23 @@ class CaptureSession:
 
 
 def num_characters(value: Json) -> int:
-    """Return how many characters the texts of a value have; a number or an empty text is one.
+    """Return how many characters the texts of a value have; any other value is one.
 
     Of the keys of objects long ones count.
     """
     found, waiting = 0, [value]
     while waiting:
+        found += 1
         match waiting.pop():
             case str(text):
-                found += max(1, len(text))
+                found += max(0, len(text) - 1)
             case list(parts) | tuple(parts):
                 waiting += parts
             case dict(parts):
                 found += sum(len(key) for key in parts if len(key) > _LONG_KEY)
                 waiting += parts.values()
-            case None:
-                pass
             case _:
-                found += 1
+                pass
     return found
 
 

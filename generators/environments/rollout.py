@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from slipstream.generators.capture.requests import ChatRequest, content_text
 from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
-from slipstream.generators.capture.session import CaptureSession, num_characters
+from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.messages import (
     Begin,
@@ -128,8 +128,7 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
     while True:
         asked = [*said, *turned.messages]
         try:
-            request = ChatRequest(messages=asked, tools=tools)
-            reply = await session.chat(request, num_characters(asked))
+            reply = await session.chat(ChatRequest(messages=asked, tools=tools))
         except TrajectoryLimitError as error:
             outcome.ended_by = _limit_of(session, str(error))
             return outcome

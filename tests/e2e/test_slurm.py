@@ -178,7 +178,7 @@ def assert_placed(job: Job, generators: int) -> None:
     assert nodes == {"reward-worker-0": "127.0.0.2", **dict(list(placed)[:generators])}
     assert len(job.starts_of("start-learner")) == 2, "one of each time that it was queued"
     keys = [path for path in (job.run / "keys").rglob("*") if path.is_file()]
-    assert len(keys) == 7
+    assert len(keys) == 9
     assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
 
 

@@ -253,6 +253,27 @@ def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_st
     assert tokens == {"generator": (7_201 + 3_601) / 7_201}
 
 
+def test_a_batch_that_was_rejected_is_no_step_under_way(telemetry: Telemetry):
+    ledger = make_ledger(make_rules(total_steps=9))
+    ledger.training.take_over(0)
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    batch = ledger.training.deliver(ledger.book.version)
+    assert isinstance(batch, list)
+    rejected = [group.group_id for group in batch]
+    ledger.training.reject_batch(ledger.book.version, 0, "nonfinite", rejected)
+    telemetry.notice(ledger.book)
+    assert ledger.book.state.in_hand == ()
+
+
+def test_a_connection_has_one_name_at_a_time(telemetry: Telemetry, ledger: Ledger):
+    telemetry.hello(Hello(role="generator", name="first"))
+    report(telemetry, "first", 5.0)
+    telemetry.forget("first")
+    telemetry.hello(Hello(role="generator", name="second"))
+    report(telemetry, "second", 7.0)
+    assert "first" not in {role.name for role in status_of(telemetry, ledger).roles}
+
+
 def test_a_step_without_an_end_is_told_once_with_the_groups_of_its_batch(
     telemetry: Telemetry, time: Clock, caplog: pytest.LogCaptureFixture
 ):

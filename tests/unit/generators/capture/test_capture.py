@@ -270,8 +270,12 @@ CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "fu
         ([user("?")], {"tools": [{**LOOK, "function": {"name": "look", "description": HUGE}}]}),
         ([user("")] * 501, {}),
         ([user("?")], {"user": HUGE * 5}),
+        ([{**user("?"), "more": [[]] * 80_000}], {}),
     ],
-    ids=["content", "arguments", "name", "id", "tools", "number", "what is not read"],
+    ids=[
+        *("content", "arguments", "name", "id", "tools", "number", "what is not read"),
+        *("empty values",),
+    ],
 )
 async def test_a_request_larger_than_its_trajectory_is_refused_before_it_is_rendered(
     messages: list[dict[str, Any]], options: dict[str, Any]
