@@ -28,7 +28,7 @@ from slipstream.wire.errors import ConfigError
 _log = logging.getLogger(__name__)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
-_BACKLOG = 128  # that are let in after the gate was shut, at most
+BACKLOG = 128  # connections that are let in after the gate was shut, at most
 _MOST_LINES = 10  # of one broker: repeated connections must not fill the disk
 _OPEN_AGAIN = 0.9  # of the limit, so that it does not open and shut for every single one
 
@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 NO_LIMIT = Limit(1 << 20, "")
-_MOST_CONNECTIONS = 4_096  # where there are descriptors for a million
+_MOST_CONNECTIONS = 4_096  # a bound where there are descriptors for a million
 
 
 def limit_of(share: float, *, most: int = _MOST_CONNECTIONS, setting: str = "") -> Limit:
@@ -146,7 +146,7 @@ def listening_at(host: str, port: int) -> socket.socket:
     family = socket.AF_INET if is_v4 else socket.AF_INET6
     takes_both = plain(host) == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both
+        (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=takes_both
     )
 
 

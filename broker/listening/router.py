@@ -9,6 +9,7 @@ import zmq
 import zmq.asyncio
 
 from slipstream.broker.listening.gate import (
+    BACKLOG,
     NO_LIMIT,
     ConnectionCount,
     Gate,
@@ -21,7 +22,6 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.pieces import PIECE_BYTES
 
 _HANDSHAKE_MS = 5_000  # a connection has so long to prove its key
-_BACKLOG = 128  # connections that wait to be taken
 _ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
 S = TypeVar("S", zmq.Socket[bytes], zmq.asyncio.Socket)
 
@@ -61,7 +61,7 @@ class ListeningRouter(Generic[S]):
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + _ENVELOPE_BYTES)
             self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-            self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+            self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
             prepare(self.socket)
             bound, gate = self._gate_of(endpoint, setting)
             if gate is not None:

@@ -29,7 +29,7 @@ from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
 
 _log = logging.getLogger(__name__)
-SHARE, MOST_CONNECTIONS = 1 / 2, 4_096  # of descriptors, for agents
+SHARE = 1 / 2  # descriptors for agents, of all
 LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
 T = TypeVar("T", ChatRequest, TextRequest)
 
@@ -69,7 +69,7 @@ class CaptureServer:
         # A client that goes away cancels its generation.
         self._http = HttpServer(
             app,
-            limit or limit_of(SHARE, most=MOST_CONNECTIONS),
+            limit or limit_of(SHARE),
             what="the endpoint of agents",
             idle_s=idle_s,
             cancels=True,

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.http import HttpServer, bearer, holder_of
-from slipstream.generators.capture.server import MOST_CONNECTIONS, SHARE
+from slipstream.generators.capture.server import SHARE
 from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
     MAX_PATH,
@@ -47,8 +47,7 @@ class PolicyProxy:
         self._numbers = itertools.count(1)
         app = web.Application(client_max_size=MAX_BYTES - (1 << 20))
         app.router.add_route("*", "/v1/{path:.*}", self._carry)
-        limit = limit_of(SHARE, most=MOST_CONNECTIONS)
-        self._http = HttpServer(app, limit, what="the endpoint of agents", cancels=True)
+        self._http = HttpServer(app, limit_of(SHARE), what="the endpoint of agents", cancels=True)
         self.url = ""
 
     async def start(self) -> None:
