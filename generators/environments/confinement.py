@@ -6,6 +6,7 @@ root's rights it has that to read files, or none (docs/adr/0059).
 """
 
 import ctypes
+import functools
 import os
 import secrets
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from slipstream.broker.sandbox.system_calls import compiled, trajectory_filter
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.processes import die_with_parent
 
 _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
 _PRIVATE_BELOW = (1 << 18) | (1 << 14)  # MS_PRIVATE, MS_REC
@@ -24,6 +26,7 @@ _SET_DUMPABLE, _KEEP_CAPABILITIES, _SET_SECCOMP, _DROP_BOUNDING = 4, 8, 22, 24
 _NO_NEW_PRIVILEGES, _AMBIENT, _RAISE, _FILTER = 38, 47, 2, 2
 _CAPABILITIES_V3 = 0x20080522
 _READ_FILES = 2  # CAP_DAC_READ_SEARCH
+_NAMESPACES = 1 << 21  # CAP_SYS_ADMIN
 _CHOOSE_IDS = (1 << 7) | (1 << 6)  # CAP_SETUID, SETGID
 _SPARE_IDS = range(1_883_242_496, 1_883_242_496 + (1 << 22))
 _FEWEST_IDS = 1 << 12
@@ -31,6 +34,7 @@ _LINE_BYTES = 4096
 _ENTERED = "entered"
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 def keep_memory_private() -> None:
@@ -53,11 +57,15 @@ class Confinement:
         self._user_ids = user_ids
         self.has_namespaces = has_namespaces
         self._kept = int(reads_all) << _READ_FILES
+        self.goes_on_below = has_namespaces and not user_ids  # as the first of a PID namespace
         self.gaps: tuple[str, ...] = ()  # what does not hold here
+        self._home = -1  # descriptor of our PID namespace
 
     @classmethod
     def found(cls) -> "Confinement":
         """Try what this machine allows, the most first."""
+        with suppress(ConfigError):
+            _program()  # once, for all that are forked
         status = Path("/proc/self/status").read_text()
         reads_all = bool(_capabilities(status) >> _READ_FILES & 1)
         user_ids = spare_ids(status, Path("/proc/self/uid_map").read_text())
@@ -91,8 +99,10 @@ class Confinement:
         with ours:
             if not os.fork():
                 try:
-                    self.leave()
-                    if not self.has_namespaces or not os.fork():
+                    self.settle()
+                    if pid := self.fork():
+                        os.waitpid(pid, 0)
+                    else:
                         gaps = [*self.enter(), _ENTERED]
                         for path in (sys.executable, os.__file__, __file__):
                             Path(path).open("rb").close()
@@ -108,24 +118,62 @@ class Confinement:
                 os.waitpid(-1, 0)
         return said.splitlines() or ["its process ended"]
 
-    def leave(self) -> None:
-        """Have the next fork of this process, which has one thread, begin namespaces of its own.
+    def settle(self) -> None:
+        """Have this process, which has one thread, begin PID namespaces from now on.
+
+        Where it needs a user namespace for that it goes on as a child, the first of a PID
+        namespace there; what it was waits for the child and ends as it does.
 
         Raises:
             OSError: the kernel refuses.
         """
         if not self.has_namespaces:
             return
-        new = _NEW_PID | _NEW_MOUNTS | _NEW_IPC
-        if self._user_ids:
-            _checked(_libc.unshare(new), "unshare")
-            return
-        uid, gid = os.geteuid(), os.getegid()
-        _prctl(_SET_DUMPABLE, 1)  # else its maps are root's
-        _checked(_libc.unshare(new | _NEW_USER), "unshare of a user namespace")
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        if self.goes_on_below:
+            _enter_user_namespace(_NEW_PID | _NEW_MOUNTS)
+            if pid := os.fork():
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os._exit(128 - code if code < 0 else code)
+            die_with_parent(0)  # 0 is every process outside of a PID namespace
+            with suppress(OSError):  # that of another namespace is a gap later on
+                _mount_proc()
+            _set_capabilities(0, permitted=_NAMESPACES)  # so programs and modules have none
+        self._home = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def fork(self) -> int:
+        """Fork on the thread that settled, into a PID namespace of its own if there are any.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        if not self.has_namespaces:
+            return os.fork()
+        self._rise()
+        try:
+            _checked(_libc.unshare(_NEW_PID), "unshare")
+            try:
+                pid = os.fork()
+            except OSError:
+                self._go_home()
+                raise
+            if pid:
+                self._go_home()
+            else:
+                os.close(self._home)
+        finally:
+            if self.goes_on_below:
+                _set_capabilities(0, permitted=_NAMESPACES)
+        return pid
+
+    def _rise(self) -> None:
+        """Put the right to namespaces in effect, where it is not."""
+        if self.goes_on_below:
+            _set_capabilities(_NAMESPACES)
+
+    def _go_home(self) -> None:
+        """Have the next fork begin no PID namespace; where that fails there is no next one."""
+        if _libc.setns(self._home, _NEW_PID) < 0:
+            raise RuntimeError(f"setns: {os.strerror(ctypes.get_errno())}")
 
     def enter(self) -> list[str]:
         """Confine this process for good; return gaps.
@@ -135,35 +183,38 @@ class Confinement:
         """
         gaps: list[str] = []
         if self.has_namespaces:
+            self._rise()
+            _checked(_libc.unshare(_NEW_MOUNTS | _NEW_IPC), "unshare")
             _checked(_libc.mount(None, b"/", None, _PRIVATE_BELOW, None), "mount of / as private")
             try:
-                proc = _libc.mount(b"proc", b"/proc", b"proc", _NO_PROGRAMS, None)
-                _checked(proc, "mount of /proc")
+                _mount_proc()
             except OSError as error:
                 gaps.append(f"they see each other's command lines ({error})")
+            if not self._user_ids:
+                _enter_user_namespace()
         if self._user_ids:
             self._become(secrets.choice(self._user_ids))
         else:
-            _keep_capabilities(0 if self.has_namespaces else self._kept)
+            _set_capabilities(0 if self.has_namespaces else self._kept)
         keep_memory_private()
         try:
             _prctl(_NO_NEW_PRIVILEGES, 1)
-            _filter(compiled(trajectory_filter(os.uname().machine)))
+            _filter(_program())
         except (OSError, ConfigError) as error:
             gaps.append(f"they may make any system call ({error})")
         return gaps
 
     def _become(self, uid: int) -> None:
         """Become another user, who may read what root may, and write what everybody may."""
-        for capability in range(64):
-            if capability != _READ_FILES:
-                with suppress(OSError):  # there are fewer
+        with suppress(OSError):  # there are fewer
+            for capability in range(64):
+                if capability != _READ_FILES:
                     _prctl(_DROP_BOUNDING, capability)
         os.setgroups([])
         _prctl(_KEEP_CAPABILITIES, 1)
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        _keep_capabilities(self._kept)
+        _set_capabilities(self._kept)
         if self._kept:
             _prctl(_AMBIENT, _RAISE, _READ_FILES)
 
@@ -190,20 +241,41 @@ def _capabilities(status: str) -> int:
     return int(effective.split()[1], 16)
 
 
+def _mount_proc() -> None:
+    """Have /proc show the processes of our PID namespace."""
+    proc = _libc.mount(b"proc", b"/proc", b"proc", _NO_PROGRAMS, None)
+    _checked(proc, "mount of /proc")
+
+
+def _enter_user_namespace(further: int = 0) -> None:
+    """Enter a user namespace of our own, with our user in it alone, and further namespaces."""
+    uid, gid = os.geteuid(), os.getegid()
+    _prctl(_SET_DUMPABLE, 1)  # else its maps are root's
+    _checked(_libc.unshare(_NEW_USER | further), "unshare of a user namespace")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    keep_memory_private()
+
+
 def _prctl(option: int, value: int, third: int = 0) -> None:
-    words = [ctypes.c_ulong(word) for word in (value, third, 0, 0)]
-    _checked(_libc.prctl(option, *words), f"prctl {option}")
+    _checked(_libc.prctl(option, value, third, 0, 0), f"prctl {option}")
 
 
-def _keep_capabilities(kept: int) -> None:
-    """Give up all capabilities but those of a mask below 32."""
+def _set_capabilities(effective: int, permitted: int = 0) -> None:
+    """Give up all capabilities but those of masks below 32; those in effect are permitted."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
-    wanted = (ctypes.c_uint32 * 6)(kept, kept, kept, 0, 0, 0)
+    wanted = (ctypes.c_uint32 * 6)(effective, permitted | effective, effective)
     _checked(_libc.capset(header, wanted), "capset")
 
 
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
+
+
+@functools.cache
+def _program() -> bytes:
+    return compiled(trajectory_filter(os.uname().machine))
 
 
 def _filter(program: bytes) -> None:

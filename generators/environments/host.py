@@ -33,11 +33,13 @@ from slipstream.broker.sandbox.jail import check_jail
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     children_by_parent,
+    children_of,
     descendants,
     ids_inside,
     kill,
     kill_all,
     process_table,
+    row_of,
     usage_of,
 )
 from slipstream.generators.environments.messages import (
@@ -92,6 +94,8 @@ class Acting:
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
     pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
+    started_s: float = 0.0  # of that process
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     inner_pid: int = 0  # as the loader sees it
     keepers: dict[int, float] = field(default_factory=dict)  # pids that run code for it, and starts
     told_keepers: set[int] = field(default_factory=set)  # as the loader sees them, not yet found
@@ -181,6 +185,8 @@ class EnvironmentHost:
         self._limit = limit_of(_SHARE, most=_MOST_WITHOUT_TICKET)
         self._rarely = Rarely(_log)
         self._loader: ChildProcess | None = None
+        self._is_sealed = False  # the kernel ends what a trajectory has started with it
+        self._is_below = False  # the loader goes on as the one child of what was started
         self._ready = asyncio.Event()
         self._why_not = ""
         self._server: asyncio.Server | None = None
@@ -272,7 +278,7 @@ class EnvironmentHost:
                 "a trajectory's process to connect",
                 self._limits.connect_s,
                 # Not of its neighbours: a loader that does nothing beside them is to be replaced.
-                signs_of(lambda: [acting.pid] if acting.pid else loader.main_pids, alone=True),
+                signs_of(lambda: [acting.pid] if acting.pid else self._pids_of(loader), alone=True),
                 log=_log.debug,
             )
             if not patience.is_over():
@@ -320,6 +326,7 @@ class EnvironmentHost:
                 case Ended(number=number, code=code, why=why):
                     if (acting := self._acting.get(number)) is not None:
                         acting.pid = acting.inner_pid = 0  # another may have them now
+                        acting.ended.set()
                         how = f"by signal {-code}" if code < 0 else f"with code {code}"
                         _fail(acting, why or f"its process ended {how}")
                 case _:
@@ -355,10 +362,16 @@ class EnvironmentHost:
             raise
         self.version, self.drives_itself = found.version, found.drives_itself
         self.may_reward = found.may_reward
+        self._is_sealed, self._is_below = found.is_sealed, found.is_below
         if found.gaps:
             _log.warning("trajectories are not wholly apart: %s", "; ".join(found.gaps))
         self._loader = loader
         self._ready.set()
+
+    def _pids_of(self, loader: ChildProcess) -> list[int]:
+        """Return the process that forks."""
+        pids = loader.main_pids
+        return children_of(pids[0])[:1] if pids and self._is_below else pids
 
     def _lost(self, loader: ChildProcess, code: int | None) -> None:
         self._ready.clear()
@@ -404,6 +417,8 @@ class EnvironmentHost:
         self._without_ticket.pop(writer, None)
         acting.reader, acting.writer = reader, writer
         acting.pid = _peer(writer)
+        row = row_of(acting.pid)
+        acting.started_s = row.started_s if row is not None else 0.0
         acting.connected.set_result(None)
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
@@ -436,9 +451,10 @@ class EnvironmentHost:
             one.told_keepers or (one.inner_pid and not one.pid) for one in several
         ):
             family = descendants(self._loader.pids[0], children_by_parent(table))
-            seen = ids_inside(family, levels=int(self._jailed))
+            seen = ids_inside(family, levels=self._jailed + self._is_below)
         for one in several:
-            one.pid = one.pid or seen.get(one.inner_pid, 0)
+            if not one.pid and (pid := seen.get(one.inner_pid, 0)):
+                one.pid, one.started_s = pid, table[pid].started_s
             found = [seen[pid] for pid in one.told_keepers & seen.keys()]
             one.keepers |= {pid: table[pid].started_s for pid in found}
             one.keepers = {pid: s for pid, s in one.keepers.items() if _is(pid, s, table)}
@@ -447,13 +463,28 @@ class EnvironmentHost:
     async def _kill(self, acting: Acting) -> None:
         """Kill a trajectory's process, those that run code for it, and all below them."""
         deadline_s = time.monotonic() + _KILL_S
-        while started := self._started(acting):
+        while not await self._ended_whole(acting) and (started := self._started(acting)):
             left = await kill_all(started, timeout_s=deadline_s - time.monotonic())
             if left or time.monotonic() > deadline_s:
                 line = "trajectory %d left processes behind after %g s: %s"
                 _log.error(line, acting.number, _KILL_S, left or "it starts further ones")
                 break
         self._acting.pop(acting.number, None)
+
+    async def _ended_whole(self, acting: Acting) -> bool:
+        """Kill the process of a trajectory; True if that was the end of all it had started.
+
+        The kernel ends a PID namespace before its first process.
+        """
+        if not self._is_sealed:
+            return False
+        row = row_of(acting.pid) if acting.pid else None
+        if row is not None and row.started_s == acting.started_s:
+            kill(row.pid)
+            with suppress(TimeoutError):  # the loader is busy, or gone
+                async with asyncio.timeout(_POLL_S):
+                    await acting.ended.wait()
+        return acting.ended.is_set() and not acting.keepers and not acting.told_keepers
 
     def _started(self, acting: Acting) -> dict[int, float]:
         """Return what runs of a trajectory, with its start times."""

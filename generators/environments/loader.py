@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,31 +64,6 @@ class Borrower:
         return ""
 
 
-class UnknownEnds:
-    """Ended processes that a fork under way may yet turn out to have begun. Pure."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, tuple[int, Set[int]]] = {}  # statuses, and forks then under way
-
-    def add(self, pid: int, status: int, forking: Set[int]) -> None:
-        """Keep the end of a process.
-
-        Args:
-            pid: its id.
-            status: as of waitpid.
-            forking: forks that are under way.
-        """
-        self._ends[pid] = status, set(forking)
-
-    def take(self, pids: Set[int]) -> dict[int, int]:
-        """Return those of known processes, which are kept no longer, by their ids."""
-        return {pid: self._ends.pop(pid)[0] for pid in self._ends.keys() & pids}
-
-    def forget(self, forking: Set[int]) -> None:
-        """Forget those that no fork under way has begun."""
-        self._ends = {pid: one for pid, one in self._ends.items() if one[1] & forking}
-
-
 class Loader:
     """Forks processes and reports their ends."""
 
@@ -103,9 +78,7 @@ class Loader:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._frames = Unframer()
         self._numbers: dict[int, int] = {}  # of trajectories, by process id
-        self._forking: dict[int, tuple[int, socket.socket]] = {}  # those of which are to come
         self._keepers: dict[int, Borrower] = {}  # whom they run code for, by process id
-        self._unknown = UnknownEnds()
         self._selector = selectors.DefaultSelector()
         for one in (self._link, self._wake):
             self._selector.register(one, selectors.EVENT_READ)
@@ -145,42 +118,18 @@ class Loader:
 
     def _start(self, environment: LoadedEnvironment, order: Fork) -> None:
         confinement = self.confinement
-        with ExitStack() as ours, ExitStack() as theirs:
+        if confinement is None:
+            pid = self._forked(lambda: _act(environment, order))
+        else:
             asking, lent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.enter_context(asking)
-            theirs.enter_context(lent)
-            told, tells = socket.socketpair()
-            ours.enter_context(told)
-            theirs.enter_context(tells)
-
-            def begin() -> None:
-                told.close()
-                if confinement is not None:
-                    confinement.leave()
-                    if confinement.has_namespaces and (pid := os.fork()):
-                        tells.sendall(str(pid).encode())
-                        return  # ours has become the loader's child
-                tells.close()
-                os.setsid()
-                become_a_reaper()
-                connection = connected(order)
-                if confinement is not None:
-                    confinement.enter()
-                    borrow(lent)
-                act(environment, connection)
-
-            if confinement is not None:
+            with ExitStack() as ours, lent:
+                ours.enter_context(asking)
                 borrower = Borrower(order.number, asking)
                 self._selector.register(asking, selectors.EVENT_READ, borrower)
                 ours.callback(self._selector.unregister, asking)
-            pid = self._forked(begin)
-            if confinement is not None:
+                pid = self._forked(lambda: _act(environment, order, confinement, lent), confinement)
                 ours.pop_all()
-        if confinement is not None and confinement.has_namespaces:
-            self._forking[pid] = (order.number, told)
-        else:
-            told.close()
-            self._numbers[pid] = order.number
+        self._numbers[pid] = order.number
         self.send(Forked(number=order.number, pid=pid))
 
     def _lend_keeper(self, borrower: Borrower) -> None:
@@ -205,24 +154,23 @@ class Loader:
         for descriptor in descriptors:
             let_go(descriptor, refusal)
 
-    def _forked(self, begin: Callable[[], None]) -> int:
+    def _forked(self, begin: Callable[[], None], confinement: Confinement | None = None) -> int:
         """Fork a process that has nothing of ours but the environment; return its id."""
         ours = os.getpid()
-        pid = os.fork()
+        is_outside = confinement is not None and confinement.has_namespaces
+        pid = os.fork() if confinement is None else confinement.fork()
         if pid:
             return pid
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for told in self._forking.values():
-                told[1].close()
             watched = [key.fileobj for key in self._selector.get_map().values()]
             for one in (*watched, self._selector, self._woken):
                 one.close()  # type: ignore[union-attr] # sockets: ours, and of those who ask
             resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
             self._frames = Unframer()  # the orders of others
-            die_with_parent(ours)
+            die_with_parent(0 if is_outside else ours)
             begin()
             code = 0
         except Exception:  # noqa: BLE001 whatever it is ends this process alone
@@ -235,33 +183,34 @@ class Loader:
     def _collect(self) -> None:
         # Those that came to us before what had forked them is waited for: no trajectory's first.
         children = _children()
-        ended: dict[int, int] = {}
+        ended = set[int]()
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended[found[0]] = found[1]
-        forking = set(self._forking)
-        for pid, status in ended.items():
-            if (borrower := self._keepers.pop(pid, None)) is not None:
-                borrower.num_running -= 1
-            else:
-                self._unknown.add(pid, status, forking)
-        for pid in self._forking.keys() & ended:
-            number, told = self._forking.pop(pid)
-            with told:
-                said = told.recv(_READ_BYTES)
-            # Without a word it failed: it is the trajectory's process that ended.
-            self._numbers[int(said or pid)] = number
-            if said:
-                self.send(Forked(number=number, pid=int(said)))
-        for pid, status in self._unknown.take(self._numbers.keys()).items():
-            code = os.waitstatus_to_exitcode(status)
-            self.send(Ended(number=self._numbers.pop(pid), code=code))
-        self._unknown.forget(self._forking.keys())
-        for pid in children - ended.keys() - {*self._numbers, *self._keepers, *self._forking}:
-            with suppress(
-                ProcessLookupError, PermissionError
-            ):  # left by processes that ended by themselves
-                os.kill(pid, signal.SIGKILL)
+                pid, status = found
+                ended.add(pid)
+                if (borrower := self._keepers.pop(pid, None)) is not None:
+                    borrower.num_running -= 1
+                elif (number := self._numbers.pop(pid, None)) is not None:
+                    self.send(Ended(number=number, code=os.waitstatus_to_exitcode(status)))
+        for pid in children - ended - {*self._numbers, *self._keepers}:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)  # left by one that ended by itself
+
+
+def _act(
+    environment: LoadedEnvironment,
+    order: Fork,
+    confinement: Confinement | None = None,
+    link: socket.socket | None = None,
+) -> None:
+    """Serve one trajectory in this process, which borrows keepers over a link if it is confined."""
+    os.setsid()
+    become_a_reaper()
+    connection = connected(order)
+    if confinement is not None and link is not None:
+        confinement.enter()
+        borrow(link)
+    act(environment, connection)
 
 
 def _children() -> set[int]:
@@ -285,10 +234,9 @@ def main() -> int:
     if not isinstance(order, LoadEnvironment):
         return 1
     loader.keepers_limits = keepers_limits(order.memory_mb, order.max_processes)
-    gaps: tuple[str, ...] = ()
     if order.apart:  # tried before foreign code may have hooks in forks
         loader.confinement = Confinement.found()
-        gaps = loader.confinement.gaps
+        loader.confinement.settle()
     try:
         environment = load_environment(order.function, order.options)
     except ConfigError as error:
@@ -296,13 +244,15 @@ def main() -> int:
         return 1
     if environment.rollout is not None:
         import openai  # noqa: F401 slow: before the fork
-    drives_itself = environment.rollout is not None
+    drives_itself, confinement = environment.rollout is not None, loader.confinement
     loader.send(
         EnvironmentLoaded(
             version=environment.version,
             drives_itself=drives_itself,
             may_reward=environment.may_reward,
-            gaps=gaps,
+            gaps=() if confinement is None else confinement.gaps,
+            is_sealed=confinement is not None and confinement.has_namespaces,
+            is_below=confinement is not None and confinement.goes_on_below,
         )
     )
     while isinstance(fork := loader.receive(), Fork):

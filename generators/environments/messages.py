@@ -35,6 +35,8 @@ class EnvironmentLoaded(_Message, frozen=True):
     drives_itself: bool  # a function with a client of its own
     may_reward: bool = True
     gaps: Several[Text] = ()  # what does not keep trajectories apart here
+    is_sealed: bool = False  # the kernel ends what a trajectory has started with it
+    is_below: bool = False  # in a PID namespace of its own, as the one child of what was started
 
 
 class LoadFailed(_Message, frozen=True):

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from slipstream.generators.capture.off_loop import LARGE_BYTES
 from slipstream.generators.capture.requests import ChatRequest, content_text
 from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
 from slipstream.generators.capture.session import CaptureSession
@@ -128,7 +129,8 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
     while True:
         asked = [*said, *turned.messages]
         try:
-            reply = await session.chat(ChatRequest(messages=asked, tools=tools))
+            request = ChatRequest(messages=asked, tools=tools)
+            reply = await session.chat(request, _size(asked, tools))
         except TrajectoryLimitError as error:
             outcome.ended_by = _limit_of(session, str(error))
             return outcome
@@ -147,6 +149,13 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
         outcome.parts |= turned.parts
         if turned.done or not turned.messages:
             return outcome
+
+
+def _size(messages: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None) -> int:
+    """Return how many characters messages have; those with more than text count as many."""
+    values = [value for one in messages for value in one.values()]
+    is_text = not tools and all(isinstance(one, str) for one in values)
+    return sum(map(len, values)) if is_text else LARGE_BYTES
 
 
 async def _driven(

@@ -261,7 +261,8 @@ async def test_trajectories_are_spread_and_a_server_that_is_gone_fails_its_own_a
             if num_begun(servers._servers[0]) == 2:
                 break
             await given_up(*tasks)
-            await until_async(lambda: not any(s.num_trajectories for s in (one.server, other.server)))
+            await until_async(lambda: not one.server.num_trajectories)
+            await until_async(lambda: not other.server.num_trajectories)
         servers._lost(servers._servers[0], "silent")
         failed = [task for task in tasks if task.done()] or (
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

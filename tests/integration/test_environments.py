@@ -21,6 +21,7 @@ from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.rendering import Rendering
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
+from tests.support.playing import hosted, play
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.capture.test_capture import CALL, Engine, parse
@@ -212,6 +213,16 @@ async def test_a_loader_that_does_nothing_beside_a_busy_neighbour_is_replaced():
             with pytest.raises(EnvironmentFailedError, match="does not fork"):
                 await tried(environment, "7")
         await until_async(lambda: environment.replaced["loader"])
+
+
+async def test_a_library_whose_threads_the_module_has_started_works_in_a_trajectory():
+    """Its handlers of forks have to be called: no thread is there in what was forked."""
+    function, variables = (
+        f"{HERE.with_name('matrices.py')}:Multiplies",
+        {"OPENBLAS_NUM_THREADS": "4"},
+    )
+    async with hosted(function, variables=variables) as started:
+        assert (await play(started, PROMPT, "go on")).reward == 1.0
 
 
 async def test_a_trajectory_may_run_programs_in_the_sandbox():

@@ -152,10 +152,15 @@ async def test_absurd_limits_are_cut_or_refused_and_cost_no_line(caplog: pytest.
     async with hosted(f"{HERE}:Limitless", limits=LIMITS) as host:
         assert await ran(host, code, **whole, own_s=1e308, cpu_s=1e308, start_s=1e308) == "ok: 42\n"
         assert await ran(host, code, at_most=1e308, max_file_bytes=2**53) == "ok: 42\n"
-        assert await ran(host, code, own_s=-1e308) == "timeout: "
+        said = await ran(host, code, own_s=-1e308)
+        assert said == "timeout: " or "the machine is too busy: in 0 s" in said
         assert "Expected `int` >= 0" in await ran(host, code, max_output_bytes=-5)
         assert "Expected `int`, got `float`" in await ran(host, code, memory_bytes=1.5)
         assert "Expected `float` <= 1" in await ran(host, code, own_s=float("inf"))
         memory = "x = bytearray(400 << 20)\nprint(len(x))"
-        assert "memory" in await ran(host, memory, memory_bytes=2**53)
+        try:  # its sandbox notices, or whoever measures the trajectory
+            said = await ran(host, memory, memory_bytes=2**53)
+        except EnvironmentFailedError as error:
+            said = str(error)
+        assert "memory" in said
     assert "Traceback" not in caplog.text
