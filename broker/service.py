@@ -25,13 +25,19 @@ from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.startup import StartState, open_records, start_run, start_trackers
-from slipstream.broker.store.event_log import FolderTrail, Trail
+from slipstream.broker.store.base import TrajectoryStore
+from slipstream.broker.store.event_log import CountedTrail, FolderTrail, Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.broker.store.opening import open_store, start_private_server
-from slipstream.broker.store.redis import RedisStore
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import write_private
-from slipstream.wire.files.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
+from slipstream.wire.files.run_folder import (
+    BROKER_LOCK,
+    NUM_EVENTS,
+    PAGE_ADDRESS,
+    PAGE_STATE,
+    TRAIL,
+)
 from slipstream.wire.process.gpus import gpus_of_host
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
@@ -148,7 +154,7 @@ def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> 
 async def _make_server(
     settings: BrokerSettings,
     prompts: Prompts,
-    store: RedisStore,
+    store: TrajectoryStore,
     telemetry: Telemetry,
     trackers: BackgroundTrackers,
     ring: KeyRing | None,
@@ -159,10 +165,10 @@ async def _make_server(
     run, broker = settings.run, settings.broker
     started = time.monotonic()
     trail = Trail()
-    first_event = 0
     if broker.max_trail_bytes:
-        trail = folder_trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
-        first_event = folder_trail.next_event
+        trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
+    trail = CountedTrail(run.folder / NUM_EVENTS, trail)
+    first_event = trail.next_event
     beginning = await start_run(
         settings, prompts, store, restarted=restarted, first_event=first_event
     )
@@ -174,10 +180,9 @@ async def _make_server(
     if (lost := first_event - ledger.book.state.num_events) > 0:
         _log.error(
             "the store lacks the last %d events that it acknowledged: the run continues at step "
-            "%d, where the rest of its events ends; %s is cut there",
+            "%d, where the rest of its events ends, as another life",
             lost,
             ledger.book.step,
-            run.folder / TRAIL,
         )
         trail.cut_from(ledger.book.state.num_events)
     first = ledger.book.state.num_events - len(beginning.events)
@@ -218,14 +223,14 @@ async def _make_server(
 
 
 def _remembered(run: RunSection, identity: RunIdentity) -> Callable[[int], None]:
-    """Return a function that writes granted epochs into the run folder."""
+    """Return a function that writes epochs into the run folder; unwritten, none is granted."""
     newest = identity
 
     def granted(epoch: int) -> None:
         nonlocal newest
         if epoch > newest.epoch:
+            write_identity(run.folder, newest.granted(epoch))
             newest = newest.granted(epoch)
-            write_identity(run.folder, newest)
 
     return granted
 

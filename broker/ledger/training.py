@@ -40,7 +40,13 @@ class Training:
     # ---- epochs --------------------------------------------------------------
 
     def take_over(
-        self, step: int, checkpoint: str = "", learner: str = "", held: PolicyVersion | None = None
+        self,
+        step: int,
+        checkpoint: str = "",
+        learner: str = "",
+        held: PolicyVersion | None = None,
+        *,
+        remember: Callable[[int], None] = lambda _: None,
     ) -> PolicyVersion:
         """Grant a new epoch to a learner that holds the weights after ``step`` steps.
 
@@ -51,10 +57,12 @@ class Training:
             checkpoint: that it holds, for the record.
             learner: its incarnation.
             held: the version of that checkpoint; None for the weights that the run started with.
+            remember: takes the epoch before anything changes.
 
         Raises:
             RefusedError: this run cannot resume from that step, or had other weights
                 at it.
+            Exception: what ``remember`` raised; nothing is granted then.
         """
         book, state = self._book, self._book.state
         if learner and learner == state.learner:
@@ -74,6 +82,7 @@ class Training:
                 "(slipstream run --resume CHECKPOINT)"
             )
         version = PolicyVersion(max(book.version.epoch, state.granted_epoch) + 1, step)
+        remember(version.epoch)
         given = book.step in state.in_hand and book.step in state.batches
         cut_off = book.step if given else -1
         self._decisions.record(

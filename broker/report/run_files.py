@@ -200,7 +200,8 @@ class FolderRecords(RunRecords):
         """Remove the records of later steps, which are repeated."""
         is_recording = self._batches is not None
         self.end_batches()
-        forget_after(self._run.folder, step)
+        with _full_disk_tolerated("a shorter rollouts/trained.jsonl"):
+            forget_after(self._run.folder, step)
         self._points = [point for point in self._points if point.step <= step]
         self._num_answers = {s: n for s, n in self._num_answers.items() if s <= step}
         if self._metrics is not None:

@@ -17,7 +17,7 @@ from slipstream.broker.server.clients import Clients
 from slipstream.broker.server.reply import HelloFirstError, Later, Outcome, Reply, log_text
 from slipstream.broker.server.sessions import Session, Sessions
 from slipstream.broker.store.payload_cache import FrameCache
-from slipstream.wire.errors import ForbiddenError, RefusedError
+from slipstream.wire.errors import ForbiddenError, RefusedError, SlowDownError
 from slipstream.wire.messages.broker import (
     BatchDelivered,
     BatchNotReady,
@@ -35,8 +35,10 @@ from slipstream.wire.messages.broker import (
     TakeOver,
     TookOver,
 )
+from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
+_unwritten = Rarely(_log, logging.ERROR)
 
 LearnerRequest: TypeAlias = (
     TakeOver | FetchPayloads | StepCommit | RejectBatch | SealSteps | GetLedgerSnapshot
@@ -118,8 +120,13 @@ class Learner:
         trains = self._book.state.learner
         if trains and trains != learner and self._sessions.is_connected(trains):
             raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
-        version = self._training.take_over(request.step, request.checkpoint, learner, request.held)
-        self._on_epoch(version.epoch)  # on disk before it may be used
+        try:
+            version = self._training.take_over(
+                request.step, request.checkpoint, learner, request.held, remember=self._on_epoch
+            )
+        except OSError as error:
+            _unwritten.say("no learner can take over: %s", error)
+            raise SlowDownError(f"a new epoch cannot be written into run.dir: {error}") from error
         if version.step != self._book.step:
             return TookOver(version=version)  # repeated request
         if version.epoch > epoch:

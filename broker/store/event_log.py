@@ -1,4 +1,4 @@
-"""Log of all items' events in the run folder: read by `slipstream ledger trace`.
+"""Log of all items' events in the run folder, read by `slipstream ledger trace`, and their number.
 
 Segments of length-prefixed records (number of the event, unix time, event), written when the store
 has them. The oldest segment goes when all are too large. A broker that starts again knows from the
@@ -6,12 +6,16 @@ numbers which of the stored events its predecessor did not write any more.
 """
 
 import logging
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from typing_extensions import override
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQd")  # length of the event, its number, unix time
@@ -20,6 +24,8 @@ _SEGMENTS = 8
 
 class Trail:
     """This one keeps nothing."""
+
+    next_event = 0  # the number that follows those of all events so far
 
     def note(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
         """Note events that are durable; ``first`` is the number of the first of them."""
@@ -37,6 +43,64 @@ class Trail:
 
     def close(self) -> None:
         """Close the file."""
+
+
+class CountedTrail(Trail):
+    """Counts the events in a file of its own, also where nothing else is kept of them.
+
+    By that number a broker that starts knows whether its store still has them all.
+    """
+
+    def __init__(self, path: Path, trail: Trail) -> None:
+        """Continue to count, and hand events to ``trail``.
+
+        Raises:
+            ConfigError: the file holds no number.
+        """
+        self._path = path
+        self._trail = trail
+        try:
+            counted = int(path.read_text("ascii"))
+        except FileNotFoundError:
+            counted = 0
+        except ValueError as error:
+            raise ConfigError(f"{path} holds no number: put it back, or remove it") from error
+        self.next_event = max(counted, trail.next_event)
+        replace_file(path, _digits(self.next_event))
+        self._file = path.open("r+b", buffering=0)
+
+    @override
+    def note(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
+        """Count events that are durable; ``first`` is the number of the first of them."""
+        self.next_event = max(self.next_event, first + len(events))
+        self._trail.note(first, at_s, events)
+
+    @override
+    def write(self) -> None:
+        """Write the number in place, which needs no room on the disk, and the noted events."""
+        try:
+            os.pwrite(self._file.fileno(), _digits(self.next_event), 0)
+        except OSError as error:
+            _log.warning("%s is not up to date: %s", self._path, error)
+        self._trail.write()
+
+    @override
+    def cut_from(self, number: int) -> None:
+        """Forget events from a number on: the store lost them, others will have the numbers."""
+        self.next_event = number
+        self._trail.cut_from(number)
+
+    @override
+    def close(self) -> None:
+        """Write the noted events and close the files."""
+        self.write()
+        self._file.close()
+        self._trail.close()
+
+
+def _digits(number: int) -> bytes:
+    """Return a number as text of one length, so that each takes the place of the one before."""
+    return b"%020d\n" % number
 
 
 class FolderTrail(Trail):

@@ -14,6 +14,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.server.keyring import KeyRing
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.messages.broker import (
@@ -109,6 +110,8 @@ async def running(
     store: MemoryStore | None = None,
     cache_bytes: int = 1 << 20,
     records: RunRecords | None = None,
+    on_epoch: Callable[[int], None] = lambda _: None,
+    keys: KeyRing | None = None,
 ) -> AsyncIterator[Running]:
     owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
     store = store or MemoryStore()
@@ -124,6 +127,8 @@ async def running(
         scores_inline=True,
         cache_bytes=cache_bytes,
         records=records,
+        on_epoch=on_epoch,
+        keys=keys,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = f"ipc://{folder}/broker.sock"

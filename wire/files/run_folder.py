@@ -5,6 +5,7 @@ from pathlib import Path
 from slipstream.wire.errors import ConfigError
 
 IDENTITY = Path("identity.json")  # which run this is; ids and epochs that were given out
+NUM_EVENTS = Path("num_events")  # that the store acknowledged, in all lives of the run
 BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"

@@ -1,28 +1,49 @@
 """A run has an identity: nothing of another run gets in, and nothing is given out twice."""
 
 import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
+from slipstream.broker.config import BrokerSettings
 from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
+from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.ledger.state import encode_state
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.report.trackers.background import BackgroundTrackers
+from slipstream.broker.server.keyring import KeyRing, make_client_key, revoke
+from slipstream.broker.service import _make_server, _remembered
 from slipstream.broker.startup import start_run
 from slipstream.broker.store.base import Changes
+from slipstream.broker.store.event_log import CountedTrail, Trail
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import INFO_FILE, newest_checkpoint
-from slipstream.wire.files.run_folder import IDENTITY
+from slipstream.wire.files.run_folder import IDENTITY, NUM_EVENTS, TRAIL
 from slipstream.wire.messages.broker import TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
 from tests.support.checkpoint_infos import write_checkpoint
-from tests.support.ledger_driver import make_ledger, make_rules
+from tests.support.ledger_driver import lease, make_ledger, make_ready, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
 from tests.support.running_broker import running
+from tests.support.waiting import until_async
 
 RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
+
+
+@contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """Have nothing take the place of a file for a while."""
+    kept = path.rename(path.with_name("kept"))
+    path.mkdir()
+    yield
+    path.rmdir()
+    kept.rename(path)
 
 
 async def kept(store: MemoryStore) -> tuple[bytes | None, list[bytes]]:
@@ -117,6 +138,59 @@ async def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
         shared.snapshot = encode_state(new_ledger(settings).book.state)
 
 
+@asynccontextmanager
+async def broker(settings: BrokerSettings, shared: SharedMemory) -> AsyncIterator[Ledger]:
+    """A life of a broker; in the end its store has acknowledged all of its ledger."""
+    settings.run.folder.mkdir(parents=True, exist_ok=True)
+    store, trackers = MemoryStore(shared), BackgroundTrackers([])
+    telemetry, prompts = Telemetry(settings.run), load_prompts(settings)
+    server, committer, beginning = await _make_server(
+        settings, prompts, store, telemetry, trackers, None, restarted=False
+    )
+    writing = asyncio.create_task(committer.run())
+    yield beginning.ledger
+    server._persist()
+    await until_async(lambda: not committer.backlog)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    server.close_records()
+    trackers.close()
+
+
+@pytest.mark.parametrize("trail", ["none", "removed", "kept", "all that is kept"])
+async def test_a_store_that_lost_its_end_is_noticed_with_and_without_a_trail(
+    trail: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Without one the run went on under ids that it had given out."""
+    size = 0 if trail == "none" else 1 << 20
+    settings = settings_in(tmp_path, f"broker.max_trail_bytes={size}")
+    shared, folder = SharedMemory(), settings.run.folder
+    async with broker(settings, shared) as first:
+        first.training.take_over(0)
+        given = first.lease("g", first.book.version, max_sequences=99, now_s=0.0)
+    async with broker(settings, shared) as same:
+        assert same.book.state.life == 0, "nothing was lost"
+    assert "the store lacks" not in caplog.text
+    del shared.events[-3:]
+    if trail == "removed":
+        shutil.rmtree(folder / TRAIL)
+    if trail == "all that is kept":  # by a version that counted nowhere else
+        (folder / NUM_EVENTS).unlink()
+    async with broker(settings, shared) as again:
+        assert again.book.state.life == 1
+        new = again.lease("h", again.book.version, max_sequences=99, now_s=0.0)
+    assert "the store lacks the last 3 events that it acknowledged" in caplog.text
+    assert min(group.lease_id for group in new) > max(group.lease_id for group in given)
+    async with broker(settings, shared) as once:
+        assert once.book.state.life == 1, "it is noticed once"
+
+
+def test_a_count_of_events_that_is_none_is_named(tmp_path: Path):
+    (tmp_path / NUM_EVENTS).write_text("many\n")
+    with pytest.raises(ConfigError, match=r"num_events holds no number: put it back, or remove it"):
+        CountedTrail(tmp_path / NUM_EVENTS, Trail())
+
+
 async def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_path: Path):
     settings, shared = settings_in(tmp_path), SharedMemory()
     store = MemoryStore(shared)
@@ -182,6 +256,51 @@ def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot read .*identity\.json"):
         read_identity(tmp_path)
     assert read_identity(tmp_path / "nowhere") is None
+
+
+async def test_an_epoch_is_granted_once_it_is_on_disk(short_folder: Path):
+    """Repeated after a full disk it was granted unwritten, and again in the next life."""
+    settings = settings_in(short_folder)
+    beginning = await start_run(settings, load_prompts(settings), MemoryStore())
+    ledger, identity = beginning.ledger, settings.run.folder / IDENTITY
+    grant = _remembered(settings.run, beginning.identity)
+    async with running(short_folder, ledger, on_epoch=grant) as it:
+        learner = await it.client("learner", "learner")
+        with full_disk(identity):
+            taking_over = asyncio.create_task(learner.ask(TakeOver(step=0), TookOver))
+            rejected = it.server.telemetry.rejected
+            await until_async(lambda: rejected["slow_down"] > 1 or taking_over.done())
+            assert (ledger.book.version, ledger.book.state.learner) == (PolicyVersion(0, 0), "")
+        took, _ = await taking_over
+        assert took.version == PolicyVersion(1, 0)
+        assert read_identity(settings.run.folder) == beginning.identity.granted(1)
+    resumed = settings_in(short_folder, f"run.resume_from={checkpoint(short_folder, ledger)}")
+    trained(ledger, 1)
+    again = await start_run(resumed, load_prompts(resumed), MemoryStore())  # its store was lost
+    assert again.ledger.training.take_over(0) == PolicyVersion(2, 0)
+
+
+async def test_a_take_over_that_had_to_wait_for_the_disk_drops_what_a_revoked_key_sent(
+    short_folder: Path,
+):
+    settings = settings_in(short_folder)
+    beginning = await start_run(settings, load_prompts(settings), MemoryStore())
+    ledger = beginning.ledger
+    ledger.training.take_over(0)
+    make_ready(ledger, lease(ledger, "gpu7/generator-0", max_sequences=8)[:1])
+    assert isinstance(ledger.training.deliver(ledger.book.version), list)
+    make_client_key(short_folder / "keys", "gpu7", "generator")
+    revoke(short_folder / "keys", "gpu7", discard=True)
+    ring, grant = KeyRing(short_folder / "keys"), _remembered(settings.run, beginning.identity)
+    async with running(short_folder, ledger, on_epoch=grant, keys=ring) as it:
+        it.server._clients.refresh_keys()  # it would, within a second
+        assert ledger.book.state.batches, "the learner before has it in hand"
+        learner = await it.client("learner", "learner")
+        with full_disk(settings.run.folder / IDENTITY):
+            taking_over = asyncio.create_task(learner.ask(TakeOver(step=0), TookOver))
+            await until_async(lambda: it.server.telemetry.rejected["slow_down"] > 0)
+        await taking_over
+        assert (dict(ledger.book.state.dropped), ledger.book.state.batches) == ({"revoked": 1}, {})
 
 
 # ---- in the ledger and at the door ---------------------------------------------

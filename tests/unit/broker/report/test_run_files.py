@@ -185,6 +185,21 @@ async def test_steps_that_a_learner_went_back_behind_are_recorded_anew(run: RunS
     assert [group.step for group in read_groups(path)] == [0, 0, 1, 1]
 
 
+def test_a_learner_goes_back_though_the_disk_is_full(
+    run: RunSection, caplog: pytest.LogCaptureFixture
+):
+    metrics = MetricsFile(run.folder / "metrics.jsonl", step=3, evaluated=[])
+    metrics.newest_step = 3
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=None, metrics=metrics)
+    (run.folder / "rollouts").mkdir()
+    (run.folder / "rollouts" / "trained.jsonl").write_text('{"step": 2}\n')
+    (run.folder / "rollouts" / ".trained.jsonl.unfinished").mkdir()  # no copy can be made
+    records.went_back(1)
+    assert metrics.newest_step == 1
+    assert "a shorter rollouts/trained.jsonl was not written" in caplog.text
+    metrics.close()
+
+
 def test_a_resumed_run_forgets_what_an_abandoned_life_wrote(run: RunSection):
     for step in (0, 10, 20):
         path = run.folder / "eval" / f"step-{step:06d}.jsonl"
