@@ -15,7 +15,7 @@ from typing import Literal
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
-from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import Booking, Lanes
 from slipstream.generators.pace import EnginePace
@@ -229,7 +229,11 @@ class GeneratorWorker:
             self._counters["failed"] += 1
             _log.warning("group %d handed back: %s", work.group_id, error)
             with suppress(RefusedError):
-                release = ReleaseLease(lease_id=work.lease_id, reason=str(error)[:200])
+                release = ReleaseLease(
+                    lease_id=work.lease_id,
+                    reason=str(error)[:200],
+                    is_stranded=isinstance(error, EnvironmentLostError),
+                )
                 await self._client.ask(release, Done)
         finally:
             del self._groups[work.lease_id]
@@ -300,8 +304,8 @@ class GeneratorWorker:
         async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
             for siblings in together:
                 group.create_task(sample_and_send(siblings))
-        if failed:
-            raise failed[0]
+        if failed:  # one that is the group's own fault counts
+            raise min(failed, key=lambda error: isinstance(error, EnvironmentLostError))
 
     async def _sampled(
         self, work: LeasedGroup, siblings: tuple[int, ...], prompt_ids: list[int], booking: Booking

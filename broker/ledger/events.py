@@ -56,6 +56,7 @@ LeaseEnd = Literal[
     "lapsed",  # no heartbeat
     "restarted",  # its holder restarted
     "failed",  # its holder handed it back
+    "stranded",  # its holder handed it back: what ran its trajectories elsewhere is gone
     "left",  # its holder ended in order
     "lost",  # the answer that granted it never arrived
     "orphaned",  # its work was of weights that a take-over abandoned

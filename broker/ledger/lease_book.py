@@ -107,12 +107,21 @@ class LeaseBook:
                 self._attempt_ended(keys, other, "the reward worker died")
         self._on_return()
 
-    def release(self, holder: str, lease_id: int, reason: str = "") -> bool:
-        """Take back a lease before its end; True if it is one of generation, which failed."""
+    def release(
+        self, holder: str, lease_id: int, reason: str = "", *, is_stranded: bool = False
+    ) -> bool:
+        """Take back a lease before its end; True if it is one of generation, which failed.
+
+        Args:
+            holder: the client.
+            lease_id: of either kind.
+            reason: what the client says.
+            is_stranded: it failed without any fault of the group's, and counts as no attempt.
+        """
         if self._scoring.give_back(holder, lease_id):
             self._on_return()
             return False
-        self._ledger.release(holder, lease_id, "failed", reason)
+        self._ledger.release(holder, lease_id, "stranded" if is_stranded else "failed", reason)
         return True
 
     def undelivered(self, answer: Answer) -> None:

@@ -63,9 +63,9 @@ class Generation:
             case RejectPrompt(lease_id=lease_id, reason=reason, detail=detail):
                 _log.warning("%s cannot answer a prompt: %s", session.name, log_text(detail))
                 self._ledger.reject(session.holder, lease_id, reason)
-            case ReleaseLease(lease_id=lease_id, reason=reason):
+            case ReleaseLease(lease_id=lease_id, reason=reason, is_stranded=is_stranded):
                 text = log_text(reason)
-                if self._leases.release(session.holder, lease_id, text):
+                if self._leases.release(session.holder, lease_id, text, is_stranded=is_stranded):
                     _log.warning("%s handed back lease %d: %s", session.name, lease_id, text)
             case _:
                 assert_never(request)

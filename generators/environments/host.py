@@ -84,6 +84,10 @@ class EnvironmentFailedError(SlipstreamError):
     """An environment cannot go on with a trajectory, and why."""
 
 
+class EnvironmentLostError(EnvironmentFailedError):
+    """What ran a trajectory is gone, through no fault of the trajectory's."""
+
+
 @dataclass(slots=True)
 class Acting:
     """The process of one trajectory."""

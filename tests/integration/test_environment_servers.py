@@ -14,7 +14,11 @@ import zmq.asyncio
 
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession
-from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost
+from slipstream.generators.environments.host import (
+    EnvironmentFailedError,
+    EnvironmentHost,
+    EnvironmentLostError,
+)
 from slipstream.generators.environments.remote.link import EnvironmentServers, _Server
 from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.remote.proxy import PolicyProxy
@@ -225,7 +229,7 @@ async def test_a_server_with_other_options_is_refused():
         hanging = await begun(served, servers)
         await first.aclose()
         async with serving("Guess", port=port):
-            with pytest.raises(EnvironmentFailedError, match="it serves another environment"):
+            with pytest.raises(EnvironmentLostError, match="it serves another environment"):
                 await hanging
             waiting = asyncio.create_task(played(servers, ["7"]))
             await asyncio.sleep(0.2)
@@ -247,7 +251,7 @@ async def test_what_a_server_forgot_fails_here_once_it_is_heard_again():
         link, server._socket = server._socket, None  # nothing arrives for a while
         await until_async(lambda: not served.server._clients)
         server._socket = link
-        with pytest.raises(EnvironmentFailedError, match="no longer has this trajectory"):
+        with pytest.raises(EnvironmentLostError, match="no longer has this trajectory"):
             await hanging
 
 
@@ -268,6 +272,7 @@ async def test_trajectories_are_spread_and_a_server_that_is_gone_fails_its_own_a
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         )[0]
         assert all("silent" in str(task.exception()) for task in failed)
+        assert all(isinstance(task.exception(), EnvironmentLostError) for task in failed)
         assert other.server.num_trajectories == 2
         await given_up(*tasks)
 
@@ -280,7 +285,7 @@ async def test_a_server_that_was_restarted_has_lost_its_trajectories():
         hanging = await begun(served, servers)
         await first.aclose()
         async with serving("Hangs", port=port):
-            with pytest.raises(EnvironmentFailedError, match="it was restarted"):
+            with pytest.raises(EnvironmentLostError, match="it was restarted"):
                 await hanging
 
 

@@ -223,7 +223,7 @@ REQUESTS: list[broker.Request] = [
     broker.SubmitTrajectory(
         header=HEADER, score=Score(group_id=1, sibling=0, lease_id=-1, reward=1.0, version="1")
     ),
-    broker.ReleaseLease(lease_id=1, reason="engine failed"),
+    broker.ReleaseLease(lease_id=1, reason="engine failed", is_stranded=True),
     broker.LeaseScoring(credits=4, wait_s=1.0),
     broker.LeaseScoring(credits=4, wait_s=1.0, whole_groups=True),
     broker.GetDeadLetters(after=3, limit=10),

@@ -178,6 +178,7 @@ class ReleaseLease(Message, frozen=True):
 
     lease_id: Number
     reason: Text
+    is_stranded: bool = False  # what ran it is gone, which is no fault of the group's
 
 
 class RejectPrompt(Message, frozen=True):

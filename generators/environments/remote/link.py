@@ -19,7 +19,7 @@ import aiohttp
 import zmq
 import zmq.asyncio
 
-from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.messages import (
     Begin,
     FromEnvironment,
@@ -141,7 +141,7 @@ class _Server:
 
     def fail_all(self, why: str) -> None:
         for one in self.acting.values():
-            one.take(EnvironmentFailedError(f"environment server {self.address}: {why}"))
+            one.take(EnvironmentLostError(f"environment server {self.address}: {why}"))
 
 
 class EnvironmentServers:
@@ -218,7 +218,7 @@ class EnvironmentServers:
         """Yield the process of a trajectory, once a server has room; afterwards it is ended there.
 
         Raises:
-            EnvironmentFailedError: its server was lost.
+            EnvironmentLostError: its server was lost.
         """
         acting = await self._begun()
         try:
@@ -311,7 +311,7 @@ class EnvironmentServers:
         for number in server.told_open:
             if number not in welcome.open and (acting := server.acting.get(number)) is not None:
                 lost = f"environment server {server.address} no longer has this trajectory"
-                acting.take(EnvironmentFailedError(lost))
+                acting.take(EnvironmentLostError(lost))
         self._changed.set()
 
     def _unlike(self, server: _Server, welcome: Welcome) -> str:

@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from slipstream.broker.dashboard.rates import Rates
 from slipstream.generators.capture.session import Reply
-from slipstream.generators.environments.host import EnvironmentFailedError
+from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Submission
-from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, RoleReport
+from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, ReleaseLease, RoleReport
 from slipstream.wire.process.phases import ACT, WAIT
 from tests.support.waiting import until_async
 from tests.unit.generators.working import PARAMS, HeldRewards, Working, ledger_of, working
@@ -147,6 +147,44 @@ class TwoCalls(TurnSampler):
         await self.answers.wait()
         async with lanes.call():
             raise EnvironmentFailedError("the world ended")
+
+
+class Ends(TurnSampler):
+    """Each sibling of a group ends in an error of its own; the next group's do."""
+
+    def __init__(self, *errors: EnvironmentFailedError) -> None:
+        self.errors = list(errors)
+
+    @override
+    async def run(
+        self,
+        group: LeasedGroup,
+        sibling: int,
+        lanes: CallLanes,
+        on_reply: Callable[[Reply], None] | None = None,
+    ) -> Submission:
+        async with lanes.call():
+            if self.errors:
+                raise self.errors.pop(0)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+
+async def test_a_group_whose_server_was_lost_begins_anew_without_an_attempt(tmp_path: Path):
+    """It was a dead letter after three losses."""
+    lost, failed = EnvironmentLostError("silent"), EnvironmentFailedError("it raised")
+    agent = Ends(*[lost] * 10, lost, failed)
+    async with working(tmp_path, ledger_of(1, 2), max_sequences=2, turn_sampler=agent) as it:
+        ended = it.broker.ledger.book.state.ended_leases
+        await until_async(lambda: ended["failed"] > 0)
+        released = it.client.asked(ReleaseLease)
+        assert [one.is_stranded for one in released] == [True] * 5 + [False]
+        (group,) = it.broker.ledger.book.groups.values()
+        assert (group.attempts, [one.reason for one in group.failures]) == (
+            1,
+            ["its lease of generation failed: it raised"],
+        )
+        assert dict(ended) == {"stranded": 5, "failed": 1}
 
 
 async def test_time_that_is_up_to_environments_alone_is_told_from_the_engines(tmp_path: Path):

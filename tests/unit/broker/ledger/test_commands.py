@@ -855,6 +855,8 @@ def test_leaving_or_losing_the_grant_costs_no_attempt():
     ledger = begun(max_attempts=1)
     lease(ledger, max_sequences=4)
     ledger.release_all("generator-0", "lost", keep=[0])
+    ledger.release("generator-0", 0, "stranded")
+    assert [g.group_id for g in lease(ledger, max_sequences=4)] == [1, 0]
     ledger.release_all("generator-0", "left")
     assert ledger.book.state.dropped == {}
     assert [g.group_id for g in lease(ledger, max_sequences=4)] == [1, 0]
