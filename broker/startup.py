@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.run_files import FolderRecords, last_recorded
 from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.report.trackers.base import Tracker
-from slipstream.broker.report.trackers.loading import load_trackers
+from slipstream.broker.report.trackers.loading import load_trackers, read_logged, write_logged
 from slipstream.broker.run_ledger import (
     build_ledger,
     check_same_run,
@@ -37,7 +38,6 @@ from slipstream.broker.run_ledger import (
 )
 from slipstream.broker.store.base import Changes, TrajectoryStore
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.run_folder import BATCHES, METRICS
 from slipstream.wire.files.trajectory_file import cut_from_step
 from slipstream.wire.process.patience import log_wait
@@ -76,7 +76,7 @@ async def start_run(
         prompts: of the run.
         store: of the run; from now on this broker is its only writer.
         restarted: this process replaces one that died, which has resumed if it was to.
-        first_event: of the trail: the number of events acknowledged in all lives of the run.
+        first_event: the number of events acknowledged in all lives of the run.
 
     Raises:
         ConfigError: the store is not this run's, the run has ended, has other data, or its
@@ -188,9 +188,8 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
         ConfigError: one cannot be started, or not in time.
     """
     run = settings.run
-    resumed_at = read_checkpoint_info(Path(run.resume_from)).step if run.resume_from else None
     plain = msgspec.to_builtins(settings)
-    starting = asyncio.to_thread(load_trackers, settings.logging, run, plain, resumed_at=resumed_at)
+    starting = asyncio.to_thread(load_trackers, settings.logging, run, plain)
     try:
         async with log_wait(f"logging.trackers = {list(settings.logging.trackers)} to start"):
             async with asyncio.timeout(_TRACKERS_START_S):
@@ -200,7 +199,8 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
             f"logging.trackers = {list(settings.logging.trackers)} did not start within "
             f"{_TRACKERS_START_S:.0f} s"
         ) from error
-    return BackgroundTrackers(trackers)
+    logged = read_logged(run.folder)
+    return BackgroundTrackers(trackers, logged, write=partial(write_logged, run.folder))
 
 
 async def open_records(
@@ -226,7 +226,7 @@ async def open_records(
         batches=path,
         max_batch_bytes=broker.max_recorded_bytes,
         known=ledger.book.state.eval_points,
-        metrics=_open_metrics(run.folder / METRICS, ledger, missed),
+        metrics=_open_metrics(run.folder / METRICS, ledger, missed, trackers),
     )
     records.resume_evaluations(ledger.book.state.eval_rounds)
     if path is not None and ledger.book.step:
@@ -242,11 +242,16 @@ async def open_records(
 
 
 def _open_metrics(
-    path: Path, ledger: Ledger, missed: Mapping[int, Mapping[str, float]]
+    path: Path,
+    ledger: Ledger,
+    missed: Mapping[int, Mapping[str, float]],
+    trackers: BackgroundTrackers,
 ) -> MetricsFile:
     evaluated = [point.step for point in ledger.book.state.eval_points]
     metrics = MetricsFile(path, step=ledger.book.step, evaluated=evaluated)
     for step in sorted(missed):
         if metrics.newest_step < step <= ledger.book.step:
             metrics.step(step, None, missed[step])  # how many tokens it had is not among events
+            if step > trackers.newest_step:
+                trackers.log(step, missed[step])
     return metrics

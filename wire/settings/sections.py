@@ -391,7 +391,9 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
 class LoggingSection(Section, frozen=True, kw_only=True):
     """[logging]: where the curves go, besides the page, and how roles write their logs.
 
-    A resumed run keeps its id with each tracker (`trackers.json`). Keys and tokens
+    A run is one run in each tracker, however often its broker or learner begins anew
+    (`trackers.json`), and no step is there twice: TensorBoard shows a step that was repeated as it
+    was in the end, and the others, which take no point back, as it was first. Keys and tokens
     of a tracker do not belong here: it reads them from its own environment variables or files.
     """
 

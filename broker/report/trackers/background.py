@@ -5,10 +5,10 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from slipstream.broker.report.trackers.base import Tracker
+from slipstream.broker.report.trackers.base import Logged, Tracker
 
 _log = logging.getLogger(__name__)
 _MAX_WAITING = 10_000
@@ -19,8 +19,24 @@ _Point = tuple[int, Mapping[str, float]]
 class BackgroundTrackers:
     """Hands every point to all trackers, in order. Points that cannot be logged are counted."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        logged: Logged | None = None,
+        *,
+        write: Callable[[Logged], None] = lambda _: None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            trackers: that get points.
+            logged: what earlier lives of the run handed to them.
+            write: puts down what was; before a point is handed over, so that none comes twice.
+        """
         self._trackers = trackers
+        self._logged = logged or Logged()
+        self._write = write
+        self.newest_step = self._logged.step  # that earlier lives logged; -1 if none
         self._points: queue.Queue[_Point | None] = queue.Queue(_MAX_WAITING)
         self.lost: Counter[str] = Counter()  # points, by tracker
         self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
@@ -44,6 +60,7 @@ class BackgroundTrackers:
 
     def _run(self) -> None:
         while (point := self._points.get()) is not None:
+            self._put_down(*point)
             for tracker in self._trackers:
                 try:
                     tracker.log(*point)
@@ -54,6 +71,14 @@ class BackgroundTrackers:
                 tracker.close()
             except Exception as error:  # noqa: BLE001 foreign code may raise anything
                 _log.warning("%s did not end in order: %r", type(tracker).__name__, error)
+
+    def _put_down(self, step: int, figures: Mapping[str, float]) -> None:
+        if not self._logged.repeats(step, figures):
+            self._logged.add(step, figures)
+            try:
+                self._write(self._logged)
+            except OSError as error:
+                _log.warning("that trackers got step %d was not written: %s", step, error)
 
     def _lose(self, name: str, why: str) -> None:
         self.lost[name] += 1

@@ -1,9 +1,12 @@
 """The broker's interface to experiment trackers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
 
@@ -17,11 +20,42 @@ class TrackedRun:
     folder: Path  # of the run
     options: Mapping[str, Any]  # [logging.TRACKER]
     settings: Mapping[str, object]  # of the whole run, to be shown
-    run_id: str | None  # the id it had before a resume
+    run_id: str | None  # the id it had in an earlier life
+    logged: "Logged"  # in earlier lives
+
+
+class Logged(msgspec.Struct):
+    """Points that trackers got: each learner step has one, and each evaluation."""
+
+    step: int = -1  # the newest learner step
+    evaluated: set[int] = msgspec.field(default_factory=set)
+
+    def repeats(self, step: int, figures: Mapping[str, float]) -> bool:
+        """True if there is such a point already."""
+        return step in self.evaluated if _is_evaluation(figures) else step <= self.step
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a point."""
+        if _is_evaluation(figures):
+            self.evaluated.add(step)
+        else:
+            self.step = max(self.step, step)
+
+    def goes_back(self, step: int, figures: Mapping[str, float]) -> bool:
+        """True if the run is at an earlier learner step again; forget the later points then."""
+        if _is_evaluation(figures) or step > self.step:
+            return False
+        self.step = step - 1
+        self.evaluated = {evaluated for evaluated in self.evaluated if evaluated < step}
+        return True
+
+
+def _is_evaluation(figures: Mapping[str, float]) -> bool:
+    return any(name.startswith("eval/") for name in figures)
 
 
 class Tracker(Protocol):
-    """Takes figures by step. Steps of one call never go back, except after a resume."""
+    """Takes figures by step, which go back where the run does."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one point to each named curve."""
@@ -30,6 +64,28 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Flush; nothing is logged after it."""
         ...
+
+
+class KeepingTracker(ABC):
+    """Base of trackers whose tool takes no point back: what is repeated is not sent again."""
+
+    def __init__(self, logged: Logged) -> None:
+        """Continue after what earlier lives logged."""
+        self._logged = logged
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add one point to each named curve, unless there is one of that step."""
+        if not self._logged.repeats(step, figures):
+            self._logged.add(step, figures)
+            self._send(step, figures)
+
+    @abstractmethod
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add one point to each named curve."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush; nothing is logged after it."""
 
 
 def step_figures(point: StepPoint, status: RunStatus) -> dict[str, float]:

@@ -3,14 +3,19 @@
 import importlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
-from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+import msgspec
+
+from slipstream.broker.report.trackers.base import Logged, TrackedRun, Tracker
 from slipstream.broker.report.trackers.verl_names import WithVerlNames
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.sections import LoggingSection, RunSection
+from slipstream.wire.unreadable import UNREADABLE
 
 IDS_FILE = "trackers.json"
+LOGGED_FILE = "tracked.json"
 
 
 def load_trackers(
@@ -18,14 +23,14 @@ def load_trackers(
     run: RunSection,
     settings: Mapping[str, object],
     *,
-    resumed_at: int | None,
+    resumed_at: int | None = None,
 ) -> list[Tracker]:
     """Return the adapters that logging.trackers names.
 
-    A tracker that has runs of its own gets the id it had before a resume, from trackers.json.
+    A tracker that has runs of its own gets the id it had in an earlier life, from trackers.json.
 
-    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the step that
-    the run resumes from, None for a new run.
+    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the newest step
+    that earlier lives logged, None for what the run folder says.
 
     Raises:
         ConfigError: a package is not installed, or the tracker refuses its options.
@@ -33,13 +38,18 @@ def load_trackers(
     trackers: list[Tracker] = []
     ids_file = run.folder / IDS_FILE
     ids: dict[str, str] = {}
-    if resumed_at is not None and ids_file.is_file():
+    if ids_file.is_file():
         ids = json.loads(ids_file.read_text())
+    logged = read_logged(run.folder) if resumed_at is None else Logged(resumed_at)
     for name in logging.trackers:
         if name == "tensorboard":
             from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
 
-            trackers.append(TensorBoardTracker(run.folder / "tensorboard", resumed_at=resumed_at))
+            begun = logged.step if logged.step >= 0 else None
+            folder = run.folder / "tensorboard"
+            trackers.append(
+                TensorBoardTracker(folder, resumed_at=begun, evaluated=logged.evaluated)
+            )
             continue
         adapter = importlib.import_module(f"slipstream.broker.report.trackers.{name}")
         tracked = TrackedRun(
@@ -49,6 +59,7 @@ def load_trackers(
             options=getattr(logging, name),
             settings=settings,
             run_id=ids.get(name),
+            logged=Logged(logged.step, set(logged.evaluated)),
         )
         try:
             tracker, ids[name] = adapter.start(tracked)
@@ -68,3 +79,23 @@ def load_trackers(
     if logging.verl_names:
         return [WithVerlNames(tracker) for tracker in trackers]
     return trackers
+
+
+def read_logged(run_folder: Path) -> Logged:
+    """Return what earlier lives of a run handed to its trackers.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    path = run_folder / LOGGED_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Logged)
+    except FileNotFoundError:
+        return Logged()
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"cannot read {path}: {error}; put it back, or remove it") from error
+
+
+def write_logged(run_folder: Path, logged: Logged) -> None:
+    """Replace the file of what was handed to the trackers; on return it is on disk."""
+    replace_file(run_folder / LOGGED_FILE, msgspec.json.encode(logged) + b"\n")

@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+from typing_extensions import override
+
+from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
 
 PACKAGE = "mlflow-skinny"
 _MAX_PARAMS = 100  # per request
@@ -25,7 +27,7 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
     client = MlflowClient(tracking_uri=run.options.get("tracking_uri"))
     if run.run_id is not None:
         client.update_run(run.run_id, status="RUNNING")
-        return MlflowTracker(client, run.run_id), run.run_id
+        return MlflowTracker(client, run.run_id, run.logged), run.run_id
     experiment = client.get_experiment_by_name(run.project)
     experiment_id = (
         experiment.experiment_id if experiment else client.create_experiment(run.project)
@@ -34,7 +36,7 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
     params = [Param(key, text[:_MAX_VALUE]) for key, text in _flat(run.settings)]
     for first in range(0, len(params), _MAX_PARAMS):
         client.log_batch(created.info.run_id, params=params[first : first + _MAX_PARAMS])
-    return MlflowTracker(client, created.info.run_id), created.info.run_id
+    return MlflowTracker(client, created.info.run_id, run.logged), created.info.run_id
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -45,14 +47,16 @@ def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{key}", str(value)
 
 
-class MlflowTracker:
+class MlflowTracker(KeepingTracker):
     """One MLflow run."""
 
-    def __init__(self, client: Any, run_id: str) -> None:  # noqa: ANN401 mlflow's own
+    def __init__(self, client: Any, run_id: str, logged: Logged) -> None:  # noqa: ANN401 mlflow's own
+        super().__init__(logged)
         self._client = client
         self._run_id = run_id
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    @override
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one point to each named curve; '@' in a name becomes '_at_', which MLflow takes."""
         from mlflow.entities import Metric
 
@@ -62,6 +66,7 @@ class MlflowTracker:
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
+    @override
     def close(self) -> None:
         """Mark the run as ended."""
         self._client.set_terminated(self._run_id)

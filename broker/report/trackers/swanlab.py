@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+from typing_extensions import override
+
+from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
 
 PACKAGE = "swanlab"
 
@@ -23,19 +25,22 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
             **run.options,
         }
     )
-    return SwanlabTracker(swanlab), str(begun.id)
+    return SwanlabTracker(swanlab, run.logged), str(begun.id)
 
 
-class SwanlabTracker:
+class SwanlabTracker(KeepingTracker):
     """One SwanLab experiment; the package knows one at a time per process."""
 
-    def __init__(self, package: Any) -> None:  # noqa: ANN401 swanlab's own
+    def __init__(self, package: Any, logged: Logged) -> None:  # noqa: ANN401 swanlab's own
+        super().__init__(logged)
         self._swanlab = package
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    @override
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one point to each named curve."""
         self._swanlab.log(dict(figures), step=step)
 
+    @override
     def close(self) -> None:
         """Upload the rest."""
         self._swanlab.finish()

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+from typing_extensions import override
+
+from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
 
 PACKAGE = "trackio"
 
@@ -24,19 +26,22 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
             **run.options,
         }
     )
-    return TrackioTracker(begun), str(begun.id)
+    return TrackioTracker(begun, run.logged), str(begun.id)
 
 
-class TrackioTracker:
+class TrackioTracker(KeepingTracker):
     """One Trackio run."""
 
-    def __init__(self, run: Any) -> None:  # noqa: ANN401 trackio's own
+    def __init__(self, run: Any, logged: Logged) -> None:  # noqa: ANN401 trackio's own
+        super().__init__(logged)
         self._run = run
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    @override
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one point to each named curve."""
         self._run.log(dict(figures), step=step)
 
+    @override
     def close(self) -> None:
         """Write the rest."""
         self._run.finish()

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+from typing_extensions import override
+
+from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
 
 PACKAGE = "wandb"
 _STEP = "learner_step"
@@ -27,19 +29,22 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
     # An evaluation ends when later steps are logged already, and W&B's own step only goes up.
     begun.define_metric(_STEP, hidden=True)
     begun.define_metric("*", step_metric=_STEP)
-    return WandbTracker(begun), str(begun.id)
+    return WandbTracker(begun, run.logged), str(begun.id)
 
 
-class WandbTracker:
+class WandbTracker(KeepingTracker):
     """One W&B run."""
 
-    def __init__(self, run: Any) -> None:  # noqa: ANN401 wandb's own
+    def __init__(self, run: Any, logged: Logged) -> None:  # noqa: ANN401 wandb's own
+        super().__init__(logged)
         self._run = run
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    @override
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one point to each named curve."""
         self._run.log({**figures, _STEP: step})
 
+    @override
     def close(self) -> None:
         """Upload the rest."""
         self._run.finish()
