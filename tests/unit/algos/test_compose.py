@@ -293,6 +293,12 @@ def test_rewards_are_shaped_before_anything_is_compared():
     assert prepared(normalize="batch")[0] == pytest.approx([-0.261, -1.306, 0.783, 0.783], abs=1e-3)
 
 
+def test_groups_of_equal_rewards_are_left_out_whatever_length_adds_to_them():
+    charged = prepared(zero_variance="mask", overlong_buffer=0.5)
+    assert charged == ([0.0, 0.0, 1.5, 1.25], [1, 1, 0, 0])
+    assert prepared(zero_variance="mask", bias=-2.0, clip=0.5)[1] == [1, 1, 0, 0]
+
+
 def test_a_users_correction_leaves_out_what_it_rejects():
     chosen = algorithm(correction={f"{OWN}:fresh": {}, "importance-sampling": False})
     given = cut(range(5), seed=4)

@@ -118,6 +118,14 @@ def test_a_throttle_allows_no_more_than_the_bound():
                     assert lower <= own
 
 
+@pytest.mark.parametrize("live", range(12))
+def test_no_more_groups_are_under_way_than_the_controller_says(live: int):
+    left = Throttle(3, 9).permits(
+        StalenessBound(3, 4), learner_step=3, adopted_step=3, live=live, booked={}
+    )
+    assert left == max(0, 9 - live)
+
+
 def test_groups_of_a_lowered_bound_fall_due_earlier_and_the_learner_waits_for_them():
     rules = make_rules(
         max_staleness_steps=3,
@@ -135,9 +143,11 @@ def test_groups_of_a_lowered_bound_fall_due_earlier_and_the_learner_waits_for_th
     assert {ledger.book.groups[one.group_id].deadline(rules.bound) for one in (first, second)} == {
         0
     }
+    held.throttle = Throttle(3, 5)
+    assert len(lease(ledger)) == 3
     held.throttle = Throttle(3, 8)
     later = lease(ledger)
-    assert len(later) == 6
+    assert len(later) == 3
     assert {ledger.book.groups[one.group_id].deadline(rules.bound) for one in later} == {3}
     assert ledger.book.index.lags(2) == ({2: 8}, {}), "by when they began, not when they fall due"
     make_ready(ledger, later[:3])

@@ -32,9 +32,11 @@ from slipstream.wire.messages.broker import ScoringItem, SubmitScores
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.trajectory import (
     MAX_EXCERPT,
+    MAX_PART_NAME,
     MAX_PARTS,
     MAX_REASON,
     Prompt,
+    Score,
     Transcript,
 )
 
@@ -206,6 +208,17 @@ def test_of_too_many_parts_the_first_are_kept_and_the_reward_counts():
     assert list(outcome.parts) == ["score", *(f"m{n}" for n in range(MAX_PARTS - 1))]
     score = score_of(ITEM, transcript("a"), outcome, FUNCTION)
     assert clamped(score) == score, "the broker would keep less than a function may return"
+
+
+def test_of_a_long_name_of_a_function_its_end_is_kept_and_of_a_long_version_its_beginning():
+    """A function lies at the end of a path, and a version begins with what tells it from others."""
+    function, version = "/" + MAX_REASON * "d" + "/mine.py:score", "7-" + MAX_PART_NAME * "0"
+    score = clamped(
+        Score(group_id=0, sibling=0, lease_id=0, reward=1.0, function=function, version=version)
+    )
+    assert (score.function, score.version) == (function[-MAX_REASON:], version[:MAX_PART_NAME])
+    assert score.function.endswith("/mine.py:score")
+    assert score.version.startswith("7-")
 
 
 @pytest.mark.parametrize("results", [[1.0, math.nan], (1.0, None), iter([1, "1"])])

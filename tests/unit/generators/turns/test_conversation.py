@@ -61,6 +61,15 @@ def test_a_prompt_that_begins_with_everything_so_far_continues_it():
     assert it.kept == [[3, 4], [4, 5], [6, 7]]
 
 
+def test_of_two_equal_branches_a_prompt_continues_the_newest():
+    it = conversation()
+    it.add([1, 2], reply(3))
+    it.add([1, 2], reply(3))
+    it.add([1, 2, 3, 4], reply(5))
+    assert it.token_ids == [1, 2, 3, 1, 2, 3, 4, 5]
+    assert (it.branches, it.turns) == ((3,), (Turn(2, 1), Turn(5, 1), Turn(7, 1)))
+
+
 def test_numbers_of_replies_go_to_the_turns_that_they_are_part_of():
     it = conversation()
     gone = reply(8)

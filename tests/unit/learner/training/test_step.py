@@ -607,6 +607,26 @@ def test_right_answers_become_likelier_whatever_their_advantage_is():
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
 
 
+def test_right_answers_are_counted_as_often_as_they_are_trained():
+    chosen = algorithm(likelihood={"coefficient": 1.0, "least_reward": 0.5})
+    given, copies = data(1), torch.tensor([2, 1, 3, 0])
+    assert given.outcomes.rewards.tolist() == [0.5, 0.0, 1.5, 0.0]
+    share = prepare_part(given, Prepared(rewards=given.outcomes.rewards, copies=copies), chosen)
+    assert [one.right and one.right.num_tokens for one in share.microbatches] == [6 * (2 + 3)] * 2
+
+
+def test_a_surrogate_is_not_shown_what_is_not_trained():
+    chosen = algorithm(surrogate="tests.support.own_parts:shown", correction="none")
+    given, copies = data(1), torch.tensor([1, 0, 2, 1])
+    share = prepare_part(given, Prepared(rewards=given.outcomes.rewards, copies=copies), chosen)
+    trained = [sequences(4)[i] for i in (0, 2, 3)]
+    behavior = np.concatenate([one.behavior_logprobs[one.loss_mask] for one in trained])
+    for one in share.microbatches:
+        assert one.minibatch is not None
+        assert one.minibatch.behavior.tolist() == behavior.tolist()
+        assert len(one.minibatch.proximal) == len(one.minibatch.advantages) == len(behavior)
+
+
 def test_a_surrogate_is_shown_what_it_needs():
     SHOWN.clear()
     policy = with_reference(Bigrams())

@@ -80,6 +80,22 @@ def test_the_newest_version_is_given_up_only_when_nothing_else_is_free():
     assert slots.reserve() == second, "version 2 was skipped, version 3 is the newest"
 
 
+def test_of_the_newest_version_and_the_one_to_keep_the_newest_is_given_up():
+    slots = Slots()
+    for step in (1, 2, 3):
+        slots.written(slots.reserve(keep=version(1)), version(step))
+    assert slots.version(slots.begin(version(2)) or 0) == version(2)
+    slots.reserve(keep=version(1))
+    assert slots.whole == [version(2), version(1)], "version 3 can be published again"
+
+
+def test_a_version_to_keep_outlasts_all_others():
+    slots = Slots()
+    for step in range(1, 9):
+        slots.written(slots.reserve(keep=version(1)), version(step))
+        assert {version(1), version(step)} <= set(slots.whole)
+
+
 def test_what_was_not_reserved_cannot_have_been_written():
     slots = Slots()
     slot = slots.reserve()
