@@ -46,6 +46,7 @@ from slipstream.wire.errors import ChildDiedError, ConfigError, text_of
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me
+from slipstream.wire.process.stopping import STOP_SIGNALS
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
@@ -396,7 +397,7 @@ def _start_rank(argv: Sequence[str], rank: int, port: int) -> "subprocess.Popen[
 
     def prepare() -> None:
         die_with_me()
-        for signum in (signal.SIGTERM, signal.SIGINT):  # rank 0 alone decides when to end
+        for signum in STOP_SIGNALS:  # rank 0 alone decides when to end
             signal.signal(signum, signal.SIG_IGN)
 
     return subprocess.Popen(  # noqa: S603 our own program

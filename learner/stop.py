@@ -1,8 +1,8 @@
 """Stopping a learner: the first signal lets it save and exit, the second ends it at once.
 
 The first rank of each node listens; rank 0 decides, the others are told what they were asked
-(nodes/watch.py). The other ranks are started with SIGINT and SIGTERM ignored, since a terminal
-sends its signal to all of them; they follow rank 0's broadcasts, and die with their first rank.
+(nodes/watch.py). The other ranks are started with such signals ignored, since a terminal
+sends its own to all of them; they follow rank 0's broadcasts, and die with their first rank.
 """
 
 import logging
@@ -11,6 +11,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from slipstream.wire.process.stopping import count_once, heeded_signals
 
 _log = logging.getLogger(__name__)
 
@@ -23,11 +25,12 @@ class StopRequest:
         self._is_deferring = False
         self._signals: tuple[socket.socket, socket.socket] | None = None
         self._num_arrived = 0
+        self._hung_up = False
         self._lock = threading.Lock()
 
     def listen(self) -> None:
-        """Take over SIGTERM and SIGINT; call it on the main thread."""
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        """Take over what asks to stop; call it on the main thread."""
+        for signum in heeded_signals():
             signal.signal(signum, self._on_signal)
 
     def count_signals(self) -> None:
@@ -55,7 +58,8 @@ class StopRequest:
             with self._lock, suppress(BlockingIOError):
                 numbers = self._signals[0].recv(1024)
                 self._num_arrived += sum(n in {signal.SIGTERM, signal.SIGINT} for n in numbers)
-        return self._num_arrived
+                self._hung_up |= signal.SIGHUP in numbers
+        return self._num_arrived + self._hung_up
 
     @contextmanager
     def deferred(self, *, when: bool = True) -> Iterator[None]:
@@ -67,6 +71,7 @@ class StopRequest:
             self._is_deferring = False
 
     def _on_signal(self, signum: int, _frame: object) -> None:
+        count_once(signum)
         if not self._is_deferring or self.requested:
             raise SystemExit(0)
         self.requested = True

@@ -39,6 +39,7 @@ from slipstream.wire.files.alignment import TOKENS
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
 from slipstream.wire.process.extras import missing_marks, refuse_missing
+from slipstream.wire.process.stopping import heeded_signals
 from slipstream.wire.settings.load import Table as Settings
 from slipstream.wire.settings.load import load_table
 
@@ -106,7 +107,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--without engine and transformers leaves nothing to compare with")
     if arguments.tolerance is not None and not 0 <= arguments.tolerance < math.inf:
         raise ConfigError(f"--tolerance must be a number from 0, got {arguments.tolerance}")
-    signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
+    for one in heeded_signals():
+        signal.signal(one, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
     with tempfile.TemporaryDirectory(prefix="sp-align-") as name:
         folder = Path(name)
         settings_file = _settings_file(arguments.model, folder)

@@ -1,17 +1,19 @@
-"""SIGINT and SIGTERM from the start of a run to the end of its clean-up."""
+"""SIGINT, SIGTERM and SIGHUP from the start of a run to the end of its clean-up."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from slipstream.wire.process.stopping import count_once, heeded_signals
+
 
 class StopRequestedError(BaseException):
-    """SIGINT or SIGTERM arrived; code that only shows a run does not catch it."""
+    """One of them arrived; code that only shows a run does not catch it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.exit_code = 128 + signal.Signals[name]
-        """As a shell has it for a process that the signal killed: 130, or 143."""
+        """As a shell has it for a process that the signal killed: 130, 143 or 129."""
 
 
 class Signals:
@@ -31,9 +33,8 @@ class Signals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle both in this block."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._take) for number in numbers}
+        """Handle them in this block."""
+        before = {number: signal.signal(number, self._take) for number in heeded_signals()}
         try:
             yield
         finally:
@@ -65,5 +66,6 @@ class Signals:
             raise StopRequestedError(self._received.pop(0))
 
     def _take(self, signum: int, _frame: object) -> None:
+        count_once(signum)
         self._received.append(signal.Signals(signum).name)
         self.raise_received()

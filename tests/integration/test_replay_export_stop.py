@@ -155,13 +155,15 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 LONG = 400
 
 
+def close_terminal(process: subprocess.Popen[str]) -> None:
+    for _ in range(2):  # as the shell and the kernel do
+        os.killpg(process.pid, signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
     ("layout", "ask"),
-    [
-        ("one", lambda process: process.send_signal(signal.SIGTERM)),
-        ("tp2", lambda process: os.killpg(process.pid, signal.SIGINT)),
-    ],
-    ids=["sigterm", "ctrl-c"],
+    [("one", lambda process: os.killpg(process.pid, signal.SIGINT)), ("tp2", close_terminal)],
+    ids=["ctrl-c", "closed terminal"],
 )
 def test_learner_asked_to_end_saves_and_its_successor_resumes(
     tmp_path: Path, layout: str, ask: Callable[[subprocess.Popen[str]], None]

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from unittest.mock import patch
 
 from slipstream.deploy import main as deploy_main
+from slipstream.wire.process.stopping import STOP_SIGNALS
 from tests.support.nursery import forking
 
 
@@ -38,9 +39,10 @@ def called(*words: object) -> "subprocess.CompletedProcess[str]":
 
 @contextmanager
 def _signals_as_before() -> Iterator[None]:
-    """Take back the handler that a command leaves for the end of its process."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Take back the handlers that a command leaves for the end of its process."""
+    before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -26,6 +26,7 @@ from typing import Any
 
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.processes import bound_to_me
+from slipstream.wire.process.stopping import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
@@ -254,7 +255,7 @@ def _serve(door: socket.socket) -> list[str]:
                 subprocess.Popen = forking(Nursery(ours))  # type: ignore[misc]
                 return asked["argv"]
             bind()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the learner
+            _ignore_terminal()  # it ends with the learner
             ours.close()
             with Path(os.devnull).open("r+") as nothing:
                 for number in range(3):  # who reads what the learner prints waits for it alone
@@ -280,8 +281,9 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
     if asked["max_file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["max_file_bytes"],) * 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if asked["is_rank"]:  # as learner/launch.py has it
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
     os.chdir(asked["cwd"])
     os.environ.clear()  # noqa: TID251 it is another process's
@@ -289,6 +291,11 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
     for folder in filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep)):
         if (customization := Path(folder) / "sitecustomize.py").exists():  # Python's start runs it
             runpy.run_path(str(customization))
+
+
+def _ignore_terminal() -> None:
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _be_called(command: Sequence[str]) -> None:
@@ -301,7 +308,7 @@ def _be_called(command: Sequence[str]) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it ends with who started it
+    _ignore_terminal()  # it ends with who started it
     from slipstream.learner.model import device
 
     device.prepare()

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.learner.stop import StopRequest
+from slipstream.wire.process.stopping import STOP_SIGNALS
 
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     request = StopRequest()
     request.listen()
     yield request
@@ -26,6 +27,17 @@ def test_the_first_signal_is_noted_and_the_second_ends(stop: StopRequest, signum
             signal.raise_signal(signum)
 
 
+def test_a_terminal_that_is_closed_asks_once_though_shell_and_kernel_send_its_signal(
+    stop: StopRequest,
+):
+    with stop.deferred():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.requested
+        with pytest.raises(SystemExit, match="0"):
+            signal.raise_signal(signal.SIGTERM)
+
+
 def test_a_signal_ends_at_once_where_nothing_would_be_saved(stop: StopRequest):
     with pytest.raises(SystemExit, match="0"):
         signal.raise_signal(signal.SIGTERM)
@@ -37,7 +49,7 @@ def test_a_signal_ends_at_once_where_nothing_would_be_saved(stop: StopRequest):
 def test_signals_are_counted_as_they_arrive():
     request = StopRequest()
     assert request.arrived == 0
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, signal.SIGUSR1)}
     for signum in before:  # its handler may come much later, if the main thread is in a collective
         signal.signal(signum, lambda *_: None)
     try:
@@ -48,8 +60,11 @@ def test_signals_are_counted_as_they_arrive():
         assert request.arrived == 1
         signal.raise_signal(signal.SIGTERM)
         assert (request.arrived, request.requested) == (2, False)
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert request.arrived == 3
     finally:
         request.end_counting()
         for signum, handler in before.items():
             signal.signal(signum, handler)
-    assert request.arrived == 2
+    assert request.arrived == 3

@@ -8,14 +8,16 @@ import pytest
 
 from slipstream.deploy.commands import align
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.stopping import STOP_SIGNALS
 from tests.support.family_models import SHAPE
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for one, handler in before.items():
+        signal.signal(one, handler)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -58,5 +60,6 @@ def test_more_tokens_than_a_model_has_positions_for_are_refused(tmp_path: Path):
 def test_a_signal_to_end_ends_what_align_has_started(tmp_path: Path):
     with pytest.raises(ConfigError):
         align.main(parsed(str(tmp_path)))
-    with pytest.raises(SystemExit):
-        signal.raise_signal(signal.SIGTERM)
+    for one in STOP_SIGNALS:
+        with pytest.raises(SystemExit):
+            signal.raise_signal(one)

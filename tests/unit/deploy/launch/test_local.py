@@ -51,6 +51,16 @@ def test_one_that_comes_twice_is_raised_once():
         twice()
 
 
+def test_a_closed_terminal_stops_a_run_once_though_shell_and_kernel_send_its_signal():
+    signals = Signals()
+    with signals.handled():
+        with pytest.raises(StopRequestedError) as stopped, signals.raising():
+            send(signal.SIGHUP)
+        with signals.raising():  # the learner saves
+            send(signal.SIGHUP)
+    assert (str(stopped.value), stopped.value.exit_code) == ("SIGHUP", 129)
+
+
 @pytest.mark.parametrize("owner", ["this", "another", "none"])
 def test_a_copy_of_a_run_folder_removes_nothing_of_the_original(tmp_path: Path, owner: str):
     run = RunSection(name="copy", dir=str(tmp_path))
