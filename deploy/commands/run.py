@@ -81,7 +81,7 @@ def run(
         resume: auto, or the folder to resume from; None begins a new run.
         place: local, ray, or hosts: print the commands for each of deploy.hosts.
     """
-    console = make_console()
+    console = make_console(outlives_screen=True)
     table = load_table(path, overrides)
     section = run_section(table)
     upload = load_section(table, "checkpoint", CheckpointSection).upload

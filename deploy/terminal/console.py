@@ -1,6 +1,9 @@
 """The one console of all commands: text from others is shown without escape sequences."""
 
+import logging
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -11,17 +14,28 @@ from typing_extensions import override
 
 from slipstream.wire.process.visible import visible
 
+_log = logging.getLogger(__name__)
 _WIDEST = 10_000  # columns of a table that is read by a program
 
 
-def make_console(**options: Any) -> Console:  # noqa: ANN401 as rich has them
+def make_console(
+    *,
+    outlives_screen: bool = False,
+    **options: Any,  # noqa: ANN401 as rich has them
+) -> Console:
     """Return a console that reads no markup or emoji codes and shows control characters as text.
 
     Prompts, answers, names and reasons come from other processes and hosts. Whatever draws them
     needs no care of its own. Where it is no terminal and no width is chosen, tables are as wide as
     they need: what reads them can search a line, and nothing is cut.
+
+    Args:
+        outlives_screen: go on in silence where it cannot be written to any more, instead of ending
+            the process: its pipe or terminal was closed, or its disk is full.
+        options: of rich.
     """
-    return _VisibleConsole(markup=False, emoji=False, **options)
+    kind = _OutlivingConsole if outlives_screen else _VisibleConsole
+    return kind(markup=False, emoji=False, **options)
 
 
 class _VisibleConsole(Console):
@@ -57,3 +71,17 @@ class _VisibleConsole(Console):
                 yield segment
             else:
                 yield Segment(visible(segment.text), segment.style)
+
+
+class _OutlivingConsole(_VisibleConsole):
+    """Goes on in silence once it cannot be written to."""
+
+    @override
+    def _write_buffer(self) -> None:
+        try:
+            super()._write_buffer()
+        except OSError as error:
+            self.quiet = True
+            with Path(os.devnull).open("w") as nothing:  # what is left would fail again at the end
+                os.dup2(nothing.fileno(), self.file.fileno())
+            _log.warning("the run goes on without its screen: %s (standard output)", error.strerror)

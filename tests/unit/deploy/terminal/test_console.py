@@ -2,6 +2,9 @@
 
 import io
 import logging
+import os
+import pty
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -108,3 +111,29 @@ def test_a_table_fits_a_terminal_and_a_width_that_was_chosen():
         written = io.StringIO()
         make_console(file=written, color_system=None, **options).print(wide_table())
         assert max(map(len, written.getvalue().splitlines())) <= 60
+
+
+@pytest.mark.parametrize("reader", ["pipe", "terminal"])
+def test_a_run_goes_on_where_nobody_reads_its_screen_any_more(
+    reader: str, caplog: pytest.LogCaptureFixture
+):
+    ours, theirs = os.pipe() if reader == "pipe" else pty.openpty()
+    with os.fdopen(theirs, "w") as written:
+        console = make_console(file=written, outlives_screen=True)
+        console.print("step 1")
+        os.close(ours)
+        with Live(console=console, auto_refresh=False) as live:
+            for _ in range(2):
+                live.update(Text("step 2"), refresh=True)
+                console.print("step 2")
+        written.flush()  # as at the end of the process, which fails with exit code 120 otherwise
+    why = {"pipe": "Broken pipe", "terminal": "Input/output error"}[reader]
+    assert caplog.messages == [f"the run goes on without its screen: {why} (standard output)"]
+
+
+def test_a_full_disk_under_the_screen_ends_no_run(caplog: pytest.LogCaptureFixture):
+    with Path("/dev/full").open("w") as written:
+        make_console(file=written, outlives_screen=True).print("step 1")
+    assert caplog.messages == [
+        "the run goes on without its screen: No space left on device (standard output)"
+    ]
