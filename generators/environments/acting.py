@@ -127,8 +127,8 @@ async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
         api_key=begin.api_key,
         max_retries=0,
         timeout=None,  # environment.timeout_s is for the whole trajectory
-        # Within this host, without TLS, whose certificates take long to load.
-        http_client=openai.DefaultAsyncHttpxClient(verify=False),
+        # Within this host: past proxies, and without TLS, whose certificates take long to load.
+        http_client=openai.DefaultAsyncHttpxClient(verify=False, trust_env=False),
     )
     try:
         found = await rollout(client, begin.prompt)

@@ -60,6 +60,7 @@ from slipstream.generators.environments.messages import (
 )
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.process.environment import sparing_this_host
 from slipstream.wire.process.patience import Patience, signs_of
 from slipstream.wire.process.rarely import Rarely
 from slipstream.wire.unreadable import UNREADABLE
@@ -179,7 +180,7 @@ class EnvironmentHost:
         self._limits = limits
         self._jailed = jailed
         self._hide = hide
-        self._environment = environment
+        self._environment = sparing_this_host(environment)
         self._folder = Path(tempfile.mkdtemp(prefix="se-"))  # short: the path of a socket
         self._numbers = itertools.count(1)
         self._acting: dict[int, Acting] = {}

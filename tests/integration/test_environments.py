@@ -34,14 +34,19 @@ LIMITS = Limits(memory_mb=300, max_processes=32)
 
 @asynccontextmanager
 async def host(
-    name: str, limits: Limits = LIMITS, *, jailed: bool = True, **options: object
+    name: str,
+    limits: Limits = LIMITS,
+    *,
+    jailed: bool = True,
+    variables: Mapping[str, str] = {},
+    **options: object,
 ) -> AsyncIterator[EnvironmentHost]:
     started = await EnvironmentHost.start(
         f"{HERE}:{name}",
         options,
         limits,
         jailed=jailed,
-        environment={"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        environment={"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
     )
     try:
         yield started
@@ -288,13 +293,14 @@ async def driven(
     *,
     says: Sequence[str] = ("7", "yes"),
     limits: Mapping[str, int] = {},
+    variables: Mapping[str, str] = {},
     **options: object,
 ) -> tuple[Outcome, CaptureSession]:
     its = session(Engine(list(says)), **limits)
     server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
     await server.start()
     try:
-        async with host(name, **options) as environment:
+        async with host(name, variables=variables, **options) as environment:
             found = await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S, server=server)
     finally:
         await server.close()
@@ -307,6 +313,15 @@ async def test_an_agent_that_drives_itself_has_the_policy_behind_a_client():
     assert not found.has_turn_rewards
     assert len(its.conversation.branches) == 1  # it forgot what it had asked
     assert [one["role"] for one in found.messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("name", ["rollout", "asks_with_a_client_of_its_own"])
+async def test_proxies_of_its_tools_do_not_stand_before_the_endpoint_of_an_agent(name: str):
+    nowhere = "http://127.0.0.1:9"  # nobody listens there
+    names = ("http_proxy", "HTTPS_PROXY", "all_proxy")
+    variables = {**dict.fromkeys(names, nowhere), "NO_PROXY": "corp.example"}
+    found, its = await driven(name, variables=variables)
+    assert (found.reward, its.conversation.num_turns) == (1.0, 2)
 
 
 @pytest.mark.parametrize(

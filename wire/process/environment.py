@@ -21,6 +21,8 @@ _PREFIXES = (
     *("LC_", "PYTHON", "MALLOC_", "TOKENIZERS_", "CUDA_", "NVIDIA_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
 )
+_NO_PROXY = ("no_proxy", "NO_PROXY")  # read in this order by whoever takes one alone
+_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS")
 
 
@@ -52,6 +54,13 @@ def handed_on(
         for name, value in environment.items()
         if name in named or name in _NAMES or _is_harmless(name, (*_PREFIXES, *prefixes))
     }
+
+
+def sparing_this_host(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment whose proxies are not asked for addresses of this host."""
+    given = [environment[name] for name in _NO_PROXY if environment.get(name)]
+    spared = "*" if "*" in given else ",".join((*given, *_THIS_HOST))
+    return {**environment, **dict.fromkeys(_NO_PROXY, spared)}
 
 
 def _is_harmless(name: str, prefixes: tuple[str, ...]) -> bool:

@@ -160,6 +160,14 @@ async def rollout(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, float
     return {"score": float(right), "length": float(len(said or ""))}
 
 
+async def asks_with_a_client_of_its_own(
+    client: openai.AsyncOpenAI, prompt: Prompt
+) -> dict[str, float]:
+    own = openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0)
+    async with own:
+        return await rollout(own, prompt)
+
+
 async def asks_on(client: openai.AsyncOpenAI, prompt: Prompt) -> float:
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
     while True:

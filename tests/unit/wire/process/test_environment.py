@@ -1,7 +1,7 @@
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.environment import handed_on
+from slipstream.wire.process.environment import handed_on, sparing_this_host
 
 OURS = {
     "PATH": "/bin",
@@ -38,3 +38,20 @@ def test_further_prefixes_bring_no_secret_with_them():
 def test_requested_variable_that_is_missing_is_named():
     with pytest.raises(ConfigError, match=r"reward\.environment names NONE, which is not in the"):
         handed_on(OURS, named=["NONE"], setting="reward.environment")
+
+
+@pytest.mark.parametrize(
+    ("given", "spared"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"http_proxy": "http://p", "no_proxy": ""}, "localhost,127.0.0.1,::1"),
+        (
+            {"NO_PROXY": "corp.example, 127.0.0.1"},
+            "corp.example, 127.0.0.1,localhost,127.0.0.1,::1",
+        ),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,b,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_no_proxy_stands_before_this_host(given: dict[str, str], spared: str):
+    assert sparing_this_host(given) == {**given, "no_proxy": spared, "NO_PROXY": spared}
