@@ -6,6 +6,7 @@ from itertools import islice
 
 import msgspec
 
+from slipstream.wire.messages.bounds import MAX_REWARD, why_no_reward
 from slipstream.wire.messages.trajectory import (
     MAX_EXCERPT,
     MAX_PART_NAME,
@@ -17,7 +18,6 @@ from slipstream.wire.messages.trajectory import (
 _log = logging.getLogger(__name__)
 MAX_PARTS_OF_RUN = 256  # each is a curve of every step, in files, on the page and in memory
 OTHER_PARTS = "other"
-_MOST = 1e15  # of a reward; squares of such are finite in float32
 _UNCHANGED = 100  # characters of all texts; nearly all scores are short
 
 
@@ -58,7 +58,7 @@ class PartNames:
         self.num_others += len(new)
         parts = {name: value for name, value in score.parts.items() if name not in new}
         others = parts.get(OTHER_PARTS, 0.0) + sum(score.parts[name] for name in new)
-        parts[OTHER_PARTS] = max(-_MOST, min(_MOST, others))
+        parts[OTHER_PARTS] = max(-MAX_REWARD, min(MAX_REWARD, others))
         return msgspec.structs.replace(score, parts=parts)
 
 
@@ -89,15 +89,15 @@ def clamped(score: Score, num_turns: int = 1) -> Score:
 
 
 def _why_invalid(score: Score, num_turns: int) -> str:
-    if score.reward is not None and not _is_plain(score.reward):
-        return f"the reward is {score.reward}; it may be at most {_MOST:g}"
+    if score.reward is not None and (why := why_no_reward(score.reward)):
+        return why
     if score.turn_rewards and len(score.turn_rewards) != num_turns:
         return (
             f"turn_rewards has {len(score.turn_rewards)} numbers, the trajectory {num_turns} turns"
         )
     for number, reward in enumerate(score.turn_rewards, start=1):
-        if not _is_plain(reward):
-            return f"the reward of turn {number} is {reward}; it may be at most {_MOST:g}"
+        if why := why_no_reward(reward, f"the reward of turn {number}"):
+            return why
     return ""
 
 
@@ -107,4 +107,4 @@ def _are_plain(parts: Mapping[str, float]) -> bool:
 
 
 def _is_plain(value: float) -> bool:
-    return abs(value) <= _MOST
+    return abs(value) <= MAX_REWARD

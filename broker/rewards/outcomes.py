@@ -12,7 +12,15 @@ from typing import Literal, SupportsFloat
 import msgspec
 
 from slipstream.broker.rewards.sdk import Takes, Unavailable
-from slipstream.wire.messages.bounds import ByName, Count, Figure, Several, Text
+from slipstream.wire.messages.bounds import (
+    ByName,
+    Count,
+    Figure,
+    Reward,
+    Several,
+    Text,
+    why_no_reward,
+)
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import (
     MAX_EXCERPT,
@@ -50,10 +58,10 @@ class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of one answer: a reward, or the reason why there is none."""
 
-    reward: Figure | None = None
+    reward: Reward | None = None
     unavailable: Text = ""
     parts: ByName[Figure] = {}
-    turn_rewards: Several[Figure] = ()  # one for each turn, or none at all
+    turn_rewards: Several[Reward] = ()  # one for each turn, or none at all
     left_out: Count = 0  # parts past the first MAX_PARTS
 
 
@@ -76,10 +84,15 @@ def outcome_of(result: object, num_turns: int = 1) -> Outcome:
             return unavailable(
                 f"invalid: {_TURN_REWARDS} has {count} numbers, the answer {num_turns} turns"
             )
+        for number, one in enumerate(turn_rewards, start=1):
+            if why := why_no_reward(one, f"the reward of turn {number}"):
+                return unavailable(f"invalid: {why}")
     score = sum(turn_rewards) if turn_rewards and "score" not in parts else parts.get("score")
     reward = finite(score if isinstance(result, Mapping) else result)
     if reward is None:
         return unavailable(f"invalid: returned {_shown(result)}")
+    if why := why_no_reward(reward):
+        return unavailable(f"invalid: {why}")
     numbers = {
         name: number
         for name, part in parts.items()

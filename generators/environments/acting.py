@@ -35,7 +35,7 @@ from slipstream.generators.environments.sdk import (
     Unavailable,
     schema_of,
 )
-from slipstream.wire.messages.bounds import shortened
+from slipstream.wire.messages.bounds import shortened, why_no_reward
 from slipstream.wire.messages.trajectory import MAX_PART_NAME, ChatMessage, Json
 
 _READ_BYTES = 1 << 16
@@ -90,7 +90,7 @@ class _Acting:
             step = found if isinstance(found, Step) else Step(messages=found)
             turned = Turned(
                 messages=messages_of(step.messages),
-                reward=number(step.reward, "reward"),
+                reward=_reward(step.reward, "reward"),
                 done=bool(step.done),
                 parts=_parts(step.parts),
             )
@@ -138,12 +138,12 @@ async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
         given = dict(found)
         return Turned(
             messages=(),
-            reward=number(given.pop("score", None), "score"),
+            reward=_reward(given.pop("score", None), "score"),
             turn_rewards=_numbers(given.pop("turn_rewards", None), "turn_rewards"),
             done=True,
             parts=_parts(given),
         )
-    return Turned(messages=(), reward=number(found, "reward"), done=True)
+    return Turned(messages=(), reward=_reward(found, "reward"), done=True)
 
 
 def _parts(given: Mapping[Any, object]) -> dict[str, float]:
@@ -167,12 +167,19 @@ def number(value: object, name: str) -> float | None:
     raise TypeError(f"{name} is {type(value).__name__}, expected a number")
 
 
+def _reward(value: object, name: str) -> float | None:
+    found = number(value, name)
+    if found is not None and (why := why_no_reward(found, name)):
+        raise ValueError(why)
+    return found
+
+
 def _numbers(values: object, name: str) -> tuple[float, ...] | None:
     if values is None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{name} is {type(values).__name__}, expected a list of numbers")
-    return tuple(number(one, f"a number of {name}") or 0.0 for one in values)
+    return tuple(_reward(one, f"a number of {name}") or 0.0 for one in values)
 
 
 def messages_of(said: Messages) -> tuple[dict[str, Json], ...]:

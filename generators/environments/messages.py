@@ -7,7 +7,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from slipstream.wire.messages.bounds import Body, ByName, Count, Figure, Name, Number, Several, Text
+from slipstream.wire.messages.bounds import (
+    Body,
+    ByName,
+    Count,
+    Figure,
+    Name,
+    Number,
+    Reward,
+    Several,
+    Text,
+)
 from slipstream.wire.messages.trajectory import Json, Prompt
 
 MAX_OBSERVATION_BYTES = 8 << 20
@@ -94,8 +104,8 @@ class Turned(_Message, frozen=True):
 
     messages: Several[ByName[Json]]
     tools: Several[ByName[Json]] = ()  # with the first messages
-    reward: Figure | None = None  # of the turn before; of all if it drives itself
-    turn_rewards: Several[Figure] | None = None  # of each reply, if it drives itself
+    reward: Reward | None = None  # of the turn before; of all if it drives itself
+    turn_rewards: Several[Reward] | None = None  # of each reply, if it drives itself
     done: bool = False
     parts: ByName[Figure] = {}
 

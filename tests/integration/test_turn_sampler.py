@@ -87,6 +87,10 @@ async def submission_of(
         ("NoRole", "a message has the role None"),
         ("ListContent", "content of a message is not text"),
         ("NotANumber", "reward is nan, expected a finite number"),
+        (
+            "rewards_beyond_float32",
+            r"a number of turn_rewards is -1e\+39; it may be at most 1e\+15",
+        ),
         ("Binary", "content of a message is bytes"),
     ],
 )

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 _Item = TypeVar("_Item")
 MOST = 2**53  # beyond that a number of JSON is rounded
+MAX_REWARD = 1e15
 MOST_ITEMS = 1 << 20  # of one collection
 MOST_CHARACTERS = 1 << 16  # of a reason
 
@@ -23,6 +24,8 @@ Number: TypeAlias = Annotated[int, Meta(ge=-MOST, le=MOST)]
 """The same where -1 means none, or a difference."""
 Figure: TypeAlias = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A measurement, never infinite and always a number."""
+Reward: TypeAlias = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+"""A reward. Learners have it in float32, where squares of such are finite, too."""
 Name: TypeAlias = Annotated[str, Meta(max_length=300)]
 """A name, an address, a digest or a key."""
 Text: TypeAlias = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
@@ -44,3 +47,10 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
 def shortened(text: str) -> str:
     """Return the beginning of a text of others that a ``Text`` holds."""
     return text[:MOST_CHARACTERS]
+
+
+def why_no_reward(number: float, what: str = "the reward") -> str:
+    """Return why a number is no reward; empty if it is one."""
+    if abs(number) <= MAX_REWARD:
+        return ""
+    return f"{what} is {number:g}; it may be at most {MAX_REWARD:g}"

@@ -225,6 +225,10 @@ class NotANumber(Environment):
         return Step(done=True, reward=float("nan"))
 
 
+async def rewards_beyond_float32(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, object]:
+    return {**await rewards_turns(client, prompt), "turn_rewards": [1.0, -1e39]}
+
+
 class GoesOn(Environment):
     async def step(self, _reply: Reply) -> Messages:
         return "on"
