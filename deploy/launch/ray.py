@@ -6,6 +6,7 @@ This is the only module that imports ray.
 
 import logging
 import os
+import re
 import secrets
 import signal
 import threading
@@ -195,8 +196,8 @@ class RaySite:
             def ask(request: bytes, limit_s: float) -> bytes:
                 try:
                     answer: bytes = _got(host.actor.look.remote(module, folder, request, limit_s))
-                except RayError as error:
-                    raise ChildDiedError(f"{host.address}: {_first_line(error)}") from error
+                except (RayError, ChildDiedError) as error:
+                    raise ChildDiedError(f"{host.address}: {_reason(error)}") from error
                 return answer
 
             return ask
@@ -433,7 +434,7 @@ class RaySite:
                     ) from error
                 _log.info("waiting for the cluster to have a place for %s; free: %s", name, _free())
             except RayError as error:
-                raise ConfigError(f"{name} cannot be placed: {_first_line(error)}") from error
+                raise ConfigError(f"{name} cannot be placed: {_reason(error)}") from error
 
     def _described(self, name: str, actor: _Actor, node: str, marker: Path) -> _Host:
         address = next(one["NodeManagerAddress"] for one in _nodes() if one["NodeID"] == node)
@@ -561,7 +562,9 @@ class RayProcess:
             self.lost = True
             self.ended_because = self._site.forget(name)
         except RayError as error:
-            self.ended_because = _first_line(error)
+            self.ended_because = _reason(error)
+            with suppress(OSError), self._log_file.open("a") as log:  # with all of its places
+                log.write(f"{name} is not followed any more: {_plain(error)}\n")
             self._end_unfollowed()
         except TimeoutError:
             self.ended_because = "the learner's first node has not been placed"
@@ -642,7 +645,7 @@ def _connect(config: RunConfig) -> None:
         )
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at {ours.address} (deploy.ray.address): {_first_line(error)}"
+            f"no Ray cluster answers at {ours.address} (deploy.ray.address): {_reason(error)}"
         ) from error
     if ours.require_token:
         head = str(ray.get_runtime_context().gcs_address)
@@ -658,10 +661,15 @@ def _got(answer: _Answer) -> Any:  # noqa: ANN401 whatever the method returns
 
     Raises:
         RayActorError: its node is gone, or it ended, or cannot be reached: was the method called?
+        RayTaskError: what the method raised; an error of ours is raised as it is.
     """
     while True:
         try:
             return ray.get(answer, timeout=_ANSWER_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, SlipstreamError):
+                raise error.cause from error
+            raise
         except GetTimeoutError:
             _log.warning("a node of the cluster has not answered for %g s", _ANSWER_S)
 
@@ -690,9 +698,17 @@ def _port_of(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2]) if endpoint else 0
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error, or of its cause where a method of an actor raised it."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        return f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """Return what an error says in one line; of Ray's own the last one: places come first."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, BaseException) and not isinstance(cause, RayError):
+        lines = f"{type(cause).__name__}: {cause}".splitlines()[:1]
+    else:
+        lines = [line.strip() for line in _plain(error).splitlines() if line.strip()]
+    at = -1 if isinstance(error, RayError) else 0
+    return lines[at] if lines else type(error).__name__
+
+
+def _plain(error: BaseException) -> str:
+    """Return the text of an error without Ray's colors."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))

@@ -5,6 +5,7 @@ bytes of the structs below, in JSON, so that no object of ours is unpickled anyw
 """
 
 import ctypes
+import fcntl
 import os
 import secrets
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs
 
 PYTHON, SETTINGS = "{python}", "{settings}"  # in a command: what they are is known on the host
 _PREFIX = "slipstream-"
-_OWNER = "owner"  # in a folder of ours: process id and start time of the one that made it
+_OWNER, _OURS = "owner", "role host"  # a file in a folder of ours, and what it says
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000  # those of Ray's workers are below
 _MEMORY = Path("/dev/shm")  # noqa: S108 files there are never on a disk
@@ -252,30 +253,26 @@ def _adopt_orphans(wanted: bool) -> None:
 
 
 def _own_folder(parent: Path | None) -> Path:
+    """Make a folder that is locked until this process ends, and says so once it is."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    (folder / _OWNER).write_text(_self())
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+    (folder / _OWNER).write_text(_OURS)
     return folder
 
 
-def _self() -> str:
-    me = psutil.Process()
-    return f"role host {me.pid} {me.create_time()}"
-
-
 def _remove_those_of_the_dead() -> None:
-    """Remove the folders of role hosts that were killed on this host."""
+    """Remove the folders of role hosts that were killed, which nobody has locked.
+
+    One that lives may be in another container that shares them: no process id tells.
+    """
     for parent in {Path(tempfile.gettempdir()), _MEMORY}:
         for folder in parent.glob(f"{_PREFIX}*"):
-            with suppress(OSError, ValueError, psutil.Error):
-                if folder.stat().st_uid != os.geteuid():
+            with suppress(OSError, UnicodeDecodeError), ExitStack() as closing:
+                if folder.stat().st_uid != os.geteuid() or (folder / _OWNER).read_text() != _OURS:
                     continue
-                words = (folder / _OWNER).read_text().split()
-                if words[:2] != ["role", "host"] or _lives(int(words[2]), float(words[3])):
-                    continue
+                descriptor = os.open(folder, os.O_RDONLY)
+                closing.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for left in folder.glob("*-*"):
                     remove_leftovers(left)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lives(pid: int, started_s: float) -> bool:
-    return psutil.pid_exists(pid) and bool(psutil.Process(pid).create_time() == started_s)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -20,6 +21,8 @@ from slipstream.deploy.launch.role_host import (
     Observation,
     RoleHost,
     StartRole,
+    _own_folder,
+    _remove_those_of_the_dead,
 )
 from slipstream.wire.files.keys import ClientKey
 
@@ -141,6 +144,20 @@ def test_folders_of_a_host_that_was_killed_are_removed_by_the_next(tmp_path: Pat
         other.close()
     finally:
         host.close()
+
+
+def test_a_folder_whose_owner_cannot_be_seen_is_left_while_it_is_locked(tmp_path: Path):
+    """As that of a container with process ids of its own, and of a release that locked none."""
+    living = _own_folder(None)
+    (earlier := living.parent / f"slipstream-{tmp_path.name}").mkdir()
+    (earlier / "owner").write_text("role host 4194304 1.0")
+    try:
+        _remove_those_of_the_dead()
+        assert living.is_dir()
+        assert earlier.is_dir()
+    finally:
+        shutil.rmtree(living)
+        shutil.rmtree(earlier)
 
 
 def test_a_host_finds_neighboring_free_ports_and_says_what_it_sees(host: RoleHost, tmp_path: Path):
