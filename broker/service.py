@@ -29,6 +29,8 @@ from slipstream.broker.store.base import TrajectoryStore
 from slipstream.broker.store.event_log import CountedTrail, FolderTrail, Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.broker.store.opening import open_store, start_private_server
+from slipstream.broker.store.private_server import RedisServer
+from slipstream.broker.store.redis import RedisStore
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import write_private
 from slipstream.wire.files.run_folder import (
@@ -101,6 +103,7 @@ async def serve(
         gc.freeze()
         gc.set_threshold(*_GARBAGE_AFTER)
         gc.enable()
+        telemetry.store_trouble = lambda: store_trouble(store, redis_server)
         recorder = None
         if settings.broker.dashboard.enabled:
             fsync = settings.broker.redis.known_fsync or fsync_of(await store.durability())
@@ -131,6 +134,17 @@ async def serve(
 
         with health.main_loop(lambda: server.num_ticks, missing):
             await run_until(stop.wait(), *jobs)
+
+
+def store_trouble(store: RedisStore, server: RedisServer | None) -> str:
+    """Return what a run waits for while nothing is acknowledged; empty while it is."""
+    if store.is_answering:
+        return ""
+    if server is not None and not server.has_room():
+        what = f"room on the disk of {server.folder} (run.dir), which is full"
+    else:
+        what = "Redis, which does not answer (broker.redis.url)"
+    return f"{what}: nothing is acknowledged until then"
 
 
 def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:

@@ -65,6 +65,7 @@ class Telemetry:
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
+        self.store_trouble: Callable[[], str] = lambda: ""  # goes before it
         self.outcome = "running"
         self.data: dict[str, int] = {}
 
@@ -222,7 +223,7 @@ class Telemetry:
                 "rejected_messages": self.rejected.total(),
                 **{f"rejected_{why}": count for why, count in sorted(self.rejected.items())},
             },
-            waiting_for=self.waiting_for,
+            waiting_for=self.store_trouble() or self.waiting_for,
             eval=state.eval_points,
             steps_history=list(self._steps),
             throttle=throttle_of(book.controller),

@@ -162,7 +162,7 @@ class RedisServer:
                 await self._start_again(restarts, outage_s)
             elif restarts.down_since is None or not await self._answers():
                 continue
-            elif not self._has_room():
+            elif not self.has_room():
                 if restarts.down_s(time.monotonic()) >= outage_s:
                     raise ConfigError(f"the disk is full: {self.folder} (run.dir)")
             else:
@@ -240,9 +240,10 @@ class RedisServer:
     def _disk_is_full(self) -> bool:
         """Explain why the server ended; its log may be cut short by the full disk itself."""
         tail = last_lines(self.log_file, 8)
-        return not self._has_room() or any(sign in tail for sign in _FULL_DISK)
+        return not self.has_room() or any(sign in tail for sign in _FULL_DISK)
 
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
+        """False if the disk of its folder is full."""
         return shutil.disk_usage(self.folder).free >= _ROOM_BYTES
 
     def _end(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio as aioredis
 
+from slipstream.broker.service import store_trouble
 from slipstream.broker.store.base import Changes, StoredTrajectory
 from slipstream.broker.store.private_server import RedisServer
 from slipstream.broker.store.redis import RedisStore
@@ -665,10 +666,13 @@ def test_a_full_disk_loses_nothing_and_is_outlived(
             await until_async(lambda: refusal in caplog.text or writing.done())
             await asyncio.sleep(0.2)  # in which it might be acknowledged after all
             assert not writing.done()
+            full = f"room on the disk of {server.folder} (run.dir), which is full"
+            await until_async(lambda: store_trouble(store, server).startswith(full))
             before = acknowledged
             ballast.unlink()  # noqa: ASYNC240
             await asyncio.wait_for(writing, HANG_S)  # noqa: TID251 cancelled by nobody
             await check_whole(store, sizes)
+            assert store_trouble(store, server) == ""
         return before
 
     with small_disk(folder) as disk:

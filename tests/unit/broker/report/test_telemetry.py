@@ -10,6 +10,7 @@ from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report import publishes
 from slipstream.broker.report.summary import summary_of, write_summary
 from slipstream.broker.report.telemetry import Telemetry
+from slipstream.deploy.terminal.figures import one_line
 from slipstream.wire.messages.broker import Hello, RoleReport
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
@@ -87,6 +88,17 @@ def test_queues_count_what_waits_for_a_reward(telemetry: Telemetry, ledger: Ledg
     queue = telemetry.status(ledger.book, scoring).queue
     assert (queue["waiting_for_reward"], queue["being_scored"]) == (2, 1)
     assert (queue["leased_groups"], queue["rejected_messages"]) == (2, 2)
+
+
+def test_a_store_that_acknowledges_nothing_is_what_a_run_waits_for(
+    telemetry: Telemetry, ledger: Ledger
+):
+    telemetry.waiting_for = "groups 35 (leased, held by generator-0)"
+    telemetry.store_trouble = lambda: "room on the disk of runs/full"
+    status = status_of(telemetry, ledger)
+    assert one_line(status).endswith(", learner waits for room on the disk of runs/full")
+    telemetry.store_trouble = lambda: ""
+    assert status_of(telemetry, ledger).waiting_for == telemetry.waiting_for
 
 
 def test_throughput_counts_from_the_first_take_over_and_over_all_incarnations(
