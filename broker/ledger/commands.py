@@ -119,8 +119,10 @@ class Ledger:
         lowered = bound if bound < self.book.rules.bound.max_staleness_steps else -1
         room = max_sequences
         most = -(-self.issuing.num_available(adopted) // num_sharing) if num_sharing > 1 else room
+        spares = self.issuing.spares(adopted, now_s)
         while room > 0 and len(granted) < max(1, most):
-            group = self.issuing.next_group(adopted, room)
+            spare = self.issuing.most_spare if len(granted) < spares else 0
+            group = self.issuing.next_group(adopted, room, spare)
             if group is None:
                 break
             missing = group.missing

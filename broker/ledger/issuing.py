@@ -10,6 +10,7 @@ from slipstream.wire.messages.trajectory import ItemKind, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 
 _MOST_LAPSED = 64  # a generator whose lanes fit none of them gets other work
+_STILL_S = 10.0  # without a grant, an answer or a reward, until groups are begun to spare
 
 
 class Issuing:
@@ -25,10 +26,15 @@ class Issuing:
         self._decisions = decisions
         self._prompt_at = prompt_at
         self._eval_prompt_at = eval_prompt_at
+        self._seen = (0, 0, 0)
+        self._still_since_s = 0.0  # when that changed last
 
-    def permits(self, adopted: PolicyVersion) -> int:
-        """Return the number of groups that a generator running ``adopted`` may still start."""
-        allowed, controller = self._allowed(adopted), self._book.controller
+    def permits(self, adopted: PolicyVersion, spare: int = 0) -> int:
+        """Return the number of groups that a generator running ``adopted`` may still start.
+
+        ``spare`` are groups that the run needs only where others do not come.
+        """
+        allowed, controller = self._allowed(adopted, spare), self._book.controller
         if controller is None or not allowed:
             return allowed
         return min(
@@ -42,7 +48,33 @@ class Issuing:
             ),
         )
 
-    def _allowed(self, adopted: PolicyVersion) -> int:
+    def spares(self, adopted: PolicyVersion, now_s: float) -> int:
+        """Return how many groups may start in the place of those that the last steps wait for.
+
+        All that these steps need are under way then, and nothing has come for a while.
+        """
+        index, state = self._book.index, self._book.state
+        seen = (state.next_group_id, index.num_generated, index.num_scored)
+        if seen != self._seen:
+            self._seen, self._still_since_s = seen, now_s
+        if now_s - self._still_since_s < _STILL_S or (needed := self._needed()) > index.num_live:
+            return 0
+        lacking = needed - self._book.in_flight()["ready"]
+        return max(0, min(lacking, self.permits(adopted, self.most_spare)))
+
+    @property
+    def most_spare(self) -> int:
+        """Most groups under way that the run may not need."""
+        return max(2, self._book.rules.bound.groups_per_step // 4)
+
+    def _needed(self) -> int:
+        """Return how many groups the steps without a batch train."""
+        state = self._book.state
+        booked = sum(step < state.last_step for step in state.batches)
+        steps = state.last_step - self._book.step - booked
+        return steps * self._book.rules.bound.groups_per_step
+
+    def _allowed(self, adopted: PolicyVersion, spare: int = 0) -> int:
         """Return the permits of a run without a staleness target."""
         rules, state = self._book.rules, self._book.state
         groups_per_step, live = rules.bound.groups_per_step, self._book.index.num_live
@@ -52,8 +84,7 @@ class Issuing:
             live=live,
             booked=state.batches,
         )
-        booked = sum(step < state.last_step for step in state.batches)
-        remaining = (state.last_step - self._book.step - booked) * groups_per_step - live
+        remaining = self._needed() + spare - live
         room = rules.max_in_flight - live
         if state.untrained_bytes > rules.high_water_bytes:
             room = min(room, groups_per_step - live)
@@ -65,8 +96,11 @@ class Issuing:
         held_out = sum(one.unissued for one in book.state.eval_rounds.values())
         return self.permits(adopted) + len(book.index.again) + held_out
 
-    def next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
-        """Return a group of at most ``room`` sequences; None if there is nothing to grant."""
+    def next_group(self, adopted: PolicyVersion, room: int, spare: int = 0) -> Group | None:
+        """Return a group of at most ``room`` sequences; None if there is nothing to grant.
+
+        ``spare`` is as in ``permits``.
+        """
         book, rules, state = self._book, self._book.rules, self._book.state
         for group in islice(book.index.again.values(), _MOST_LAPSED):
             if group.adopted_step > adopted.step:
@@ -91,7 +125,7 @@ class Issuing:
                 )
         if rules.group_size > room:
             return None
-        if self.permits(adopted) == 0:
+        if self.permits(adopted, spare) == 0:
             if book.controller is not None and self._allowed(adopted):
                 book.controller.binds = True
             return None

@@ -174,6 +174,7 @@ class Training:
             ready=book.index.ready,
             due=book.index.due,
             booked=state.batches,
+            is_last=step == state.last_step - 1,
         )
         if not isinstance(choice, NotYet):
             return self._bind_batch(step, choice)
@@ -188,7 +189,9 @@ class Training:
         self._decisions.record(Delivered(step=step, group_ids=group_ids))
         self._holds(*book.state.in_hand, step)
         batch = [book.groups[group_id] for group_id in group_ids]
-        if not bound.reserves and book.index.any_due_before(book.free_step):  # "drop" mode
+        if book.free_step >= book.state.last_step:  # the run needs no more than that
+            self._decisions.drop_unbound("run_ended")
+        elif not bound.reserves and book.index.any_due_before(book.free_step):  # "drop" mode
             for group in list(book.groups.values()):
                 if group.is_live and group.deadline(bound) < book.free_step:
                     self._decisions.drop(group, "stale")

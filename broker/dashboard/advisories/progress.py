@@ -5,6 +5,7 @@ from itertools import pairwise
 from slipstream.broker.dashboard.advisories.view import WINDOW_S, Finding, Rules, View, duration
 
 RULES = Rules()
+DROPPED_STEPS = 2  # learner steps' groups that are dropped while none gets ready
 
 
 @RULES.add
@@ -42,6 +43,24 @@ def _work_not_granted(view: View) -> Finding | None:
         "with slipstream run --resume auto (run.resume_from)."
     )
     return Finding(text, "run.resume_from", "error")
+
+
+@RULES.add
+def _every_group_dropped(view: View) -> Finding | None:
+    ready = view.stalled("queue:ready_groups")
+    names = [name for name in view.history.series if name.startswith("dropped:")]
+    counts = {name: view.stalled(name) for name in names}
+    lost = {name.partition(":")[2]: seen[-1] - seen[0] for name, seen in counts.items() if seen}
+    total = sum(lost.values())
+    if not ready or ready[-1] > ready[0] or total < DROPPED_STEPS * view.status.groups_per_step:
+        return None
+    reasons = ", ".join(f"{why}: {count:.0f}" for why, count in sorted(lost.items()) if count)
+    text = (
+        f"No learner step for {duration(WINDOW_S)}, and all {total:.0f} groups that ended "
+        f"meanwhile were dropped ({reasons}): so the run goes on for ever. Read answers with "
+        "slipstream show; mend the reward (reward.function) or take other prompts (data.sources)."
+    )
+    return Finding(text, "reward.function", "error")
 
 
 @RULES.add

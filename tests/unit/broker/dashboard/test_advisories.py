@@ -159,6 +159,16 @@ def still(in_flight: float, unscored: Column, *, num_steps: int = 0) -> Trends:
     return history(series, num_steps=num_steps)
 
 
+def fruitless(dropped: int, ready: int = 0) -> Trends:
+    """A run that has done no step while groups ended."""
+    half = ROWS - 5
+    series = {
+        "dropped:zero_variance": [*flat(100, half), *flat(100 + dropped, 5)],
+        "queue:ready_groups": [*flat(2, half), *flat(2 + ready, 5)],
+    }
+    return history(series, num_steps=0)
+
+
 Case = tuple[str, RunStatus, Trends, RunStatus, Trends]
 HERE = status()
 Columns = Mapping[str, Column]
@@ -201,6 +211,11 @@ CASES: list[Case] = [
         "evaluation-waits-for-rewards",
         *(idle(3, 3, leases=1), still(0, flat(7))),
         *(idle(3, 3, leases=1), still(0, [*flat(7, ROWS - 1), 6])),
+    ),
+    (
+        "every-group-dropped",
+        *(idle(0, 0, leases=1), fruitless(8)),
+        *(idle(0, 0, leases=1), fruitless(7)),
     ),
     (
         "step-without-end",
@@ -295,6 +310,10 @@ def test_run_that_just_stepped_or_is_over_is_not_stalled():
         assert advice(idle(60, 61), trends) == {}
     for over in (replace(idle(3, 4), finished=True), replace(idle(3, 4), total_steps=3)):
         assert advice(over, still(0, flat(7))) == {}
+
+
+def test_a_run_in_which_a_group_got_ready_does_not_drop_every_group():
+    assert advice(idle(0, 0, leases=1), fruitless(80, ready=1)) == {}
 
 
 def test_run_without_history_gets_no_advice():

@@ -31,6 +31,7 @@ def test_younger_groups_go_first_only_while_the_straggler_has_a_later_step_left(
     due = {5: 1, 6: 3}
     assert choose_batch(bound, learner_step=4, ready={6: 3}, due=due) == {6: 2}
     assert choose_batch(bound, learner_step=5, ready={6: 3}, due=due) == NotYet(0, overdue=5)
+    assert choose_batch(bound, learner_step=5, ready={6: 3}, due=due, is_last=True) == {6: 2}
 
 
 @pytest.mark.parametrize("seed", range(8))

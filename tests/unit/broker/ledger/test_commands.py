@@ -11,6 +11,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import decode_event, encode_event
 from slipstream.broker.ledger.groups import Group, as_delivered
+from slipstream.broker.ledger.view import describe_wait
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Score, Turn, VersionRun
@@ -379,6 +380,8 @@ def test_drops_in_a_row_are_counted_until_a_group_can_be_trained():
         generate(ledger, group)
         reward(ledger, group.group_id, [1.0, 1.0])
     assert ledger.book.state.drops_in_a_row == 3
+    said = "; the last 3 groups were all dropped (zero_variance: 3)"
+    assert describe_wait(ledger.book, ()).endswith(said)
     make_ready(ledger, lease(ledger, max_sequences=2))
     assert ledger.book.state.drops_in_a_row == 0
 
@@ -404,6 +407,78 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     assert ledger.training.deliver(ledger.book.version) is None
     book = ledger.book
     assert (book.state.trained, book.state.issued, book.unaccounted()) == (1, 1, 0)
+
+
+def at_the_last_step(num_hanging: int, **rules: Any) -> tuple[Ledger, list[int]]:  # noqa: ANN401
+    """Return a ledger whose last batch lacks groups that were leased before the newest weights."""
+    ledger = begun(groups_per_step=4, total_steps=2, **rules)
+    granted = lease(ledger, max_sequences=16)
+    make_ready(ledger, granted[: 8 - num_hanging])
+    train_step(ledger)
+    assert lease(ledger) == []
+    return ledger, [group.group_id for group in granted[8 - num_hanging :]]
+
+
+@pytest.mark.parametrize("reserves", [True, False], ids=["wait", "drop"])
+def test_a_last_batch_does_not_wait_for_a_group_that_hangs(reserves: bool):
+    ledger, hanging = at_the_last_step(1, reserves=reserves)
+    assert lease(ledger, now_s=9.0) == []
+    spare = lease(ledger, now_s=10.0)
+    assert [len(group.siblings) for group in spare] == [2]
+    assert lease(ledger, now_s=19.0) == []
+    make_ready(ledger, spare)
+    batch = delivered(ledger, ledger.book.version)
+    assert [group.group_id for group in batch] == [4, 5, 6, spare[0].group_id]
+    assert not {*hanging} & {*ledger.book.groups}, "it would be generated for nobody"
+    assert ledger.book.state.dropped == {"run_ended": 1}
+    ledger.training.commit(ledger.book.version.next(), {})
+    assert ledger.book.finished
+    assert (ledger.book.state.trained, ledger.book.unaccounted()) == (8, 0)
+
+
+@pytest.mark.parametrize("reserves", [True, False], ids=["wait", "drop"])
+def test_a_group_to_spare_that_is_not_needed_is_dropped(reserves: bool):
+    ledger, hanging = at_the_last_step(1, reserves=reserves)
+    (spare,) = lease(ledger, now_s=10.0)
+    for sibling in range(2):
+        submit(ledger, header(hanging[0], sibling, PolicyVersion(1, 0)))
+    reward(ledger, hanging[0], [0.0, 1.0])
+    assert hanging[0] in [group.group_id for group in delivered(ledger, ledger.book.version)]
+    assert spare.group_id not in ledger.book.groups
+    assert ledger.book.state.dropped == {"run_ended": 1}
+
+
+def test_groups_to_spare_are_few_and_begun_for_what_is_missing_alone():
+    ledger, hanging = at_the_last_step(3)
+    assert len(lease(ledger, now_s=10.0)) == 2
+    assert lease(ledger, now_s=30.0) == [], "a quarter of a step's groups, or two"
+    ledger.reject("generator-0", ledger.book.groups[hanging[0]].lease_id, "overlong_prompt")
+    assert lease(ledger, now_s=31.0) == []
+    assert len(lease(ledger, now_s=41.0)) == 1
+
+
+def test_no_group_is_begun_to_spare_while_answers_or_rewards_come_or_nothing_is_missing():
+    ledger, (hanging,) = at_the_last_step(1)
+    submit(ledger, header(hanging, 0, PolicyVersion(1, 0)))
+    assert lease(ledger, now_s=10.0) == []
+    score(ledger, hanging, 0, reward=1.0)
+    assert lease(ledger, now_s=15.0) == []
+    submit(ledger, header(hanging, 1, PolicyVersion(1, 0)))
+    assert lease(ledger, now_s=20.0) == []
+    score(ledger, hanging, 1, reward=0.0)
+    assert lease(ledger, now_s=25.0) == []
+    assert lease(ledger, now_s=1_000.0) == []
+
+
+@pytest.mark.parametrize(("reserves", "num_spare"), [(True, 0), (False, 1)], ids=["wait", "drop"])
+def test_without_staleness_in_wait_mode_no_group_is_to_spare(reserves: bool, num_spare: int):
+    """All that is under way has to fit into its step."""
+    ledger = begun(
+        groups_per_step=2, total_steps=1, max_staleness_steps=0, max_in_flight=9, reserves=reserves
+    )
+    make_ready(ledger, lease(ledger)[:1])
+    assert lease(ledger) == []
+    assert len(lease(ledger, now_s=10.0)) == num_spare
 
 
 def test_stop_drops_untrained_groups_and_accounts_for_them():
