@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok
+from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.model_digests import model_digests
 from slipstream.wire.files.model_files import weight_files
@@ -12,8 +13,9 @@ from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 _SETTING = "run.model"
 
 
-def observe_model(folder: Path) -> tuple[list[Fact], dict[str, str]]:
+def observe_model(folder: Path, hf: HfConfig) -> tuple[list[Fact], dict[str, str]]:
     """Return the facts of a model folder, and digests of its parts, by what they are of."""
+    from slipstream.learner.model.hf_tensors import HfTensors  # torch
     from slipstream.weightbus.agent.weight_files import check_weight_files  # safetensors
 
     facts, digests = [], {}
@@ -30,7 +32,9 @@ def observe_model(folder: Path) -> tuple[list[Fact], dict[str, str]]:
         return [*facts, fail("model", what, _SETTING)], digests
     try:
         check_weight_files(folder)
-    except EngineError as error:
+        with HfTensors(folder) as tensors:
+            tensors.refuse_others(hf)
+    except (ConfigError, EngineError) as error:
         return [*facts, fail("model", str(error), _SETTING)], digests
     digests |= model_digests(folder)
     shown = ", ".join(f"{name} {digest[:12]}" for name, digest in digests.items())

@@ -238,7 +238,7 @@ def _observed(begin: Begin) -> Observed:
     facts = _facts(view)
     digests: dict[str, str] = {}
     if {"learner", "generator"} & view.kinds:
-        of_model, digests = observe_model(view.config.learner.model)
+        of_model, digests = observe_model(view.config.learner.model, view.hf)
         facts += of_model
     card = Card(device=view.config.generators.device, libraries=installed(), model=digests)
     return Observed(hostname=hostname, facts=(ok("settings", "can be used"), *facts), card=card)

@@ -58,6 +58,8 @@ _REFUSED = """
   are loaded; engines get what is published, so they hold the policy unquantized.
 - Numbers that no model has: sizes below 1, above 1024 layers or 4096 experts, groups that do not
   divide the experts, an odd number of channels that turn.
+- An output layer of other values beside `tie_word_embeddings` = true, as some merged adapters leave
+  one: it would be dropped. Set the key to false, which is what transformers makes of such a folder.
 - Tensors of another type: those of 8 bits without the scales of their blocks, integers.
 - Sizes that the layout does not divide, such as experts by `learner.expert_parallel`: with both
   numbers and the setting.

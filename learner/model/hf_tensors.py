@@ -11,11 +11,12 @@ from torch import Tensor
 from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.families.parts import OUTPUT_LAYER
+from slipstream.wire.files.families.parts import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.files.families.registry import SCALE_SUFFIX, layer_of
 from slipstream.wire.files.model_files import weight_files
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
+_COMPARED_ROWS = 8192  # in memory at a time
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,8 @@ class HfTensors:
         """Compare names and shapes with those of a model.
 
         Raises:
-            ConfigError: a tensor is missing, has another shape, or has no place in the model.
+            ConfigError: a tensor is missing, has another shape, or has no place in the model; or
+                the output layer is not the embedding that it is said to be.
         """
         shapes = hf_shapes(hf)
         if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
@@ -85,6 +87,8 @@ class HfTensors:
             of_scales = self._shape(scales) if scales in self._file_of else None
             if trouble := number_trouble(name, dtype, shape, self._block, of_scales):
                 raise ConfigError(f"{self._folder}: {trouble} ({self._setting})")
+        if hf.tie_word_embeddings and OUTPUT_LAYER in self._file_of:
+            self._refuse_untied()
         used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
         if self._block is not None:
             used |= {name + SCALE_SUFFIX for name in shapes}
@@ -105,6 +109,22 @@ class HfTensors:
                 f"{self._folder} holds {len(left)} tensors that a {hf.model_type} model does not "
                 f"have, such as {left[0]} ({self._setting})"
             )
+
+    def _refuse_untied(self) -> None:
+        """Refuse an output layer of its own where config.json says that it is the embedding."""
+        (rows, columns), shape = self._shape(EMBEDDING), self._shape(OUTPUT_LAYER)
+        parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, rows, _COMPARED_ROWS))
+        if shape == (rows, columns) and all(
+            torch.equal(*(self._slice(name, part, 0).float() for name in (EMBEDDING, OUTPUT_LAYER)))
+            for part in parts
+        ):
+            return
+        raise ConfigError(
+            f"{self._folder} holds {OUTPUT_LAYER} with other values than {EMBEDDING}, and its "
+            "config.json has tie_word_embeddings = true, with which it is dropped: set "
+            "tie_word_embeddings to false there, as transformers reads such a folder, or take the "
+            f"tensor out if it means nothing ({self._setting})"
+        )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from slipstream.broker.server.keyring import make_client_key
 from slipstream.broker.store.server_binary import find_server
@@ -165,6 +166,15 @@ def weights_cut_off(folder: Path, _stack: ExitStack) -> dict[str, object]:
     return {}
 
 
+def another_output_layer(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    weights = folder / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
+    weights.unlink()  # others may have a link to it
+    save_file(tensors, weights)
+    return {}
+
+
 def broken_template(folder: Path, _stack: ExitStack) -> dict[str, object]:
     template = folder / "chat.jinja"
     template.write_text("{{ messages[0].content.no_such_filter() }}")
@@ -252,6 +262,7 @@ FAULTS: dict[Plant, tuple[int, list[tuple[str, str]]]] = {
     ),
     missing_weights: (2, [("fail model: ", "model.safetensors (run.model)")]),
     weights_cut_off: (2, [("fail model: ", "no whole weight file (run.model)")]),
+    another_output_layer: (2, [("fail model: ", "lm_head.weight tie_word_embeddings (run.model)")]),
     broken_template: (2, [("fail prompt: ", "no_such_filter (sampling.chat_template)")]),
     wrong_column: (2, [("fail data: ", "data.prompt_column question train.jsonl")]),
     missing_held_out: (2, [("fail data: ", "eval.file none.jsonl")]),
@@ -285,7 +296,7 @@ TOGETHER: list[tuple[Plant, ...]] = [
     (name_taken, port_taken, loose_key, no_redis, wrong_column, address_for_weights),
     (address_of_no_interface, evicting_redis, broken_row, too_little_disk),
     (revoked_key, forgetful_redis, missing_held_out, too_little_memory, missing_weights),
-    (missing_tokenizer, misspelled_role, key_of_wrong_role),
+    (missing_tokenizer, misspelled_role, key_of_wrong_role, another_output_layer),
     (weights_cut_off, broken_template, raising_reward),
     (unknown_to_libraries,),
     (misspelled_setting,),

@@ -78,6 +78,44 @@ def test_what_would_be_loaded_otherwise_is_refused(tmp_path: Path):
             checked(tmp_path)
 
 
+def tied(folder: Path, head: torch.Tensor | None) -> None:
+    config = CONFIG | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = hf_shapes(load_hf_config(folder))
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    tensors["model.embed_tokens.weight"] = torch.arange(66.0).view(11, 6)
+    if head is not None:
+        tensors["lm_head.weight"] = head
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_copy_of_the_embedding_may_lie_beside_it(tmp_path: Path):
+    embedding = torch.arange(66.0).view(11, 6)
+    for head in (None, embedding.clone(), embedding.bfloat16()):  # whole numbers below 256
+        tied(tmp_path, head)
+        checked(tmp_path)
+
+
+def test_an_output_layer_that_would_be_dropped_is_refused(tmp_path: Path):
+    embedding = torch.arange(66.0).view(11, 6)
+    trained = embedding.clone()
+    trained[10, 5] += 1.0  # the last of all
+    for head in (trained, torch.cat([embedding, embedding[:1]]), embedding[:, :5].contiguous()):
+        tied(tmp_path, head)
+        way_out = (
+            r"lm_head\.weight with other values .* set tie_word_embeddings to false .*run.model"
+        )
+        with pytest.raises(ConfigError, match=way_out):
+            checked(tmp_path)
+    tied(tmp_path, trained)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": False}))
+    with HfTensors(tmp_path) as tensors:  # what it says to do
+        tensors.refuse_others(load_hf_config(tmp_path))
+        assert tensors.read("lm_head.weight", slice(10, 11), 0).tolist() == [
+            [60, 61, 62, 63, 64, 66]
+        ]
+
+
 def test_narrow_numbers_without_a_description_are_refused(tmp_path: Path):
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
