@@ -31,7 +31,7 @@ from slipstream.learner.model.shards import (
 )
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.files.families.parts import Parameter
-from slipstream.wire.files.model_files import WEIGHTS, copied_files
+from slipstream.wire.files.model_files import WEIGHTS, as_exported, copied_files
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
 
@@ -128,8 +128,10 @@ def save_hf_folder(
     try:
         with replacing_folder(folder, durable=False) as unfinished:
             for path in copied_files(source_folder):
-                shutil.copyfile(path, unfinished / path.name)
-            _describe_export(unfinished / "config.json")
+                copy = unfinished / path.relative_to(source_folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+            _describe_export(unfinished)
             _write_weights(unfinished / WEIGHTS, specs, tensors)
     finally:
         for _ in tensors:  # a failure here leaves the others in what they send
@@ -151,18 +153,13 @@ def _write_weights(
             file.write(flat.view(torch.uint8).numpy().data)
 
 
-def _describe_export(path: Path) -> None:
-    """Take out of a copied config.json what is not true of the weights beside it.
-
-    They are not quantized, and layers that predict further tokens are left out.
-    """
-    config = json.loads(path.read_bytes())
-    found = {key: config.pop(key) for key in ("quantization_config",) if key in config}
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if config.get(key):
-            found[key], config[key] = config[key], 0
-    if found:
-        path.write_text(json.dumps(config, indent=2) + "\n")
+def _describe_export(folder: Path) -> None:
+    """Take out of copied configs what is not true of an export."""
+    files = {path.name for path in folder.iterdir()}
+    for path in (folder / name for name in ("config.json", "tokenizer_config.json")):
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        if (exported := as_exported(config, files)) != config:
+            path.write_text(json.dumps(exported, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read(

@@ -23,6 +23,9 @@ def by_token(report: dict, key: str) -> list[float]:
     return [value for i in sorted(report[key], key=int) for value in report[key][i]]
 
 
+CODE = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None], "AutoX": "gone.Own"}}
+
+
 class Alone(NamedTuple):
     """What one rank makes of a model."""
 
@@ -39,6 +42,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
     def computed(family: str) -> Alone:
         folder = tmp_path_factory.mktemp(family)
         model, work = write_tiny_model(folder / "model", family), folder / "work"
+        (model / "tokenizer_config.json").write_text(json.dumps(CODE))
+        (model / "additional_chat_templates").mkdir()
+        for name in ("tokenization_own.py", "additional_chat_templates/rag.jinja"):
+            (model / name).write_text("# own")
         ranks = start_ranks("support.ranks.megatron", model, work, world_size=1, tensor_parallel=1)
         printed = outputs([start(folder, "integration.transformers_logprobs", model), *ranks])[0]
         return Alone(model, work, [value for one in json.loads(printed) for value in one])
@@ -62,6 +69,10 @@ def test_logprobs_are_those_of_transformers_and_the_export_is_bit_equal(
     assert report["written"] == report["original"]
     assert report["refused"] == "decoder.layers.1.self_attention.linear_proj.weight"
     assert (work / "exported" / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenization_own.py", "additional_chat_templates/rag.jinja"):
+        assert (work / "exported" / name).read_text() == "# own"
+    of_tokenizer = json.loads((work / "exported" / "tokenizer_config.json").read_text())
+    assert of_tokenizer == {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     assert not list(work.glob(".exported*"))
 
 

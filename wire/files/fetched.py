@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _HASH_BYTES = 16
 _HASH = re.compile(rf"[0-9a-f]{{{2 * _HASH_BYTES}}}")
 _WEIGHTS = ".safetensors"
-_MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS, ".py")  # what a role may read
+_MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS)  # what a role may read
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Files of a Hugging Face folder to read and copy: only those in it."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 import msgspec
 
@@ -10,7 +11,8 @@ from slipstream.wire.unreadable import UNREADABLE
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+_TEMPLATES = "additional_chat_templates"  # folder of those beside the usual one
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -43,7 +45,7 @@ def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """Return the files that an export copies: config, tokenizer and templates, but no weights.
+    """Return the files that an export copies: config, tokenizer, templates, code, but no weights.
 
     An export is passed on, so that a link would take its target along. Links within the
     folder are followed, and those of a Hugging Face cache, from snapshots/REVISION to blobs.
@@ -57,7 +59,7 @@ def copied_files(folder: Path) -> list[Path]:
         roots.append(real.parent.parent / "blobs")
     files = [
         path
-        for path in sorted(folder.iterdir())
+        for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")))
         if path.suffix in COPIED_SUFFIXES and path.name != WEIGHTS_INDEX and path.is_file()
     ]
     for path in files:
@@ -68,3 +70,32 @@ def copied_files(folder: Path) -> list[Path]:
                 "of every export: put a copy of the file there (run.model)"
             )
     return files
+
+
+def as_exported(config: Mapping[str, Any], files: Container[str]) -> dict[str, Any]:
+    """Return a copied config of model or tokenizer, without what is not true of an export.
+
+    Its weights are not quantized, and layers that predict further tokens are left out. Code that
+    ``auto_map`` names must be among the ``files`` beside it, or in another repository.
+    """
+    exported = {key: value for key, value in config.items() if key != "quantization_config"}
+    exported |= {
+        key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)
+    }
+    named = config.get("auto_map")
+    if isinstance(named, dict):
+        named = {key: code for key, code in named.items() if _is_beside(code, files)}
+        exported["auto_map"] = named
+    if not named or not _is_beside(named, files):
+        exported.pop("auto_map", None)
+    return exported
+
+
+def _is_beside(code: Any, files: Container[str]) -> bool:  # noqa: ANN401 JSON
+    """True if code can be loaded, which is MODULE.CLASS, REPOSITORY--MODULE.CLASS, or some such."""
+    match code:
+        case str():
+            return "--" in code or code.partition(".")[0] + ".py" in files
+        case list():  # of a slow tokenizer and a fast one; there may be one of them
+            return any(code) and all(_is_beside(one, files) for one in code if one is not None)
+    return True

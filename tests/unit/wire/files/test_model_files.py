@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import copied_files, weight_files
+from slipstream.wire.files.model_files import as_exported, copied_files, weight_files
 from slipstream.wire.settings.sections import RunSection, model_folder
 
 
@@ -48,9 +48,60 @@ def test_folder_without_weights_is_refused(tmp_path: Path):
 
 def test_an_export_takes_config_and_tokenizer_over_and_no_weights(tmp_path: Path):
     names = ("config.json", "merges.txt", "model.safetensors", "model.safetensors.index.json")
-    folder = folder_with(tmp_path / "m", *names)
+    folder = folder_with(tmp_path / "m", *names, "modeling_own.py", "tiktoken.model", "README.md")
     (folder / "more.json").mkdir()
-    assert [path.name for path in copied_files(folder)] == ["config.json", "merges.txt"]
+    folder_with(folder / "additional_chat_templates", "rag.jinja")
+    assert [str(path.relative_to(folder)) for path in copied_files(folder)] == [
+        *("additional_chat_templates/rag.jinja", "config.json", "merges.txt"),
+        *("modeling_own.py", "tiktoken.model"),
+    ]
+
+
+CODE = {
+    "AutoConfig": "configuration_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+}
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "files", "left"),
+    [
+        (CODE, {"configuration_own.py", "modeling_own.py"}, CODE),
+        (CODE, {"configuration_own.py"}, {"AutoConfig": CODE["AutoConfig"]}),
+        (CODE, set(), None),
+        ({"AutoTokenizer": ["tokenization_own.Slow", None]}, {"modeling_own.py"}, None),
+        (
+            {"AutoTokenizer": ["tokenization_own.Slow", None]},
+            {"tokenization_own.py"},
+            {"AutoTokenizer": ["tokenization_own.Slow", None]},
+        ),
+        ({"AutoTokenizer": [None, "a.Fast"]}, set(), None),
+        (["tokenization_own.Slow", None], set(), None),  # as older files have it
+        (["tokenization_own.Slow", None], {"tokenization_own.py"}, ["tokenization_own.Slow", None]),
+        (
+            {"AutoConfig": "org/other--configuration_own.OwnConfig"},
+            set(),
+            {"AutoConfig": "org/other--configuration_own.OwnConfig"},
+        ),
+    ],
+)
+def test_an_export_names_no_code_that_is_not_there(auto_map: object, files: set[str], left: object):
+    exported = as_exported({"vocab_size": 9, "auto_map": auto_map}, files)
+    assert exported == {"vocab_size": 9} | ({} if left is None else {"auto_map": left})
+
+
+def test_an_export_says_what_its_weights_are():
+    config = {
+        "quantization_config": {"quant_method": "fp8"},
+        "num_nextn_predict_layers": 1,
+        "num_mtp_layers": 0,
+        "hidden_size": 8,
+    }
+    assert as_exported(config, ()) == {
+        "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
+        "hidden_size": 8,
+    }
 
 
 def test_an_export_follows_no_link_out_of_the_folder(tmp_path: Path):
