@@ -90,6 +90,8 @@ def test_what_would_compute_something_else_is_refused(tmp_path: Path):
         ),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias must be False"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias must be False"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads must be {}, got {'0'"),
+        ({"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config = .* is not a key"),
         ({"sliding_window_pattern": 6}, "sliding_window_pattern = 6 is not a key that a qwen2"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "got 'sliding_attention'"),
         ({"num_experts": 8}, "num_experts = 8 is not a key"),
@@ -155,6 +157,10 @@ QWEN3_MOE = {
 def test_keys_of_published_files_that_change_nothing_are_taken(tmp_path: Path):
     for keys in [
         {"use_mrope": False, "sliding_window": 32768, "max_window_layers": 24},  # Qwen2.5
+        {"_attn_implementation_autoset": True, "_flash_attn_2_enabled": True},  # transformers 4
+        {"neftune_noise_alpha": 5, "gradient_checkpointing": True},  # its trainer, and TRL's
+        {"max_length": 20, "do_sample": True, "top_k": 50, "forced_eos_token_id": 2},
+        {"tie_encoder_decoder": False, "torchscript": False, "pruned_heads": {}, "prefix": "a"},
         {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False},  # SmolLM2
         {  # Qwen3-Coder
             **QWEN3_MOE,
