@@ -36,6 +36,7 @@ from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.alignment import TOKENS
+from slipstream.wire.files.model_files import refuse_no_model
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
 from slipstream.wire.process.extras import missing_marks, refuse_missing
@@ -208,8 +209,7 @@ def _settings_file(given: Path, folder: Path) -> Path:
         return given
     if (given / SETTINGS).is_file():
         return given / SETTINGS
-    if not (given / "config.json").is_file():
-        raise ConfigError(f"{given} is no run (no {SETTINGS}) and no model (no config.json)")
+    refuse_no_model(given, f"a run has {SETTINGS}")
     path = folder / "model.toml"
     table = {
         "run": {"name": "align", "dir": str(folder), "model": str(given.resolve())},

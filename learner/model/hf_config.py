@@ -10,6 +10,7 @@ import msgspec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.families.parts import Family, Parameter, Sizes
 from slipstream.wire.files.families.registry import FAMILIES
+from slipstream.wire.files.model_files import refuse_no_model
 from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -444,6 +445,7 @@ def load_hf_config(
         ConfigError: there is no readable config.json, it has a key that is not read here, or the
             learner cannot train such a model.
     """
+    refuse_no_model(folder, setting)
     path = folder / "config.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

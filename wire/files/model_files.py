@@ -13,10 +13,58 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 _TEMPLATES = "additional_chat_templates"  # folder of those beside the usual one
+_WEIGHTS_SUFFIX = ".safetensors"
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # is smaller
 
 
 class _Index(msgspec.Struct, frozen=True):
     weight_map: Mapping[str, str]
+
+
+def refuse_no_model(folder: Path, setting: str = "run.model") -> None:
+    """Refuse what is no model's folder, which a setting names, or whose files were not fetched.
+
+    Raises:
+        ConfigError: so it is; with the way to one.
+    """
+    if not (folder / "config.json").is_file():
+        instead = _instead(folder) or (
+            "a model is a folder on this host (hf download NAME --local-dir DIR makes one) or the "
+            "URL of one"
+        )
+        raise ConfigError(f"no config.json in {folder}: {instead} ({setting})")
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (*COPIED_SUFFIXES, _WEIGHTS_SUFFIX) and _is_pointer(path):
+            raise ConfigError(
+                f"{path} is a pointer of Git LFS, not the file itself: git lfs pull in {folder}, "
+                f"or hf download NAME --local-dir DIR ({setting})"
+            )
+
+
+def _is_pointer(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size >= _POINTER_BYTES:
+        return False
+    return path.read_bytes().startswith(_POINTER)
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder without a model holds instead, and what to do with it."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    suffixes = {PurePath(name).suffix for name in names}
+    if "adapter_config.json" in names:
+        return (
+            "it holds adapters of PEFT: name the model that they were trained on, and the adapters "
+            "by lora.adapter, or add them to its weights first (merge_and_unload of PEFT)"
+        )
+    if "snapshots" in names:
+        return "it is a repository of Hugging Face's cache: name a folder in its snapshots/"
+    if suffixes & {".bin", ".pt", ".pth"}:
+        return "its weights are torch's: load them with transformers and write save_pretrained's"
+    if suffixes & {".gguf", ".ggml"}:
+        return "its weights are llama.cpp's: name the folder that they were made from"
+    if _WEIGHTS_SUFFIX in suffixes:
+        return "weights under other names are not read: fetch or save the whole folder again"
+    return ""
 
 
 def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
@@ -31,7 +79,10 @@ def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
         return [folder / WEIGHTS]
     index = folder / WEIGHTS_INDEX
     if not index.is_file():
-        raise ConfigError(f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX} ({setting})")
+        instead = f": {what}" if (what := _instead(folder)) else ""
+        raise ConfigError(
+            f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}{instead} ({setting})"
+        )
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
     except UNREADABLE as error:

@@ -7,7 +7,7 @@ import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.fetched import Fetch, default_cache, fetched_file, fetched_model
-from slipstream.wire.files.model_files import copied_files
+from slipstream.wire.files.model_files import copied_files, refuse_no_model
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.trajectory import Json
@@ -454,11 +454,7 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
     if is_url(required(run.model, "run.model")):
         return fetched_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
     folder = Path(run.model)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"no config.json in {folder}: a model is a folder on this host (hf download NAME "
-            "--local-dir DIR makes one) or the URL of one (run.model)"
-        )
+    refuse_no_model(folder)
     copied_files(folder)
     return folder
 

@@ -40,7 +40,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path):
         (["--without", "engine", "--without", "transformers"], "leaves nothing to compare with"),
         (["--tolerance", "nan"], "--tolerance must be a number from 0, got nan"),
         (["--tolerance", "-1"], "--tolerance must be a number from 0, got -1"),
-        ([], "is no run .* and no model"),
+        ([], r"no config.json in .* \(a run has "),
     ]:
         with pytest.raises(ConfigError, match=message):
             align.main(parsed(str(tmp_path), *words))

@@ -4,7 +4,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import as_exported, copied_files, weight_files
+from slipstream.wire.files.model_files import (
+    as_exported,
+    copied_files,
+    refuse_no_model,
+    weight_files,
+)
 from slipstream.wire.settings.sections import RunSection, model_folder
 
 
@@ -44,6 +49,55 @@ def test_folder_without_weights_is_refused(tmp_path: Path):
         weight_files(tmp_path)
     with pytest.raises(ConfigError, match=r"index\.json: .*\(algo\.teacher\.model\)"):
         weight_files(tmp_path, "algo.teacher.model")
+
+
+@pytest.mark.parametrize(
+    ("names", "way_out"),
+    [
+        ((), r"hf download NAME --local-dir DIR"),
+        (("adapter_config.json", "adapter_model.safetensors"), r"by lora\.adapter, or add them"),
+        (("refs", "snapshots"), r"name a folder in its snapshots/"),
+        (("consolidated.00.pth", "params.json"), r"write save_pretrained's"),
+        (("model-q4_k_m.gguf",), r"name the folder that they were made from"),
+    ],
+)
+def test_another_folder_is_refused_with_the_way_to_a_model(
+    tmp_path: Path, names: tuple[str, ...], way_out: str
+):
+    folder = folder_with(tmp_path / "m", *names)
+    with pytest.raises(ConfigError, match=rf"no config\.json in .*{way_out}.* \(run\.model\)"):
+        model_folder(RunSection(model=str(folder)))
+    with pytest.raises(ConfigError, match=rf"{way_out}.* \(algo\.teacher\.model\)"):
+        refuse_no_model(folder, "algo.teacher.model")
+
+
+@pytest.mark.parametrize(
+    ("names", "way_out"),
+    [
+        (("adapter_config.json", "adapter_model.safetensors"), r"by lora\.adapter"),
+        (("pytorch_model-00001-of-00002.bin",), r"write save_pretrained's"),
+        (("model-00001-of-00002.safetensors",), r"save the whole folder again"),
+    ],
+)
+def test_a_folder_with_other_weights_is_refused_with_the_way_to_them(
+    tmp_path: Path, names: tuple[str, ...], way_out: str
+):
+    folder = folder_with(tmp_path / "m", "config.json", *names)
+    with pytest.raises(ConfigError, match=rf"holds neither .*{way_out}.* \(run\.model\)"):
+        weight_files(folder)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_no_file(tmp_path: Path, name: str):
+    folder = folder_with(tmp_path / "m", "config.json", "README.md")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+    (folder / "README.md").write_text(pointer)  # is not read
+    refuse_no_model(folder)
+    (folder / name).write_text(pointer)
+    with pytest.raises(
+        ConfigError, match=rf"{name} is a pointer of Git LFS.* git lfs pull in .*/m"
+    ):
+        model_folder(RunSection(model=str(folder)))
 
 
 def test_an_export_takes_config_and_tokenizer_over_and_no_weights(tmp_path: Path):
