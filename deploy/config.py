@@ -18,7 +18,7 @@ from slipstream.deploy.targets import (
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.fetched import content_hash
+from slipstream.wire.files.fetched import content_hash, is_hub_name
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.load import Section, Table, section, to_table
@@ -177,7 +177,7 @@ def refuse_engines_on_several_hosts(config: RunConfig) -> None:
 
 
 def with_contents(config: RunConfig) -> RunConfig:
-    """Return the run with the hash of what each of its URLs names, so that all roles use the same.
+    """Return the run with the hash of what each URL or name of the hub names, the same for all.
 
     Raises:
         ConfigError: one cannot be listed.
@@ -188,8 +188,9 @@ def with_contents(config: RunConfig) -> RunConfig:
         files |= {f"{setting}.{name}.file": table.file for name, table in tables.items()}
     contents = dict(run.contents)
     for setting, url in {"run.model": run.model, **files}.items():
-        if is_url(url) and url not in contents:
-            contents[url] = content_hash(url, setting, is_model=setting == "run.model")
+        is_model = setting == "run.model"
+        if (is_url(url) or (is_model and is_hub_name(url))) and url not in contents:
+            contents[url] = content_hash(url, setting, is_model=is_model)
     return config.with_settings("run", contents=contents) if contents else config
 
 

@@ -36,6 +36,7 @@ from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.alignment import TOKENS
+from slipstream.wire.files.fetched import is_hub_name
 from slipstream.wire.files.model_files import refuse_no_model
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
@@ -209,10 +210,16 @@ def _settings_file(given: Path, folder: Path) -> Path:
         return given
     if (given / SETTINGS).is_file():
         return given / SETTINGS
-    refuse_no_model(given, f"a run has {SETTINGS}")
+    is_named = is_hub_name(str(given))
+    if not is_named:
+        refuse_no_model(given, f"a run has {SETTINGS}")
     path = folder / "model.toml"
     table = {
-        "run": {"name": "align", "dir": str(folder), "model": str(given.resolve())},
+        "run": {
+            "name": "align",
+            "dir": str(folder),
+            "model": str(given if is_named else given.resolve()),
+        },
         "learner": {"dtype": "float32"},
     }
     path.write_text(tomli_w.dumps(table))

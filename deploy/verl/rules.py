@@ -238,16 +238,7 @@ def truncation(value: Value, keys: Keys) -> Out:
 
 def model(value: Value, keys: Keys) -> Out:
     """The policy's folder."""
-    name = at_home(str(value), keys)
-    if not name.startswith(("/", ".", "~", "hdfs:", "s3:", "gs:")) and name.count("/") == 1:
-        folder = name.rpartition("/")[2]
-        return Out(
-            {"run.model": name},
-            "changed",
-            "a local folder (or the URL of one), not a name of the hub",
-            f"run.model: hf download {name} --local-dir {folder}, and name that folder",
-        )
-    return Out({"run.model": name})
+    return Out({"run.model": at_home(str(value), keys)})
 
 
 def minibatches(value: Value, keys: Keys) -> Out:

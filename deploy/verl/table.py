@@ -177,7 +177,7 @@ _MODEL = Group(
         Row(
             (f"{MODEL}.path",),
             ("run.model",),
-            "a local folder, or the URL of one; no name of the hub",
+            "a local folder, the URL of one, or a name of the hub",
             rules.model,
             kind="renamed",
         ),

@@ -1,8 +1,8 @@
-"""Local copies of a model or a file that a setting names by URL.
+"""Local copies of a model or a file that a setting names by URL, or of a model by its hub's name.
 
 A copy is CACHE/HASH/, with the hash of what the store lists: URL, names, sizes and checksums. It
 appears when it is complete and on disk, and is never changed. Several processes of a host that
-need it at once fetch it once.
+need it at once fetch it once. Models of the Hugging Face hub lie in the hub's own cache instead.
 """
 
 import fcntl
@@ -20,12 +20,14 @@ import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_files import COPIED_SUFFIXES
-from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError
+from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError, is_url
 from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.redaction import without_secrets
 
 _log = logging.getLogger(__name__)
 _HASH_BYTES = 16
 _HASH = re.compile(rf"[0-9a-f]{{{2 * _HASH_BYTES}}}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS)  # what a role may read
 
@@ -34,18 +36,25 @@ _MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS)  # what a role may read
 class Fetch:
     """What to have a copy of."""
 
-    url: str
+    url: str  # or the name of a model of the hub
     setting: str  # that names it, for errors
     cache: Path  # folder of all copies
-    expected: str = ""  # hash that it must have; empty takes what is there
+    expected: str = ""  # hash that it must have, or commit; empty takes what is there
+
+
+def is_hub_name(text: str) -> bool:
+    """True if a setting names a model of the Hugging Face hub: ORGANIZATION/NAME, no path here."""
+    return _HUB_NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def content_hash(url: str, setting: str, *, is_model: bool) -> str:
-    """Return the hash of what the store lists.
+    """Return the hash of what the store lists; of a model of the hub, its commit.
 
     Raises:
         ConfigError: it cannot be listed, or holds nothing.
     """
+    if not is_url(url):
+        return hub_model(Fetch(url, setting, default_cache()), with_weights=False).name
     with _settings_to_blame():
         folder = RemoteFolder(url, setting)
         return _hash(folder, _listed(folder, is_model=is_model))
@@ -61,6 +70,38 @@ def fetched_model(fetch: Fetch, *, with_weights: bool) -> Path:
         ConfigError: there is none, it has changed, or it cannot be fetched or kept.
     """
     return _fetched(fetch, is_model=True, with_weights=with_weights)
+
+
+@functools.cache
+def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
+    """Return a model of the Hugging Face hub: the snapshot of a commit, in the hub's own cache.
+
+    What the cache lacks is fetched. Where the hub cannot be asked, the cache is all there is.
+
+    Raises:
+        ConfigError: neither has it.
+    """
+    from huggingface_hub import snapshot_download
+
+    suffixes = _MODEL_SUFFIXES if with_weights else COPIED_SUFFIXES
+    reason = ""
+    for is_offline in (False, True):
+        try:
+            folder = snapshot_download(
+                fetch.url,
+                revision=fetch.expected or None,
+                allow_patterns=[f"*{suffix}" for suffix in suffixes],
+                ignore_patterns="*/*",
+                local_files_only=is_offline,
+            )
+            return Path(folder)
+        except Exception as error:  # noqa: BLE001 of its libraries, whatever they are
+            reason = reason or without_secrets((str(error).splitlines() or [""])[0])
+            _log.info("%s is not taken from the Hugging Face hub: %s", fetch.url, reason)
+    raise ConfigError(
+        f"{fetch.url} is no folder here, and as a name of the Hugging Face hub it is neither in "
+        f"its cache (HF_HOME) nor to be had: {reason} ({fetch.setting})"
+    )
 
 
 @functools.cache

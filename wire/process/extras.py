@@ -15,6 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "fsspec": ("storage",),
     "gcsfs": ("storage",),
     "gymnasium": ("env-gymnasium",),
+    "huggingface_hub": ("learner", "generators"),
     "jinja2": ("generators",),
     "math_verify": ("rewards",),
     "mcp": ("env-mcp",),

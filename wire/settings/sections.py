@@ -6,7 +6,14 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.fetched import Fetch, default_cache, fetched_file, fetched_model
+from slipstream.wire.files.fetched import (
+    Fetch,
+    default_cache,
+    fetched_file,
+    fetched_model,
+    hub_model,
+    is_hub_name,
+)
 from slipstream.wire.files.model_files import copied_files, refuse_no_model
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.run_folder import SUMMARY
@@ -60,7 +67,8 @@ class RunSection(Section, frozen=True, kw_only=True):
     dir: str = "runs"
     """Folder of all runs."""
     model: str = ""
-    """Hugging Face folder of the policy to start from, or the URL of one, such as s3://BUCKET/MODEL."""
+    """Hugging Face folder of the policy to start from, the URL of one, such as s3://BUCKET/MODEL,
+    or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."""
     mode: Literal["async", "sync"] = "async"
     """sync trains on no data older than the policy: the same roles with a staleness bound of 0."""
     steps: AtLeast1 = 100
@@ -102,7 +110,8 @@ class RunSection(Section, frozen=True, kw_only=True):
     cache_dir: str = ""
     """Folder of the local copies of what URLs name; empty is ~/.cache/slipstream."""
     contents: dict[str, str] = msgspec.field(default_factory=dict)
-    """Hash that the content of a URL must have; `slipstream run` fills it in."""
+    """Hash that the content of a URL must have, or the commit of a model of the hub;
+    `slipstream run` fills it in."""
 
     @property
     def staleness_bound(self) -> int:
@@ -441,11 +450,11 @@ def run_section(table: Table) -> RunSection:
 
 
 def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
-    """Return the folder of the policy to start from; that of a URL is fetched.
+    """Return the folder of the policy to start from; that of a URL or of the hub is fetched.
 
     Args:
         run: that names it.
-        with_weights: of a URL too, where config and tokenizer are all there is otherwise.
+        with_weights: of what is fetched too, where config and tokenizer are all there is otherwise.
 
     Raises:
         ConfigError: run.model is not set, is no Hugging Face folder, cannot be fetched, or holds a
@@ -454,6 +463,8 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
     if is_url(required(run.model, "run.model")):
         return fetched_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
     folder = Path(run.model)
+    if is_hub_name(run.model):
+        folder = hub_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
     refuse_no_model(folder)
     copied_files(folder)
     return folder

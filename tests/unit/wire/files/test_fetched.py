@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
+import huggingface_hub.constants
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.fetched import Fetch, default_cache, fetched_file
+from slipstream.wire.files.fetched import (
+    Fetch,
+    content_hash,
+    default_cache,
+    fetched_file,
+    hub_model,
+    is_hub_name,
+)
 from slipstream.wire.files.remote import RemoteFolder
 from slipstream.wire.settings.sections import RunSection, model_folder
 from tests.support.faulty_store import FaultyStore, faulty_folder
@@ -160,3 +168,72 @@ def test_lock_that_is_a_link_empties_no_file(url: str, tmp_path: Path):
 def test_driver_that_cannot_be_made_names_the_setting(url: str):
     with pytest.raises(ConfigError, match=r"data\.file = \S+ (cannot be used|names no place)"):
         RemoteFolder(url, "data.file")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the cache of a hub that cannot be asked, as its library lays it out."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    hub_model.cache_clear()
+    yield tmp_path / "hub"
+    hub_model.cache_clear()
+
+
+def cached(hub: Path, name: str, commit: str, *, newest: bool = True) -> Path:
+    """Lay out a model of the hub in its cache."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "blobs").mkdir(exist_ok=True)
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        blob = folder / "blobs" / f"{commit[:4]}-{file}"
+        blob.write_text("{}")
+        (snapshot / file).symlink_to(Path("../../blobs") / blob.name)
+    if newest:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_a_name_of_the_hub_is_no_path_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    named = ("Qwen/Qwen3-0.6B", "deepseek-ai/DeepSeek-V3.1", "org/a_b")
+    others = ("model", "/org/a", "./a", "../a", "a/b/c", "s3://a/b", "~/a", "a/..", "a\\b/c", "")
+    assert [is_hub_name(text) for text in (*named, *others)] == [True] * 3 + [False] * len(others)
+    (tmp_path / "org" / "a_b").mkdir(parents=True)
+    assert not is_hub_name("org/a_b")
+
+
+def test_a_model_of_the_hub_is_its_newest_snapshot_in_the_cache(hub: Path):
+    snapshot = cached(hub, "org/Tiny-1.5B", COMMIT)
+    cached(hub, "org/Tiny-1.5B", "f" * 40, newest=False)
+    run = RunSection(model="org/Tiny-1.5B")
+    assert model_folder(run) == model_folder(run, with_weights=True) == snapshot
+    # So that all roles take the same one, and a resumed run takes it again.
+    assert content_hash("org/Tiny-1.5B", "run.model", is_model=True) == COMMIT
+
+
+def test_the_commit_that_a_run_began_with_stays(hub: Path):
+    snapshot = cached(hub, "org/tiny", "f" * 40, newest=False)
+    cached(hub, "org/tiny", COMMIT)
+    assert model_folder(RunSection(model="org/tiny", contents={"org/tiny": "f" * 40})) == snapshot
+
+
+@pytest.mark.parametrize("contents", [{}, {"org/tiny": COMMIT}], ids=["newest", "a commit"])
+def test_a_model_that_is_nowhere_is_refused(hub: Path, contents: dict[str, str]):
+    cached(hub, "org/other", COMMIT)
+    why = r"org/tiny is no folder here, and .* neither in its cache .*HF_HUB_OFFLINE.*run\.model"
+    with pytest.raises(ConfigError, match=why):
+        model_folder(RunSection(model="org/tiny", contents=contents))
+
+
+def test_a_snapshot_that_is_named_by_its_folder_is_taken(hub: Path):
+    snapshot = cached(hub, "org/tiny", COMMIT)
+    assert model_folder(RunSection(model=str(snapshot))) == snapshot
+    with pytest.raises(ConfigError, match=r"name a folder in its snapshots/"):
+        model_folder(RunSection(model=str(snapshot.parents[1])))
