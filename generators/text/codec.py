@@ -44,7 +44,10 @@ class TextCodec:
         """
         path = model_folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"no tokenizer.json in {model_folder} (run.model)")
+            raise ConfigError(
+                f"no tokenizer.json in {model_folder}, and no other tokenizer that one could be "
+                "made from: fetch or save the whole folder (run.model)"
+            )
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises nothing more precise

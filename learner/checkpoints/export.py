@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
-from slipstream.wire.files.fetched import Fetch, default_cache, fetched_model
+from slipstream.wire.files.fetched import Fetch, default_cache, fetched_model, with_tokenizer
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
@@ -43,7 +43,8 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
     source = Path(info.model)
     if is_url(info.model):
         fetch = Fetch(info.model, f"the model of {checkpoint}", default_cache())
-        source = fetched_model(fetch, with_weights=info.adapters is not None)
+        fetched = fetched_model(fetch, with_weights=info.adapters is not None)
+        source = with_tokenizer(fetched, fetch.cache, fetch.setting)
     if not (source / "config.json").is_file():
         raise ConfigError(
             f"{checkpoint} was trained from {source}, which is gone: its config.json and "

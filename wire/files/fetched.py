@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import COPIED_SUFFIXES
+from slipstream.wire.files.model_files import COPIED_SUFFIXES, WEIGHTS_INDEX, copied_files
 from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError, is_url
 from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.files.tokenizer_conversion import convert_tokenizer, written_otherwise
 from slipstream.wire.redaction import without_secrets
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ _HASH_BYTES = 16
 _HASH = re.compile(rf"[0-9a-f]{{{2 * _HASH_BYTES}}}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _WEIGHTS = ".safetensors"
+_NOT_COPIED = (_WEIGHTS, WEIGHTS_INDEX)  # into a folder with another tokenizer
 _MODEL_SUFFIXES = (*COPIED_SUFFIXES, _WEIGHTS)  # what a role may read
 
 
@@ -102,6 +105,40 @@ def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
         f"{fetch.url} is no folder here, and as a name of the Hugging Face hub it is neither in "
         f"its cache (HF_HOME) nor to be had: {reason} ({fetch.setting})"
     )
+
+
+def with_tokenizer(folder: Path, cache: Path, setting: str = "run.model") -> Path:
+    """Return a model's folder that has tokenizer.json: itself, or a copy with a converted one.
+
+    The copy is CACHE/HASH-tokenizer, with the hash of the folder's path, names and contents; its
+    weights are links.
+
+    Raises:
+        ConfigError: it has a tokenizer that cannot be converted.
+    """
+    source = written_otherwise(folder)
+    if source is None:
+        return folder
+    with _settings_to_blame():
+        copied = copied_files(folder)
+        weights = [path for path in folder.iterdir() if path.name.endswith(_NOT_COPIED)]
+        state = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=_HASH_BYTES)
+        for path in copied:
+            state.update(f"\0{path.name}\0".encode() + path.read_bytes())
+        state.update(repr(sorted(path.name for path in weights)).encode())
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        copy = cache / f"{state.hexdigest()}-tokenizer"
+        with _locked(copy):
+            if not copy.is_dir():
+                with replacing_folder(copy) as unfinished:
+                    for path in copied:
+                        target = unfinished / path.relative_to(folder)
+                        target.parent.mkdir(exist_ok=True)
+                        shutil.copyfile(path, target)
+                    convert_tokenizer(source, unfinished / "tokenizer.json", setting)
+                    for path in weights:
+                        (unfinished / path.name).symlink_to(path.resolve())
+    return copy
 
 
 @functools.cache

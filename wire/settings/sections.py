@@ -13,6 +13,7 @@ from slipstream.wire.files.fetched import (
     fetched_model,
     hub_model,
     is_hub_name,
+    with_tokenizer,
 )
 from slipstream.wire.files.model_files import copied_files, refuse_no_model
 from slipstream.wire.files.remote import is_url
@@ -452,22 +453,27 @@ def run_section(table: Table) -> RunSection:
 def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
     """Return the folder of the policy to start from; that of a URL or of the hub is fetched.
 
+    One without tokenizer.json is a copy with a converted tokenizer.
+
     Args:
         run: that names it.
         with_weights: of what is fetched too, where config and tokenizer are all there is otherwise.
 
     Raises:
-        ConfigError: run.model is not set, is no Hugging Face folder, cannot be fetched, or holds a
-            link that an export at the end would have to refuse.
+        ConfigError: run.model is not set, is no Hugging Face folder, cannot be fetched, has a
+            tokenizer that cannot be converted, or holds a link that an export at the end would
+            have to refuse.
     """
-    if is_url(required(run.model, "run.model")):
-        return fetched_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
-    folder = Path(run.model)
-    if is_hub_name(run.model):
-        folder = hub_model(_fetch(run, run.model, "run.model"), with_weights=with_weights)
+    fetch = _fetch(run, required(run.model, "run.model"), "run.model")
+    if is_url(run.model):
+        folder = fetched_model(fetch, with_weights=with_weights)
+    elif is_hub_name(run.model):
+        folder = hub_model(fetch, with_weights=with_weights)
+    else:
+        folder = Path(run.model)
     refuse_no_model(folder)
     copied_files(folder)
-    return folder
+    return with_tokenizer(folder, fetch.cache)
 
 
 def local_file(run: RunSection, name: str, setting: str) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,3 +238,32 @@ def test_a_snapshot_that_is_named_by_its_folder_is_taken(hub: Path):
     assert model_folder(RunSection(model=str(snapshot))) == snapshot
     with pytest.raises(ConfigError, match=r"name a folder in its snapshots/"):
         model_folder(RunSection(model=str(snapshot.parents[1])))
+
+
+def test_a_tokenizer_that_no_library_is_here_for_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.model"):
+        (folder / name).write_text("{}")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    run = RunSection(model=str(folder), cache_dir=str(tmp_path / "cache"))
+    why = r"no tokenizer\.json, and sentencepiece .*tokenizer\.model .*'slipstream\[conversion\]'"
+    with pytest.raises(ConfigError, match=rf"{why} \(run\.model\)"):
+        model_folder(run)
+    assert copies(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("beside", [(), ("vocab.json",)], ids=["nothing", "half of one"])
+def test_a_folder_with_a_tokenizer_or_without_any_stays_where_it_is(
+    tmp_path: Path, beside: tuple[str, ...]
+):
+    for name in ("config.json", *beside):
+        (tmp_path / name).write_text("{}")
+    run = RunSection(model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    assert model_folder(run) == tmp_path
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (tmp_path / name).write_text("{}")
+    assert model_folder(run) == tmp_path
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,118 @@
+"""Tokenizers without tokenizer.json: what is made of them gives the tokens of their own library."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_files import copied_files, weight_files
+from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.settings.sections import RunSection, SamplingSection, model_folder
+from tests.support.written_otherwise import (
+    CODE,
+    TEXTS,
+    write_sentencepiece,
+    write_tiktoken,
+    write_vocabulary,
+)
+
+pytestmark = pytest.mark.integration
+
+
+def converted(folder: Path) -> Path:
+    run = RunSection(model=str(folder), cache_dir=str(folder.parent / "cache"))
+    copy = model_folder(run)
+    assert model_folder(run) == copy
+    return copy
+
+
+def ids(folder: Path, text: str) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return token_ids
+
+
+def test_a_slow_tokenizer_of_sentencepiece_is_converted(tmp_path: Path):
+    original = write_sentencepiece(tmp_path / "model")
+    shard = "model-00001-of-00001.safetensors"
+    for name in (shard, "model.safetensors.index.json"):
+        (tmp_path / "model" / name).write_text(json.dumps({"weight_map": {"a": shard}}))
+    copy = converted(tmp_path / "model")
+    assert [ids(copy, text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
+    codec = TextCodec(copy, SamplingSection())
+    assert codec.text_ids("the fox") == original.encode("the fox")
+    assert codec.end_token_ids == (original.eos_id(),)
+    assert codec.decode(original.encode("numbers 123")) == "numbers 123"
+    # The rest of the folder is there, and an export is complete.
+    names = {path.name for path in copied_files(copy)}
+    assert names == {"config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+    assert [path.resolve() for path in weight_files(copy)] == [tmp_path / "model" / shard]
+    assert not (tmp_path / "model" / "tokenizer.json").exists()
+    before = tokenizer_hash(copy)
+    write_other = json.loads((tmp_path / "model" / "config.json").read_text()) | {"vocab_size": 512}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(write_other))
+    changed = converted(tmp_path / "model")
+    assert changed != copy
+    assert tokenizer_hash(changed) == before
+
+
+def test_a_tokenizer_of_tiktoken_is_converted_with_the_pattern_of_its_code(tmp_path: Path):
+    original = write_tiktoken(tmp_path / "model")
+    copy = converted(tmp_path / "model")
+    assert [ids(copy, text) for text in TEXTS] == [original.encode(text).ids for text in TEXTS]
+    size = original.get_vocab_size()
+    assert ids(copy, "[BOS]<think>1<|im_end|>") == [
+        size,
+        size + 4,
+        *original.encode("1").ids,
+        size + 3,
+    ]
+    codec = TextCodec(copy, SamplingSection())
+    assert codec.end_token_ids == (size + 3,)
+    assert codec.token_text(size + 1) == f"<|reserved_token_{size + 1}|>"
+    assert codec.decode([size + 4, *original.encode("ok").ids, size + 3]) == "<think>ok"
+
+
+def test_a_slow_tokenizer_of_a_vocabulary_and_merges_is_converted(tmp_path: Path):
+    original = write_vocabulary(tmp_path / "model")
+    copy = converted(tmp_path / "model")
+    assert [ids(copy, text) for text in TEXTS] == [original.encode(text).ids for text in TEXTS]
+    assert ids(copy, "<|im_end|>") == [original.get_vocab_size()]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("tiktoken.model", CODE),
+        ("own.tiktoken", 'class OwnTokenizer:\n    pat_str = r"\\p{L}+|\\p{N}|."\n'),
+    ],
+)
+def test_where_the_pattern_stands_does_not_matter(tmp_path: Path, name: str, code: str):
+    write_tiktoken(tmp_path / "model", name=name, code=code)
+    one, two, three = ids(converted(tmp_path / "model"), "123")
+    assert len({one, two, three}) == 3
+
+
+def test_what_would_have_other_tokens_is_refused(tmp_path: Path):
+    write_sentencepiece(tmp_path / "unigram", "unigram")
+    with pytest.raises(
+        ConfigError, match=r"other tokens of .* than sentencepiece.* \(run\.model\)"
+    ):
+        converted(tmp_path / "unigram")
+    write_tiktoken(tmp_path / "elsewhere", code="from other import pat_str\n")
+    with pytest.raises(ConfigError, match=r"pattern of .*OwnTokenizer.* is not found"):
+        converted(tmp_path / "elsewhere")
+    write_tiktoken(tmp_path / "stripped")
+    path = tmp_path / "stripped" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: one for key, one in config.items() if key != "auto_map"}))
+    with pytest.raises(ConfigError, match="pattern of OwnTokenizer that splits texts is not found"):
+        converted(tmp_path / "stripped")
+    path.write_text(json.dumps(config))
+    (tmp_path / "stripped" / "tiktoken.model").write_bytes(b"not of tiktoken's\n")
+    with pytest.raises(ConfigError, match=r"none can be made from tiktoken\.model"):
+        converted(tmp_path / "stripped")
+    assert not list((tmp_path / "cache").glob("*-tokenizer"))
