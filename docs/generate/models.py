@@ -48,11 +48,11 @@ Of every family: {of_all}. Of some:
 _REFUSED = """
 ## Tokenizers
 
-A folder without tokenizer.json is copied into `run.cache_dir` with one that transformers makes (extra
-`conversion`; weights are links): from sentencepiece's `tokenizer.model`, from `vocab.json` and
-`merges.txt`, or from a file of tiktoken's, whose splitting pattern is read from the code beside it
-(`pat_str`, as of Moonlight). That code is not run. What has other tokens than sentencepiece's own is
-refused, and so is a pattern that is not found (docs/adr/0060).
+A folder without tokenizer.json is copied into `run.cache_dir` with one that transformers makes
+(extra `conversion`; weights are links): from sentencepiece's `tokenizer.model`, from `vocab.json`
+and `merges.txt`, or from a file of tiktoken's, whose splitting pattern is read from the code beside
+it (`pat_str`, as of Moonlight). That code is not run. What has other tokens than sentencepiece's
+own is refused, and so is a pattern that is not found (docs/adr/0060).
 
 ## What is refused
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.extras import pip_install
 
 # By its library, and what the library's module is called.
 _LIBRARIES = {
@@ -55,7 +54,7 @@ def convert_tokenizer(source: Path, target: Path, setting: str) -> None:
     if missing:
         raise ConfigError(
             f"{source.parent} has no tokenizer.json, and {', '.join(missing)} to make one from "
-            f"{source.name} is not installed: {pip_install(['conversion'])} ({setting})"
+            f"{source.name} is not installed: pip install 'slipstream[conversion]' ({setting})"
         )
     try:
         config = json.loads((source.parent / "tokenizer_config.json").read_bytes())
