@@ -10,6 +10,7 @@ from slipstream.learner.model.hf_config import FIXED_KEYS, IGNORED_KEYS, KEYS_OF
 from slipstream.wire.files.families.parts import Family
 from slipstream.wire.files.families.registry import FAMILIES
 from tests.support.family_models import IN_MAKE_TEST, MODELS
+from tests.support.shelf import SHELF
 
 _HEAD = """# Model families
 
@@ -39,7 +40,8 @@ whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `de
 (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there latent
 attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
 corrected (`generators/sglang/cpu_models.py` names each line of SGLang's). None of the published
-models was run.
+models was run. The config.json of {published} of them (`tests/support/shelf.py`) are read as transformers
+reads them, with the number of parameters that their pages show.
 
 ## What is taken from config.json
 
@@ -90,7 +92,7 @@ def reference() -> str:
         "|---|---|---|---|---|",
     ]
     lines += [_row(family) for family in FAMILIES.values()]
-    lines.append(_TESTED.format(of_all=_names(KEYS_OF_ALL)))
+    lines.append(_TESTED.format(of_all=_names(KEYS_OF_ALL), published=len(SHELF)))
     lines.append("| family | keys of its own | must be, or absent | taken where absent |")
     lines += ["|---|---|---|---|", *(_config_row(family) for family in FAMILIES.values())]
     fixed = _values(FIXED_KEYS)
