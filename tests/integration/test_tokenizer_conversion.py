@@ -11,6 +11,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_files import copied_files, weight_files
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.settings.sections import RunSection, SamplingSection, model_folder
+from tests.support.ranks.run import outputs, start
 from tests.support.written_otherwise import (
     CODE,
     TEXTS,
@@ -81,6 +82,23 @@ def test_a_slow_tokenizer_of_a_vocabulary_and_merges_is_converted(tmp_path: Path
     copy = converted(tmp_path / "model")
     assert [ids(copy, text) for text in TEXTS] == [original.encode(text).ids for text in TEXTS]
     assert ids(copy, "<|im_end|>") == [original.get_vocab_size()]
+
+
+def test_transformers_reads_what_was_made(tmp_path: Path):
+    write_sentencepiece(tmp_path / "sentencepiece")
+    write_tiktoken(tmp_path / "tiktoken")
+    write_vocabulary(tmp_path / "vocabulary")
+    copies = [converted(path) for path in sorted(tmp_path.iterdir()) if path.name != "cache"]
+    order = {
+        "conversations": [[{"role": "user", "content": text}] for text in TEXTS],
+        "kwargs": {str(copy): {"chat_template": "{{ messages[0]['content'] }}"} for copy in copies},
+    }
+    (tmp_path / "order.json").write_text(json.dumps(order))
+    command = start(tmp_path, "integration.transformers_chats", tmp_path / "order.json")
+    (printed,) = outputs([command])
+    assert json.loads(printed) == {
+        str(copy): [ids(copy, text) for text in TEXTS] for copy in copies
+    }
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def with_tokenizer(folder: Path, cache: Path, setting: str = "run.model") -> Pat
                         target = unfinished / path.relative_to(folder)
                         target.parent.mkdir(exist_ok=True)
                         shutil.copyfile(path, target)
-                    convert_tokenizer(source, unfinished / "tokenizer.json", setting)
+                    convert_tokenizer(source, unfinished, setting)
                     for path in weights:
                         (unfinished / path.name).symlink_to(path.resolve())
     return copy

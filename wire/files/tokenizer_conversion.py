@@ -38,13 +38,15 @@ def written_otherwise(folder: Path) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def convert_tokenizer(source: Path, target: Path, setting: str) -> None:
-    """Write the tokenizer.json of a model's folder.
+def convert_tokenizer(source: Path, folder: Path, setting: str) -> None:
+    """Write the tokenizer.json of a model into a copy of its folder.
+
+    Where it takes the place of code of the model's, tokenizer_config.json names that no more.
 
     Args:
-        source: file of the folder, beside tokenizer_config.json and config.json.
-        target: to be written.
-        setting: that names the folder, for errors.
+        source: file of the model's folder, beside tokenizer_config.json and config.json.
+        folder: a copy, of those two at least.
+        setting: that names the model's folder, for errors.
 
     Raises:
         ConfigError: a library is missing, transformers cannot convert it, or does so otherwise
@@ -61,7 +63,11 @@ def convert_tokenizer(source: Path, target: Path, setting: str) -> None:
         with source.open("rb") as file:
             is_tiktoken = _TIKTOKEN.fullmatch(file.readline(1024)) is not None
         tokenizer = _of_tiktoken(source, config) if is_tiktoken else _of_transformers(source)
-        tokenizer.save(str(target))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        if is_tiktoken:
+            config.pop("auto_map", None)
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except Exception as error:  # of its libraries, whatever they are
         raise ConfigError(
             f"{source.parent} has no tokenizer.json, and none can be made from {source.name}: "
