@@ -43,6 +43,9 @@ class DataSection(Section, frozen=True, kw_only=True):
     """Treatment of rows that are no prompts; skipped rows are counted and logged."""
     prompt_column: str = "prompt"
     """Column of a file that holds text or a list of turns."""
+    ground_truth_column: str = "ground_truth"
+    """Column of a file that holds what rewards compare with; by default also verl's
+    reward_model.ground_truth."""
     as_chat: bool = False
     """Ask text prompts as one turn of a user, through the model's chat template."""
     system_prompt: str = ""

@@ -1,5 +1,6 @@
 """Rows of JSONL and parquet files, one at a time."""
 
+import codecs
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.unreadable import UNREADABLE
 
 _BATCH_ROWS = 1024
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[RawRow]:
     with file:
         try:
             for number, line in enumerate(file):
+                if not number:
+                    line = _without_mark(line, path, setting)
                 if not line.strip():
                     continue
                 try:
@@ -66,6 +70,16 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[RawRow]:
                     yield RawRow(number, None, "not a JSON object")
         except OSError as error:
             raise _unreadable(path, setting, error) from error
+
+
+def _without_mark(line: bytes, path: Path, setting: str) -> bytes:
+    """Return the first line of a file without the byte order mark that some programs write."""
+    if line.startswith(_UTF16):
+        raise ConfigError(
+            f"{setting} = {path} is UTF-16, expected UTF-8: "
+            f"iconv -f UTF-16 -t UTF-8 {path} > NEW.jsonl"
+        )
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _parquet_rows(path: Path, setting: str) -> Iterator[RawRow]:

@@ -3,9 +3,9 @@
 import hashlib
 import random
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import msgspec
 
@@ -45,6 +45,10 @@ class PromptSource:
         """Return a hash of all prompts and of everything that decides their order."""
         order = (self._seed, self._shuffle, self._counts)
         return fingerprint_of([order, *self._sources])
+
+    def rows(self) -> Iterator[Prompt]:
+        """Yield every prompt once, one source after the other."""
+        return chain.from_iterable(self._sources)
 
     def at(self, cursor: int) -> Prompt:
         """Return the prompt at a position."""

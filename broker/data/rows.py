@@ -1,5 +1,6 @@
 """Pure: one row of a file becomes one prompt. Rows are our own or verl's, as they are."""
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from typing import Any
@@ -9,7 +10,11 @@ import msgspec
 from slipstream.wire.messages.trajectory import ChatMessage, Json, Prompt
 
 SYSTEM = "system"
+TRUTH_COLUMN = "ground_truth"
+_OWN_ROLES = frozenset({"assistant", "model", "gpt", "bot"})  # the policy's, as files name it
 _TURN_KEYS = ("role", "content")
+_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
+_LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # that MessagePack holds
 
 
 class BadRowError(Exception):
@@ -21,6 +26,7 @@ class RowRules(msgspec.Struct, frozen=True, kw_only=True):
 
     data_source: str  # of rows that name none
     prompt_column: str = "prompt"
+    ground_truth_column: str = TRUTH_COLUMN
     as_chat: bool = False  # ask text as one turn of a user
     system_prompt: str = ""  # first turn, where a row has none
 
@@ -29,7 +35,8 @@ def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> 
     """Return the prompt of a row.
 
     Our columns are prompt, ground_truth, data_source, ability and extra_info. verl's differ in
-    that the truth is in ``reward_model["ground_truth"]``. Further columns are left out.
+    that the truth is in ``reward_model["ground_truth"]``. A row without a truth, or with null, has
+    None. Further columns are left out.
 
     Raises:
         BadRowError: the row is no prompt, with the reason.
@@ -42,7 +49,7 @@ def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> 
         raise BadRowError(f"extra_info must be an object, got {_kind(extra_info)}")
     return Prompt(
         prompt=_asked(plain(asked, rules.prompt_column), rules),
-        ground_truth=_ground_truth(row),
+        ground_truth=_ground_truth(row, rules.ground_truth_column),
         data_source=_text(row, "data_source") or rules.data_source,
         ability=_text(row, "ability"),
         extra_info=extra_info or {},
@@ -86,19 +93,29 @@ def _turn(number: int, turn: Json) -> ChatMessage:
     return ChatMessage(turn["role"], turn["content"])
 
 
-def _ground_truth(row: Mapping[str, Any]) -> Json:
-    own = plain(row.get("ground_truth"), "ground_truth")
-    if own is not None:
+def _ground_truth(row: Mapping[str, Any], column: str) -> Json:
+    own = plain(row.get(column), column)
+    if own is not None or column != TRUTH_COLUMN:
         return own
     reward_model = plain(row.get("reward_model"), "reward_model")
     if reward_model is None:
-        return ""
+        return None
     if not isinstance(reward_model, dict):
         raise BadRowError(
             f"reward_model must be an object with ground_truth, got {_kind(reward_model)}"
         )
-    truth = reward_model.get("ground_truth")
-    return "" if truth is None else truth
+    return reward_model.get(TRUTH_COLUMN)
+
+
+def odd_shape(prompt: Prompt) -> str:
+    """Return what is odd about a prompt that can be asked; empty if nothing is."""
+    asked = prompt.prompt
+    last = ChatMessage("", asked) if isinstance(asked, str) else asked[-1]
+    if last.role in _OWN_ROLES:
+        return f"end with a turn of the policy's own ({last.role}): the answer may stand in it"
+    return (
+        "are a conversation as text, asked as it is" if _TURNS_AS_TEXT.match(last.content) else ""
+    )
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -117,8 +134,10 @@ def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file 
     """Return a value as JSON holds it: scalars and arrays of numpy or arrow become Python's.
 
     Raises:
-        BadRowError: it cannot be written as JSON.
+        BadRowError: it cannot be written as JSON, or is an integer that MessagePack does not hold.
     """
+    if isinstance(value, int) and not _LEAST_INTEGER <= value <= _MOST_INTEGER:
+        raise BadRowError(f"{where} holds an integer of more than 64 bits: write it as text")
     if value is None or type(value) in _SCALARS:
         return value
     for scalar in _SCALARS:  # of a class of its own, such as numpy's text and double numbers

@@ -11,7 +11,7 @@ from slipstream.broker.config import DataSection
 from slipstream.broker.data.files import RawRow, read_rows, row_name
 from slipstream.broker.data.gym import gym_rows
 from slipstream.broker.data.mixture import PromptSource, checked_weights
-from slipstream.broker.data.rows import BadRowError, RowRules, prompt_from_row
+from slipstream.broker.data.rows import TRUTH_COLUMN, BadRowError, RowRules, prompt_from_row
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.sections import EvalSection, RunSection, SourceTable, local_file
@@ -42,6 +42,7 @@ class LoadedSource:
 
     prompts: list[Prompt] = field(default_factory=list)
     bad_rows: list[tuple[str, str]] = field(default_factory=list)  # (row, why)
+    columns: dict[str, None] = field(default_factory=dict)  # that any row has, in order
 
 
 def local_data(data: DataSection, run: RunSection) -> DataSection:
@@ -129,11 +130,12 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
     rules = RowRules(
         data_source=source.name,
         prompt_column="prompt" if table.reasoning_gym else data.prompt_column,
+        ground_truth_column=TRUTH_COLUMN if table.reasoning_gym else data.ground_truth_column,
         as_chat=data.as_chat if table.as_chat is None else table.as_chat,
         system_prompt=data.system_prompt if table.system_prompt is None else table.system_prompt,
     )
     loaded = LoadedSource()
-    columns: dict[str, None] = {}
+    columns = loaded.columns
     for number, raw in enumerate(_raw_rows(setting, table)):
         if table.max_rows and number >= table.max_rows:
             break
@@ -147,11 +149,15 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
             loaded.bad_rows.append((row, str(error)))
             if not keep_going and rules.prompt_column in columns:
                 raise ConfigError(f"{setting}: {row}: {error} (data.on_bad_row)") from error
-    if columns and rules.prompt_column not in columns:
-        raise ConfigError(
-            f"data.prompt_column = {rules.prompt_column!r}: {setting} = {table.file} has no such "
-            f"column; it has {', '.join(columns)}"
-        )
+    needed = {"prompt_column": rules.prompt_column}
+    if rules.ground_truth_column != TRUTH_COLUMN:  # else a row needs none
+        needed["ground_truth_column"] = rules.ground_truth_column
+    for key, column in needed.items():
+        if columns and column not in columns:
+            raise ConfigError(
+                f"data.{key} = {column!r}: {setting} = {table.file} has no such column; it has "
+                f"{', '.join(columns)}"
+            )
     if loaded.bad_rows and not keep_going:
         row, why = loaded.bad_rows[0]
         raise ConfigError(f"{setting}: {row}: {why} (data.on_bad_row)")

@@ -18,7 +18,7 @@ from rich.text import Text
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.broker.data.files import RawRow, read_rows
 from slipstream.broker.data.gym import gym_rows
-from slipstream.broker.data.rows import BadRowError, RowRules, prompt_from_row
+from slipstream.broker.data.rows import TRUTH_COLUMN, BadRowError, RowRules, prompt_from_row
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.terminal.console import make_console
@@ -159,6 +159,7 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
     rules = RowRules(
         data_source=gym or "default",
         prompt_column="prompt" if gym else section_.prompt_column,
+        ground_truth_column=TRUTH_COLUMN if gym else section_.ground_truth_column,
         as_chat=section_.as_chat,
         system_prompt=section_.system_prompt,
     )

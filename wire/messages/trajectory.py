@@ -225,7 +225,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One problem: the input of the policy, and the data for its reward function."""
 
     prompt: Body | Several[ChatMessage]  # text as it is, or turns for the chat template
-    ground_truth: Json = ""
+    ground_truth: Json = None  # None: the row has none
     data_source: Text = "default"
     ability: Text = ""
     extra_info: dict[str, Json] = {}

@@ -3,7 +3,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from slipstream.broker.data.rows import BadRowError, RowRules, plain, prompt_from_row
+from slipstream.broker.data.rows import BadRowError, RowRules, odd_shape, plain, prompt_from_row
 from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 
 RULES = RowRules(data_source="mine")
@@ -29,8 +29,51 @@ def test_our_own_columns_are_taken_as_they_are():
 
 def test_a_row_with_a_prompt_alone_is_complete():
     assert prompt_from_row({"prompt": "x"}, RULES, number=0) == Prompt(
-        prompt="x", ground_truth="", data_source="mine", row=0
+        prompt="x", ground_truth=None, data_source="mine", row=0
     )
+
+
+def test_an_absent_truth_stays_absent():
+    for row in ({}, {"ground_truth": None}, {"reward_model": None}, {"reward_model": {}}):
+        assert prompt_from_row({"prompt": "x"} | row, RULES, number=0).ground_truth is None
+    assert prompt_from_row({"prompt": "x", "ground_truth": ""}, RULES, number=0).ground_truth == ""
+
+
+def test_another_column_may_hold_the_truth():
+    rules = RowRules(data_source="a", ground_truth_column="answer")
+    row = {"prompt": "x", "answer": ["7", 7], "reward_model": {"ground_truth": "8"}}
+    assert prompt_from_row(row, rules, number=0).ground_truth == ["7", 7]
+    assert (
+        prompt_from_row({"prompt": "x", "ground_truth": "7"}, rules, number=0).ground_truth is None
+    )
+
+
+def test_integers_are_taken_as_far_as_they_travel():
+    row = {"prompt": "x", "ground_truth": {"least": [-(2**63)], "most": 2**64 - 1}}
+    assert prompt_from_row(row, RULES, number=0).ground_truth == row["ground_truth"]
+    for column in ("ground_truth", "extra_info", "reward_model"):
+        for integer in (2**64, -(2**63) - 1):
+            row = {"prompt": "x", column: {"deep": [integer]}}
+            with pytest.raises(
+                BadRowError, match=f"{column} holds an integer of more than 64 bits"
+            ):
+                prompt_from_row(row, RULES, number=0)
+
+
+def test_odd_shapes_of_prompts_are_named():
+    asked, said = ChatMessage("user", "2+2?"), ChatMessage("assistant", "4")
+    as_text = '[{"role": "user", "content": "2+2?"}]'
+    for prompt, what in [
+        ((asked, said), "end with a turn of the policy's own (assistant)"),
+        ((asked, ChatMessage("model", "4")), "end with a turn of the policy's own (model)"),
+        (as_text, "are a conversation as text"),
+        (" [{'content': '2+2?', 'role': 'user'}]", "are a conversation as text"),
+        ((ChatMessage("user", as_text),), "are a conversation as text"),
+        ((asked, said, asked), ""),
+        ("[1, 2, 3] sorted?", ""),
+    ]:
+        assert odd_shape(Prompt(prompt=prompt)).startswith(what)
+        assert bool(odd_shape(Prompt(prompt=prompt))) == bool(what)
 
 
 def test_verls_columns_are_taken_as_they_are():

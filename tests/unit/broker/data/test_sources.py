@@ -105,6 +105,37 @@ def test_a_column_that_no_row_has_is_a_wrong_setting(tmp_path: Path):
     assert in_order(data(file=file, prompt_column="question"))[0].prompt == "x"
 
 
+def test_a_column_of_truths_that_no_row_has_is_a_wrong_setting(tmp_path: Path):
+    file = jsonl(tmp_path / "train.jsonl", {"prompt": "x", "answer": "y"}, {"prompt": "z"})
+    with pytest.raises(ConfigError, match=r"data\.ground_truth_column = 'truth': .*prompt, answer"):
+        load_training_prompts(data(file=file, ground_truth_column="truth"), seed=0)
+    prompts = in_order(data(file=file, ground_truth_column="answer", shuffle=False))
+    assert [prompt.ground_truth for prompt in prompts] == ["y", None]
+    assert [prompt.ground_truth for prompt in in_order(data(file=file))] == [None, None]
+    gym = {"add": {"reasoning_gym": "basic_arithmetic", "size": 1}}
+    assert in_order(data(sources=gym, ground_truth_column="answer"))[0].ground_truth is not None
+
+
+def test_an_integer_that_does_not_travel_names_its_row(tmp_path: Path):
+    rows = [{"prompt": "x", "ground_truth": "7"}, {"prompt": "y", "ground_truth": 10**25}]
+    file = jsonl(tmp_path / "train.jsonl", *rows)
+    with pytest.raises(ConfigError, match=r"row 1 \(line 2\) .*: ground_truth holds an integer of"):
+        load_training_prompts(data(file=file), seed=0)
+    assert (
+        len(load_training_prompts(data(file=file, on_bad_row="skip"), seed=0).fingerprint()) == 16
+    )
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path):
+    path, line = tmp_path / "train.jsonl", json.dumps({"prompt": "x"})
+    path.write_text(line, encoding="utf-8-sig")
+    assert [prompt.prompt for prompt in in_order(data(file=str(path)))] == ["x"]
+    for encoding in ("utf-16", "utf-16-be"):
+        path.write_text("\ufeff" * (encoding == "utf-16-be") + line, encoding=encoding)
+        with pytest.raises(ConfigError, match=r"is UTF-16, expected UTF-8: iconv -f UTF-16"):
+            load_training_prompts(data(file=str(path)), seed=0)
+
+
 @pytest.mark.parametrize("name", ["empty.jsonl", "empty.parquet"])
 def test_a_file_without_rows_names_the_setting(tmp_path: Path, name: str):
     path = tmp_path / name
