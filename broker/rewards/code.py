@@ -6,6 +6,7 @@
 ``ground_truth`` of a row is one of these, or its JSON as text:
 
     {"inputs": ["1 2", ...], "outputs": ["3", ...]}            stdin and stdout
+    [{"input": "1 2", "output": "3"}, ...]                     the same
     {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}     calls of its function
     {"asserts": "assert add(1, 2) == 3"}, or a list of such texts        assertions
     {"fn_name": "add", "asserts": ...}                   that take nothing but add of the answer
@@ -14,22 +15,35 @@ Expected values are compared here, outside of the sandbox; assertions are checke
 a process that the answer cannot reach (``code_tester.py``).
 """
 
+import ast
 import contextlib
 import json
+import math
+import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.broker.rewards import code_tester
-from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.broker.rewards.final_answer import (
+    after_thought,
+    find_program,
+    free_names,
+    marked_answer,
+)
+from slipstream.broker.rewards.sdk import Prompt, Transcript, Unavailable, reads, reward, truth_of
 from slipstream.broker.sandbox import sandbox as sandboxes
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.wire.messages.trajectory import Json
 
-_FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
-_PYTHON = ("python", "python3", "py")
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MOST_DIGITS = 4300  # of an integer; Python's own limit where it is not taken away
+_TOLERANCE = 1e-6
 _MAX_PROCESSES = 16
 _MIB = 1024 * 1024
 
@@ -48,6 +62,14 @@ class Tests:
         """Return the number of test cases."""
         statements = sum(is_test for text in self.texts for _, is_test in code_tester.split(text))
         return len(self.inputs) + len(self.calls) + statements
+
+    @property
+    def names(self) -> set[str]:
+        """Names that the tests take of the answer."""
+        if self.function:
+            return {self.function}
+        used = set[str]().union(*(free_names(ast.parse(text)) for text in self.texts))
+        return used - sys.stdlib_module_names
 
 
 @dataclass
@@ -80,81 +102,20 @@ class Budget:
         return outcome
 
 
-@reward(version="1")
-def score(
-    transcript: Transcript,
-    *,
-    require_fence: bool = True,
-    all_or_nothing: bool = False,
-    test_s: float = 5.0,
-    total_s: float = 30.0,
-    memory_mb: int = 512,
-    sandbox: Literal["namespaces", "none"] = "namespaces",
-) -> dict[str, float]:
-    """Return the fraction of the test cases that the answer's last program passes.
+# ---- test cases ----------------------------------------------------------------
 
-    Args:
-        transcript: the answer; ``prompt.ground_truth`` holds the test cases.
-        require_fence: without a fence of three backticks there is no program; else the whole
-            answer is one.
-        all_or_nothing: 1.0 if every test passes, else 0.0.
-        test_s: limit of one test, in seconds in which the program has a core or wants none:
-            a busy machine makes no answer wrong.
-        total_s: limit of all, in the same; tests that there was no time for have failed. Keep
-            it well under reward.timeout_s, which is of the clock and leaves the answer unscored.
-        memory_mb: memory of one run.
-        sandbox: reward.sandbox; ``none`` runs the program unprotected.
+
+def read_tests(prompt: Prompt) -> Tests:
+    """Read the test cases of a row.
 
     Raises:
-        Unavailable: there is no sandbox on this machine, or it did not start in time.
-        ValueError: ``ground_truth`` holds no test cases.
+        ValueError: there are none, or we do not understand them.
     """
-    budget = Budget(test_s, total_s, memory_mb * _MIB, sandbox)
-    return graded(transcript, budget, require_fence=require_fence, all_or_nothing=all_or_nothing)
-
-
-def graded(
-    transcript: Transcript,
-    budget: Budget,
-    *,
-    require_fence: bool = True,
-    all_or_nothing: bool = False,
-) -> dict[str, float]:
-    """Return what ``score`` does, within a budget that also says how a sandbox is started."""
-    tests = parse_tests(transcript.prompt.ground_truth)
-    program = find_program(transcript.response, require_fence=require_fence)
-    if program is None:
-        return {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
-    try:
-        if tests.inputs:
-            passed, ran = _run_programs(program, tests, budget, stop_early=all_or_nothing)
-        else:
-            passed, ran = _run_tester(program, tests, budget)
-    except SandboxUnavailableError as error:
-        raise Unavailable(str(error)) from error
-    fraction = passed / len(tests)
-    return {
-        "score": float(fraction == 1.0) if all_or_nothing else fraction,
-        "passed": passed,
-        "ran": int(ran),
-        "formatted": int(_FENCE.search(transcript.response) is not None),
-    }
-
-
-# ---- programs and tests --------------------------------------------------------
-
-
-def find_program(answer: str, *, require_fence: bool) -> str | None:
-    """Return the last fence marked as Python, else the last one, else all of it or None."""
-    fences = _FENCE.findall(answer)
-    python = [text for language, text in fences if language.lower() in _PYTHON]
-    if python or fences:
-        return str(python[-1] if python else fences[-1][1])
-    return None if require_fence else answer
+    return parse_tests(truth_of(prompt))
 
 
 def parse_tests(ground_truth: Json) -> Tests:
-    """Read the test cases of a row.
+    """Read test cases. Keys of an object whose value is null are absent, as parquet writes them.
 
     Raises:
         ValueError: there are none, or we do not understand them.
@@ -162,12 +123,17 @@ def parse_tests(ground_truth: Json) -> Tests:
     truth: Any = ground_truth
     if isinstance(truth, str):
         try:
-            truth = json.loads(truth)
+            truth = json.loads(truth, parse_int=_integer)
         except ValueError:
             truth = [truth]
+    if isinstance(truth, Mapping):
+        truth = {key: value for key, value in truth.items() if value not in (None, "", [])}
+        truth = truth.get("test_cases", truth)
+    if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
+        truth = _gathered(truth)
     function = ""
     if isinstance(truth, Mapping) and "asserts" in truth:
-        function = str(truth.get("fn_name") or "")
+        function = str(truth.get("fn_name", ""))
         truth = truth["asserts"]
         truth = [truth] if isinstance(truth, str) else truth
     if isinstance(truth, Mapping):
@@ -185,6 +151,24 @@ def parse_tests(ground_truth: Json) -> Tests:
     return tests
 
 
+def _gathered(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return test cases of an object each, as of DeepCoder and LiveCodeBench, as one object."""
+    functions = {_function(pair) for pair in pairs}
+    columns = {f"{key}s": [pair.get(key) for pair in pairs] for key in ("input", "output")}
+    if len(functions) > 1 or None in columns["inputs"] + columns["outputs"]:
+        raise ValueError(
+            "ground_truth: expected input and output in every test case, and one fn_name, got "
+            f"{_shortened(pairs)}"
+        )
+    return columns | {"fn_name": functions.pop()}
+
+
+def _function(pair: Mapping[str, Any]) -> str:
+    metadata = pair.get("metadata")
+    named = metadata if isinstance(metadata, Mapping) else {}
+    return str(pair.get("fn_name") or named.get("func_name") or "")
+
+
 def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
     """Read inputs and outputs of a program, or of a function."""
     inputs, outputs, function = (truth.get(name) for name in ("inputs", "outputs", "fn_name"))
@@ -197,7 +181,7 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
             "ground_truth: expected as many outputs as inputs, "
             f"got {len(outputs)} and {len(inputs)}"
         )
-    if function is None:
+    if not function:
         given = tuple(_lines(item).encode(errors="replace") for item in inputs)
         return Tests(inputs=given, outputs=tuple(map(_lines, outputs)))
     results = []
@@ -205,9 +189,14 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
         results.append(output)
         if isinstance(output, str):
             with contextlib.suppress(ValueError):
-                results[-1] = json.loads(output)
+                results[-1] = json.loads(output, parse_int=_integer)
     calls = zip(map(_arguments, inputs), results, strict=True)
     return Tests(function=str(function), calls=tuple(calls))
+
+
+def _integer(digits: str) -> int | Decimal:
+    """Return an integer of any size; Python makes none of very many digits in a short time."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else Decimal(digits)
 
 
 def _lines(item: Any) -> str:  # noqa: ANN401
@@ -230,11 +219,86 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
+# ---- scoring -------------------------------------------------------------------
+
+
+@reads(read_tests)
+@reward(version="2")
+def score(
+    transcript: Transcript,
+    *,
+    require_fence: bool = True,
+    all_or_nothing: bool = False,
+    exact: bool = False,
+    test_s: float = 5.0,
+    total_s: float = 30.0,
+    memory_mb: int = 512,
+    sandbox: Literal["namespaces", "none"] = "namespaces",
+) -> dict[str, float]:
+    """Return the fraction of the test cases that the answer's program passes.
+
+    Args:
+        transcript: the answer; ``prompt.ground_truth`` holds the test cases.
+        require_fence: without a fence of three backticks there is no program; else the whole
+            answer is one.
+        all_or_nothing: 1.0 if every test passes, else 0.0.
+        exact: what is printed must be the expected lines, and a result equal; by default tokens are
+            compared, and numbers with a fraction within 1e-6.
+        test_s: limit of one test, in seconds in which the program has a core or wants none:
+            a busy machine makes no answer wrong.
+        total_s: limit of all, in the same; tests that there was no time for have failed. Keep
+            it well under reward.timeout_s, which is of the clock and leaves the answer unscored.
+        memory_mb: memory of one run.
+        sandbox: reward.sandbox; ``none`` runs the program unprotected.
+
+    Raises:
+        Unavailable: there is no sandbox on this machine, or it did not start in time.
+        ValueError: ``ground_truth`` holds no test cases.
+    """
+    budget = Budget(test_s, total_s, memory_mb * _MIB, sandbox)
+    return graded(
+        transcript, budget, require_fence=require_fence, all_or_nothing=all_or_nothing, exact=exact
+    )
+
+
+def graded(
+    transcript: Transcript,
+    budget: Budget,
+    *,
+    require_fence: bool = True,
+    all_or_nothing: bool = False,
+    exact: bool = False,
+) -> dict[str, float]:
+    """Return what ``score`` does, within a budget that also says how a sandbox is started."""
+    tests = read_tests(transcript.prompt)
+    answer = after_thought(transcript.response)
+    fenced = find_program(answer, tests.names)
+    program = (marked_answer(answer, hashes=False) or answer) if fenced is None else fenced
+    if not program or (fenced is None and require_fence):
+        return {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
+    try:
+        if tests.inputs:
+            passed, ran = _run_programs(
+                program, tests, budget, stop_early=all_or_nothing, exact=exact
+            )
+        else:
+            passed, ran = _run_tester(program, tests, budget, exact=exact)
+    except SandboxUnavailableError as error:
+        raise Unavailable(str(error)) from error
+    fraction = passed / len(tests)
+    return {
+        "score": float(fraction == 1.0) if all_or_nothing else fraction,
+        "passed": passed,
+        "ran": int(ran),
+        "formatted": int(fenced is not None),
+    }
+
+
 # ---- running -------------------------------------------------------------------
 
 
 def _run_programs(
-    program: str, tests: Tests, budget: Budget, *, stop_early: bool
+    program: str, tests: Tests, budget: Budget, *, stop_early: bool, exact: bool
 ) -> tuple[int, bool]:
     """Run the program once for each input; return how often it was right, and if it ever ended."""
     passed, ran = 0, False
@@ -243,20 +307,14 @@ def _run_programs(
         if outcome is None:
             break
         ran = ran or outcome.status == "ok"
-        if outcome.status == "ok" and same_lines(outcome.text, expected):
+        if outcome.status == "ok" and same_text(outcome.text, expected, exact=exact):
             passed += 1
         elif stop_early:
             break
     return passed, ran
 
 
-def same_lines(printed: str, expected: str) -> bool:
-    """Compare text line by line, without white space at either end of a line or of the text."""
-    ours, theirs = ([line.strip() for line in text.split("\n")] for text in (printed, expected))
-    return "\n".join(ours).strip() == "\n".join(theirs).strip()
-
-
-def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
+def _run_tester(program: str, tests: Tests, budget: Budget, *, exact: bool) -> tuple[int, bool]:
     """Run calls or assertions in one sandbox; return how many passed, and if any came to an end."""
     request: dict[str, Any] = {"test_s": budget.test_s}
     if tests.calls:
@@ -274,15 +332,14 @@ def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
         return passed, ran
     for line in outcome.text.rpartition("\n")[0].splitlines():
         try:
-            message = json.loads(line)
+            message = json.loads(line, parse_int=_integer)
             if not isinstance(message, dict):
                 continue  # a test printed it
-            value = as_json(message.get("value"))
+            if "value" in message and tests.calls:
+                _, expected = tests.calls[message["test"]]
+                passed += same_value(as_json(message["value"]), expected, exact=exact)
         except (ValueError, RecursionError):  # cut short by a limit, or too deep
             continue
-        if "value" in message and tests.calls:
-            _, expected = tests.calls[message["test"]]
-            passed += same_value(value, expected)
         passed += "passed" in message
         ran = ran or "error" not in message
     return passed, ran
@@ -303,7 +360,66 @@ def as_json(encoded: Any) -> Any:  # noqa: ANN401
     return encoded  # a set, bytes: equal to nothing in JSON
 
 
-def same_value(result: Any, expected: Any) -> bool:  # noqa: ANN401
-    """Compare a result; some data sets wrap the expected value into a list of one."""
+# ---- comparing -------------------------------------------------------------------
+
+
+def same_text(printed: str, expected: str, *, exact: bool = False) -> bool:
+    """Compare what a program printed as judges do: by tokens, which white space separates.
+
+    Args:
+        printed: by the program.
+        expected: of the test case.
+        exact: by lines instead, without white space at either end of a line or of the text.
+    """
+    if exact:
+        ours, theirs = ([line.strip() for line in one.split("\n")] for one in (printed, expected))
+        return "\n".join(ours).strip() == "\n".join(theirs).strip()
+    ours, theirs = printed.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
+
+
+def _same_token(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    if not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
+        return False
+    whole = bool(_WHOLE.fullmatch(expected))
+    if whole and _WHOLE.fullmatch(printed):
+        return Decimal(printed) == Decimal(expected)
+    return _is_near(float(printed), float(expected), whole=whole)
+
+
+def same_value(result: Any, expected: Any, *, exact: bool = False) -> bool:  # noqa: ANN401
+    """Compare a result; some data sets wrap the expected value into a list of one.
+
+    Args:
+        result: of a function.
+        expected: of the test case.
+        exact: numbers with a fraction must be equal, too.
+    """
+    same = operator.eq if exact else _same_inside
     wrapped = isinstance(expected, list) and len(expected) == 1
-    return bool(result == expected or (wrapped and result == expected[0]))
+    return bool(same(result, expected) or (wrapped and same(result, expected[0])))
+
+
+def _same_inside(result: Any, expected: Any) -> bool:  # noqa: ANN401
+    if result == expected:
+        return True
+    match result, expected:
+        case (list(), list()):
+            return len(result) == len(expected) and all(map(_same_inside, result, expected))
+        case (dict(), dict()):
+            return result.keys() == expected.keys() and all(
+                _same_inside(result[key], expected[key]) for key in expected
+            )
+        case (float(), int() | float() | Decimal()) | (int() | Decimal(), float()):
+            with contextlib.suppress(OverflowError):
+                whole = not isinstance(expected, float)
+                return _is_near(float(result), float(expected), whole=whole)
+    return False
+
+
+def _is_near(number: float, expected: float, *, whole: bool) -> bool:
+    """Compare within 1e-6, absolute or relative; absolute alone with a whole number."""
+    allowed = _TOLERANCE if whole else _TOLERANCE * max(1.0, abs(expected))
+    return math.isfinite(expected) and abs(number - expected) <= allowed

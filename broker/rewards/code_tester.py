@@ -185,7 +185,8 @@ class Answer:
         actions += [(os.POSIX_SPAWN_DUP2, 100, number) for number in (0, 1, 2)]
         actions += [(os.POSIX_SPAWN_DUP2, 101, _REQUESTS), (os.POSIX_SPAWN_DUP2, 102, _REPLIES)]
         actions += [(os.POSIX_SPAWN_CLOSE, number) for number in (100, 101, 102)]
-        command = [sys.executable, "-I", "-B", os.path.abspath(__file__), "--answer"]  # noqa: PTH100
+        options = ["-I", "-B", "-X", "int_max_str_digits=0"]
+        command = [sys.executable, *options, os.path.abspath(__file__), "--answer"]  # noqa: PTH100
         self._pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=actions)  # noqa: TID251
         for descriptor in (nothing, read, write):
             os.close(descriptor)

@@ -1,34 +1,174 @@
-r"""Pure: finds the final answer in a model's text: ``\boxed{}``, tags, ``####``."""
+r"""Pure: finds the final answer in a model's text, for all rewards alike (docs/rewards.md).
 
+It stands after the thought, and is what a mark encloses: ``\boxed{}``, ``<answer>`` tags, or
+``####`` before it on its line. A program is a block of code between fences.
+"""
+
+import ast
+import builtins
 import re
+import textwrap
+import warnings
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
-_BOXED = "\\boxed{"
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+THINK, THINK_ENDS = "<think>", "</think>"
+ANSWER, ANSWER_ENDS = "<answer>", "</answer>"
 _HASHES = "####"
-_THOUGHT_ENDS = "</think>"
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_FENCES = ("```", "~~~")
+# CommonMark 0.31, section 4.5; but an opening fence with a language alone may stand behind text.
+_OPENING = re.compile(
+    r"(?:(?:[-*+>]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})[ \t]*+(?P<language>[^\s`]*)(?:\s[^`]*)?"
+    r"|.*?(?<![`~])(?P<behind>`{3,}|~{3,})(?P<its_language>\w*)\s*"
+)
+_PYTHON = ("python", "python3", "py")
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_BUILT_IN = frozenset(dir(builtins)) | {"__name__", "__file__"}
 
 
-def marked_answer(text: str) -> str | None:
-    r"""Return the last marked answer; None if none is marked.
+def after_thought(text: str) -> str:
+    """Return the text after the last ``</think>``; none of it while a thought is unfinished."""
+    rest = text.rpartition(THINK_ENDS)[2]
+    return "" if THINK in rest else rest
+
+
+def marked_answer(text: str, *, hashes: bool = True) -> str | None:
+    r"""Return the last marked answer, empty if its mark is not closed; None if none is marked.
 
     ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before the text after ``####`` on
     its line.
 
     Example: ``marked_answer("so \\boxed{\\frac{1}{2}}")`` is ``"\\frac{1}{2}"``.
+
+    Args:
+        text: after the thought.
+        hashes: ``####`` is a mark.
     """
-    start = text.rfind(_BOXED)
-    depth = 0
-    for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    boxes = list(_BOX.finditer(text))
+    if boxes:
+        return _braced(text[boxes[-1].end() :])
+    _, opened, rest = text.rpartition(ANSWER)
+    if opened:
+        inside, closed, _ = rest.partition(ANSWER_ENDS)
+        return inside.strip() if closed else ""
+    _, marked, rest = text.rpartition(_HASHES) if hashes else ("", "", "")
+    return rest.strip().partition("\n")[0] if marked else None
+
+
+def _braced(text: str) -> str:
+    """Return the text up to the brace that closes one before it; empty where none does."""
+    depth = 1
+    for brace in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:
-            return text[start + len(_BOXED) : at]
-    tagged: list[str] = _TAGGED.findall(text)
-    if tagged:
-        return tagged[-1].strip()
-    _, hashes, rest = text.rpartition(_HASHES)
-    return rest.strip().partition("\n")[0] if hashes else None
+            return text[: brace.start()]
+    return ""
 
 
-def after_thought(text: str) -> str:
-    """Return the text after the last ``</think>``; all of it where there is none."""
-    return text.rpartition(_THOUGHT_ENDS)[2]
+# ---- programs --------------------------------------------------------------------
+
+
+class _Block(NamedTuple):
+    language: str
+    code: str
+
+
+def find_program(text: str, wanted: AbstractSet[str] = frozenset()) -> str | None:
+    """Return the block of code that is the answer; None where there is none between fences.
+
+    It is the one that defines most of the names in ``wanted``, else one that is marked as Python,
+    else one that is whole: it can be read as Python and uses no name that it does not define. The
+    last one of several. Its indentation, as in a list of steps, is taken away.
+    """
+    blocks = _blocks(text)
+    if len(blocks) < 2:
+        return blocks[0].code if blocks else None
+
+    def rank(place: int) -> tuple[int, bool, bool, int]:
+        language, code = blocks[place]
+        tree = _read(code)
+        is_whole = bool(tree.body) and not free_names(tree)
+        return len(_defined(tree) & wanted), language in _PYTHON, is_whole, place
+
+    return blocks[max(range(len(blocks)), key=rank)].code
+
+
+def _blocks(text: str) -> list[_Block]:
+    """Return the blocks of code that are closed."""
+    blocks: list[_Block] = []
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    indent = 0
+    for line in text.split("\n"):
+        if opening is None:
+            unindented = line.lstrip(" \t")
+            if any(fence in line for fence in _FENCES):
+                opening, lines = _OPENING.fullmatch(unindented), []
+                indent = len(line) - len(unindented)
+            continue
+        last = _before_closing(line, opening["fence"] or opening["behind"])
+        lines.append(line if last is None else last)
+        if last is not None:
+            language = opening["language"] or opening["its_language"] or ""
+            blocks.append(_Block(language.lower(), _dedented(lines, indent)))
+            opening = None
+    return blocks
+
+
+def _before_closing(line: str, fence: str) -> str | None:
+    """Return what stands before a closing fence; None where the line closes nothing."""
+    code, closed, rest = line.partition(fence)
+    rest = rest.lstrip(fence[0])
+    is_alone = not code.strip() and not rest[:1].isalnum()
+    ends = not rest.strip() or rest.lstrip().startswith("</")  # print(1)```</answer>
+    return code if closed and (is_alone or ends) else None
+
+
+def _dedented(lines: list[str], indent: int) -> str:
+    """Return the code of a block, without the indentation of its opening fence and its own."""
+    code = "\n".join(lines).rstrip()
+    if indent:
+        code = re.sub(rf"^[ \t]{{1,{indent}}}", "", code, flags=re.MULTILINE)
+    return textwrap.dedent(code) if code.lstrip("\r\n")[:1].isspace() else code
+
+
+def _read(code: str) -> ast.Module:
+    """Return a program's tree; an empty one where it is no Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(code)
+    except _NO_PYTHON:
+        return ast.Module([], [])
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the names of functions, classes, methods and variables."""
+    nodes = list(ast.walk(tree))
+    names = {node.name for node in nodes if isinstance(node, _DEFINITIONS)}
+    return names | {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def free_names(tree: ast.Module) -> set[str]:
+    """Return the names that a program uses and nowhere defines; built-in ones are defined."""
+    used: set[str] = set()
+    bound = _defined(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.alias(name="*"):
+                return set()
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name.partition(".")[0])
+            case ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                bound.add(name)
+            case ast.MatchMapping(rest=str(name)):
+                bound.add(name)
+    return used - bound - _BUILT_IN

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from slipstream.broker.rewards.outcomes import finite
-from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.broker.rewards.sdk import Reader, Transcript, Unavailable, reward, truth_of
 from slipstream.wire.files.keys import read_private
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
@@ -124,12 +124,19 @@ class LlmJudge:
             self._headers["Authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
 
+    @classmethod
+    def reader(cls, *, template: str = TEMPLATE, **_: Json) -> Reader:
+        """Return what reads a row for a template."""
+        return truth_of if "{ground_truth}" in template else lambda prompt: prompt
+
     async def score(self, transcript: Transcript) -> float:
         """Ask about one answer.
 
         Raises:
-            Unavailable: no number could be had.
+            Unavailable: no number could be had, or the template names a truth and the row has none.
         """
+        if "{ground_truth}" in self._template:
+            truth_of(transcript.prompt)
         prompt = filled(self._template, transcript, scale=self._scale)
         asked: dict[str, Any] = dict(self._request)
         if self._chats:

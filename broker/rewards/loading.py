@@ -5,11 +5,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from slipstream.broker.rewards.outcomes import FunctionInfo
-from slipstream.broker.rewards.sdk import DECLARED, Takes, Transcript
+from slipstream.broker.rewards.sdk import DECLARED, READER, Reader, Takes, Transcript
 from slipstream.broker.sandbox import sandbox
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
@@ -68,6 +69,22 @@ def load_function(
         return _of_class(target, info, wanted, setting, is_versioned=bool(version))
     call = _of_function(target, info, wanted) if takes else _of_verl(target, wanted, name, setting)
     return RewardFunction(info, call, _is_async(target), _nothing)
+
+
+def load_reader(
+    name: str, options: Mapping[str, Json], *, setting: str = "reward"
+) -> Reader | None:
+    """Return what reads rows for a reward, which is not made for it; None where it declares none.
+
+    Raises:
+        ConfigError: there is no such module, file or function.
+    """
+    target, _ = _resolve(name, setting)
+    declared: Callable[..., Any] | None = getattr(target, READER, None)
+    if declared is None or not inspect.isclass(target):
+        return declared
+    reader: Reader = declared(**options)
+    return reader
 
 
 def _nothing() -> None:

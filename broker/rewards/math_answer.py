@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from slipstream.broker.rewards.final_answer import after_thought, marked_answer
-from slipstream.broker.rewards.sdk import Transcript, reward
+from slipstream.broker.rewards.sdk import Prompt, Transcript, reads, reward, truth_of
 
 try:
     import math_verify
@@ -39,6 +39,10 @@ _BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
 _PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")
 _STARS = re.compile(r"\*{2,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
+_COMMAND_OF_TEXT = re.compile(r"\\[a-zA-Z]+(?:\s*\{[^{}]*\})?")
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_DELIMITED = re.compile(r"(?<!\\)(?:\$.*(?<!\\)\$|\\boxed\s*\{|\\\(|\\\[)", re.DOTALL)
+_TRUTH_S = 5.0  # CPU seconds to read a ground truth
 _MAX_EXPONENT_DIGITS = 4
 _BRACKETS = {"{": 1, "(": 1, "}": -1, ")": -1}
 
@@ -47,7 +51,26 @@ class _TooLong(BaseException):
     """The CPU time for one answer is over."""
 
 
-@reward(version="1")
+def read_truths(prompt: Prompt) -> list[list[Any]]:
+    """Return the ground truths of a row, of which any is right, as math-verify reads them.
+
+    Raises:
+        ValueError: one holds no mathematics, or cannot be read in time.
+    """
+    truth = truth_of(prompt)
+    given = truth if isinstance(truth, list | tuple) else [truth]
+    try:
+        with _time_limit(_TRUTH_S):
+            truths = [_parsed_truth(str(one)) for one in given]
+    except (_TooLong, RecursionError) as error:
+        raise ValueError(f"ground_truth cannot be evaluated: {truth!r:.200}") from error
+    if not truths or not all(truths):
+        raise ValueError(f"ground_truth holds no mathematics: {truth!r:.200}")
+    return truths
+
+
+@reads(read_truths)
+@reward(version="2")
 def score(
     transcript: Transcript, *, limit_s: float = 5.0, max_characters: int = 2_000
 ) -> dict[str, float]:
@@ -61,41 +84,56 @@ def score(
             such, of which any is right.
         limit_s: CPU seconds to parse and compare, so that a busy machine makes no right answer
             wrong; kept on the main thread, where the answers are scored.
-        max_characters: so much of the end of the answer is looked at.
+        max_characters: a longer marked answer is wrong; so much of the end of one without a mark is
+            looked at.
 
     Raises:
-        ValueError: ``ground_truth`` cannot be read.
+        Unavailable: the row has no ``ground_truth``.
+        ValueError: it cannot be read.
     """
-    answer = evaluable(after_thought(transcript.response)[-max_characters:])
-    truth = transcript.prompt.ground_truth
-    given = truth if isinstance(truth, list | tuple) else [truth]
-    truths = [_parsed_truth(str(one)) for one in given]  # each as math-verify reads it
-    if not truths or not all(truths):
-        raise ValueError(f"ground_truth holds no mathematics: {truth!r:.200}")
-    if answer is None:
-        return {"score": 0.0, "parsed": 0.0, "timed_out": 0.0}
-    parsed: list[Any] = []
-    try:
-        with _time_limit(limit_s):
-            parsed = _parse(answer)
-            right = any(math_verify.verify(one, parsed, timeout_seconds=None) for one in truths)
-    except _TooLong:
-        return {"score": 0.0, "parsed": float(bool(parsed)), "timed_out": 1.0}
-    except RecursionError:
-        return {"score": 0.0, "parsed": 0.0, "timed_out": 0.0}
-    return {"score": float(right), "parsed": float(bool(parsed)), "timed_out": 0.0}
+    truths = read_truths(transcript.prompt)
+    text = after_thought(transcript.response)
+    marked = marked_answer(text)
+    is_long = marked is not None and len(marked) > max_characters
+    looked_at = normal_form(text[-max_characters:] if marked is None else marked)
+    parsed: list[list[Any]] = []
+    timed_out = right = False
+    if looked_at and not is_long and not is_too_big(looked_at):
+        try:
+            with _time_limit(limit_s):
+                parsed = [_parse(looked_at)] if marked is None else _readings(looked_at)
+                right = any(
+                    math_verify.verify(truth, reading, timeout_seconds=None)
+                    for truth in truths
+                    for reading in parsed
+                )
+        except _TooLong:
+            timed_out = True
+        except RecursionError:
+            parsed = []
+    return {"score": float(right), "parsed": float(any(parsed)), "timed_out": float(timed_out)}
 
 
-def evaluable(answer: str) -> str | None:
-    """Return the part of an answer to parse: all of it, or else its marked final answer.
+def _readings(marked: str) -> list[list[Any]]:
+    """Return what a marked answer may mean: mathematics, or the number in some words."""
+    found = [_marked_value(marked)]
+    if _WORD.search(_COMMAND_OF_TEXT.sub("", marked)):
+        found.append(_parse(marked))
+    return found
 
-    None is nothing: there is a number that is too big.
-    """
-    text = with_powers(answer)
-    if not is_too_big(text):
-        return text
-    final = marked_answer(text)
-    return None if final is None or is_too_big(final) else _marked(final)
+
+def _marked_value(marked: str) -> list[Any]:
+    """Return marked mathematics as math-verify reads it, with or without delimiters."""
+    boxed = marked if _DELIMITED.search(marked) else f"\\boxed{{{marked}}}"
+    found = _parse(boxed)
+    if all(isinstance(one, str) for one in found):  # no value, as of 72. with its full stop
+        found = _parse(marked) or found
+    return found
+
+
+def normal_form(text: str) -> str:
+    """Return text with signs that math-verify reads."""
+    return with_powers(text).replace("\\varnothing", "\\emptyset")
 
 
 def with_powers(text: str) -> str:
@@ -140,13 +178,9 @@ def _operand(text: str, start: int) -> str:
 @lru_cache(maxsize=4096)
 def _parsed_truth(text: str) -> list[Any]:
     """Return a truth as math-verify reads it; nothing if it does not even equal itself."""
-    parsed = _parse(_marked(with_powers(text)))
+    form = normal_form(marked_answer(text) or text)
+    parsed = [] if is_too_big(form) else _marked_value(form)
     return parsed if math_verify.verify(parsed, parsed, timeout_seconds=None) else []
-
-
-def _marked(text: str) -> str:
-    is_marked = "$" in text or "\\boxed{" in text or "\\(" in text or "\\[" in text
-    return text if is_marked else f"\\boxed{{{text}}}"
 
 
 def _parse(text: str) -> list[Any]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.broker.rewards.final_answer import after_thought, marked_answer
-from slipstream.broker.rewards.sdk import Transcript, reward
+from slipstream.broker.rewards.sdk import Prompt, Transcript, reads, reward, truth_of
 
 Percent: TypeAlias = Literal["either", "ignored", "hundredth"]
 _MAX_CHARACTERS = 10_000
@@ -38,7 +38,24 @@ class Number(NamedTuple):
     is_percent: bool = False
 
 
-@reward(version="1")
+def read_number(prompt: Prompt) -> Number:
+    """Return the expected number of a row.
+
+    Raises:
+        ValueError: ``ground_truth`` holds none.
+    """
+    truth = truth_of(prompt)
+    if isinstance(truth, bool) or not isinstance(truth, int | float | str):
+        raise ValueError(  # noqa: TRY004 a value of a data file
+            f"ground_truth must be a number or text with one, got {truth!r:.200}"
+        )
+    if (expected := _expected(str(truth))) is None:
+        raise ValueError(f"ground_truth holds no number: {truth!r:.200}")
+    return expected
+
+
+@reads(read_number)
+@reward(version="2")
 def score(
     transcript: Transcript,
     *,
@@ -58,15 +75,10 @@ def score(
         require_mark: a number that is not marked as the answer is none.
 
     Raises:
-        ValueError: ``ground_truth`` holds no number.
+        Unavailable: the row has no ``ground_truth``.
+        ValueError: it holds no number.
     """
-    truth = transcript.prompt.ground_truth
-    if isinstance(truth, bool) or not isinstance(truth, int | float | str):
-        raise ValueError(  # noqa: TRY004 a value of a data file
-            f"ground_truth must be a number or text with one, got {truth!r:.200}"
-        )
-    if (expected := _expected(str(truth))) is None:
-        raise ValueError(f"ground_truth holds no number: {truth!r:.200}")
+    expected = read_number(transcript.prompt)
     given = last_number(transcript.response, require_mark=require_mark)
     if given is None:
         return {"score": 0.0, "parsed": 0.0}
@@ -78,12 +90,12 @@ def score(
 
 
 def last_number(text: str, *, require_mark: bool = False) -> Number | None:
-    """Return the last number in the marked answer, or else in all of the text."""
-    text = after_thought(text)[-_MAX_CHARACTERS:]
+    """Return the last number in the marked answer, or else in all that follows the thought."""
+    text = after_thought(text)
     marked = marked_answer(text)
     if marked is None and require_mark:
         return None
-    searched = text if marked is None else marked
+    searched = (text if marked is None else marked)[-_MAX_CHARACTERS:]
     searched = _NOT_PART_OF_NUMBERS.sub("", searched.replace("{,}", ","))
     searched = searched.replace("\N{MINUS SIGN}", "-")
     found: Number | None = None

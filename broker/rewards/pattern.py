@@ -8,9 +8,8 @@ options = { pattern = 'Final answer: (?P<number>\d+)\s*$' }
 import re
 from typing import Literal
 
+from slipstream.broker.rewards.final_answer import ANSWER, ANSWER_ENDS, THINK, THINK_ENDS
 from slipstream.broker.rewards.sdk import Transcript, reward
-
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 @reward(version="1")
@@ -71,13 +70,10 @@ def think_answer(transcript: Transcript, *, opened: bool = False) -> float:
         opened: the prompt ends with ``<think>``, so that the answer continues after it.
     """
     text = transcript.response
-    if opened and "<think>" not in text:
-        text = "<think>" + text
-    if any(text.count(tag) != 1 for tag in _TAGS):
+    if opened and THINK not in text:
+        text = THINK + text
+    if any(text.count(tag) != 1 for tag in (THINK, THINK_ENDS, ANSWER, ANSWER_ENDS)):
         return 0.0
-    before, _, rest = text.partition("<think>")
-    thought, _, rest = rest.partition("</think>")
-    between, _, rest = rest.partition("<answer>")
-    answer, closed, after = rest.partition("</answer>")
-    around = (before + between + after).strip()
-    return float(bool(closed and thought.strip() and answer.strip()) and not around)
+    form = rf"\s*{THINK}(.*){THINK_ENDS}\s*{ANSWER}(.*){ANSWER_ENDS}\s*"
+    match = re.fullmatch(form, text, re.DOTALL)
+    return float(match is not None and all(part.strip() for part in match.groups()))

@@ -8,18 +8,32 @@
 
 A reward is a function or a class, sync or async. Without the decorator a function has the
 signature of verl, ``(data_source, solution_str, ground_truth, extra_info, **options)``.
+
+What a reward reads of a row can be checked before a run: ``@reads(reader)`` over a function, or a
+class method ``reader(**options)`` that returns one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
-from slipstream.wire.messages.trajectory import Prompt, Transcript
+from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 
-__all__ = ["Prompt", "RewardResult", "Takes", "Transcript", "Unavailable", "reward"]
+__all__ = [
+    "Prompt",
+    "RewardResult",
+    "Takes",
+    "Transcript",
+    "Unavailable",
+    "reads",
+    "reward",
+    "truth_of",
+]
 
 Takes = Literal["answer", "batch", "group"]
 RewardResult: TypeAlias = float | int | bool | Mapping[str, float | Sequence[float]]
+Reader: TypeAlias = Callable[[Prompt], object]
 DECLARED = "__slipstream_reward__"  # attribute of a decorated function or class
+READER = "reader"  # the same
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -48,3 +62,28 @@ def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
         return target
 
     return declare
+
+
+def reads(reader: Reader) -> Callable[[F], F]:
+    """Declare how a function reads a row, for checks before a run.
+
+    Args:
+        reader: raises an exception, with the reason, for a row that no answer can be scored to.
+    """
+
+    def declare(target: F) -> F:
+        setattr(target, READER, reader)
+        return target
+
+    return declare
+
+
+def truth_of(prompt: Prompt) -> Json:
+    """Return the ground truth of a row.
+
+    Raises:
+        Unavailable: it has none.
+    """
+    if prompt.ground_truth is None:
+        raise Unavailable("the row has no ground_truth (data.ground_truth_column)")
+    return prompt.ground_truth

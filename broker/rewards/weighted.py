@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.rewards.loading import RewardFunction, load_function
+from slipstream.broker.rewards.loading import RewardFunction, load_function, load_reader
 from slipstream.broker.rewards.outcomes import Outcome, failure, outcome_of
-from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.broker.rewards.sdk import Reader, Transcript, Unavailable, reward
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 
@@ -99,6 +99,16 @@ class Weighted:
         self.version = digest[:_VERSION_DIGITS]
         is_async = any(part.function.is_async for part in self._parts)
         self.score = self._score_together if is_async else self._score_in_turn
+
+    @classmethod
+    def reader(cls, *, parts: Mapping[str, Mapping[str, Json]], **_: Json) -> Reader:
+        """Return what reads a row for all parts."""
+        tables = {name: msgspec.convert(table, PartTable) for name, table in parts.items()}
+        readers = [
+            load_reader(table.function, table.options, setting=f"{_SETTING}.{name}")
+            for name, table in tables.items()
+        ]
+        return lambda prompt: [read(prompt) for read in readers if read is not None]
 
     async def close(self) -> None:
         """Close all parts."""

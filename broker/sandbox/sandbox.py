@@ -168,7 +168,7 @@ class StartedRun:
             report, theirs = os.pipe()
             self._report_read = ours.enter_context(os.fdopen(report, "rb", buffering=0))
             handed.enter_context(os.fdopen(theirs, "wb", buffering=0))
-            program = [interpreter(), "-I", "-B", "main.py"]
+            program = [interpreter(), "-I", "-B", "-X", "int_max_str_digits=0", "main.py"]
             rlimits = _rlimits(limits, mode)
             folder, descriptors = "/", list[int]()
             if self._plain:

@@ -11,16 +11,25 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.broker.rewards import math_answer, numeric
-from slipstream.broker.rewards.final_answer import marked_answer
+from slipstream.broker.rewards.final_answer import after_thought, find_program, marked_answer
 from slipstream.broker.rewards.judge import LlmJudge, filled
 from slipstream.broker.rewards.lengths import linear, overlong
-from slipstream.broker.rewards.loading import load_function
+from slipstream.broker.rewards.loading import load_function, load_reader
 from slipstream.broker.rewards.outcomes import Outcome, failure, outcome_of
 from slipstream.broker.rewards.pattern import Pattern, think_answer
 from slipstream.broker.rewards.sdk import Transcript, Unavailable
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json, Prompt
 from tests.support.waiting import HANG_S
+
+JUDGE = "slipstream.broker.rewards.judge:LlmJudge"
+WEIGHTED = "slipstream.broker.rewards.weighted:Weighted"
+RIGHT = {"function": "slipstream.broker.rewards.numeric:score"}
+LONG = {
+    "function": "slipstream.broker.rewards.lengths:overlong",
+    "weight": 0.5,
+    "options": {"max_tokens": 10, "cache_tokens": 10},
+}
 
 
 def transcript(response: str, truth: Json = "", *, tokens: int = 10) -> Transcript:
@@ -51,17 +60,154 @@ async def _awaited(result: Awaitable[object]) -> object:
 # ---- the final answer ----------------------------------------------------------
 
 
+def test_the_answer_stands_after_the_thought():
+    for text, after in [
+        ("7", "7"),
+        ("<think>7</think> 8", " 8"),
+        ("7</think> 8", " 8"),  # the prompt has opened the thought
+        ("<think>7</think> 8 <think>9</think>10", "10"),
+        ("<think>7", ""),
+        ("<think>7</think> 8 <think>9", ""),
+    ]:
+        assert after_thought(text) == after
+
+
 def test_the_marked_answer_is_found():
     for text, marked in [
         (r"first \boxed{1}, then \boxed{\frac{1}{2}} .", r"\frac{1}{2}"),
         ("<answer>1</answer> no, <answer> 2\n</answer>", "2"),
         ("48 + 24 = 72\n#### 72\nbye", "72"),
         (r"\boxed{7} <answer>8</answer> #### 9", "7"),
-        (r"cut off \boxed{12", None),
+        (r"<answer>so \boxed {7}</answer>", "7"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
         ("just 12", None),
-        ("<answer>12", None),
     ]:
         assert marked_answer(text) == marked
+    assert marked_answer("#### 72", hashes=False) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"cut off \boxed{12",
+        r"\boxed{1} or \boxed{2",
+        "<answer>12",
+        "<answer>1</answer> or <answer>2",
+    ],
+)
+def test_an_answer_whose_mark_is_not_closed_is_empty(text: str):
+    assert marked_answer(text) == ""
+
+
+# ---- the program -----------------------------------------------------------------
+
+SOLUTION = "def f(x):\n    return x + 1"
+
+
+def block(code: str, language: str = "python", indent: str = "") -> str:
+    lines = [f"```{language}", *code.split("\n"), "```"]
+    return "".join(f"{indent}{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "program"),
+    [
+        (block("a = 1") + "better:\n" + block("b = 1"), "", "b = 1"),
+        (block("a = 1") + "which prints\n" + block("3", ""), "", "a = 1"),
+        (block("a\nb", ""), "", "a\nb"),
+        (block("a", "py"), "", "a"),
+        ("no fence", "", None),
+        ("```python\nnever closed", "", None),
+        (block("a = 1") + "```python\nnever closed", "", "a = 1"),
+        (block(SOLUTION) + "For example:\n" + block("print(f(1))"), "f", SOLUTION),
+        (block(SOLUTION) + "For example:\n" + block("print(f(1))"), "", SOLUTION),
+        (block(SOLUTION) + block(">>> f(1)\n2"), "", SOLUTION),
+        (block(SOLUTION) + block("# 1 gives 2"), "", SOLUTION),
+        (block(SOLUTION) + block("from solution import f\nprint(f(1))"), "f", SOLUTION),
+        (block(SOLUTION, "") + block("print(f(1))"), "f", SOLUTION),
+        (block("def f(x): pass") + block(SOLUTION) + block("def g(x): pass"), "f", SOLUTION),
+        (
+            block("class Solution:\n    def f(self, x): return x") + block("Solution().f(1)"),
+            "f",
+            "class Solution:\n    def f(self, x): return x",
+        ),
+        ("1. Do:\n" + block(SOLUTION, indent="   "), "f", SOLUTION),
+        ("1. " + block(SOLUTION, indent="   ").lstrip(), "f", SOLUTION),
+        ("   ```python\n   x = 1\ny = 2\n   ```", "", "x = 1\ny = 2"),
+        ("```python\n    x = 1\n    y = 2\n```", "", "x = 1\ny = 2"),
+        ("<answer>```python\na\n```</answer>", "", "a"),
+        ("Here:```python\na```\nand", "", "a"),
+        ("~~~python\na\n~~~", "", "a"),
+        ('````python\ns = """\n```\n"""\n````', "", 's = """\n```\n"""'),
+        ('```python\ns = "```"\n```', "", 's = "```"'),
+        ("```python\r\na = 1\r\n```\r\n", "", "a = 1"),
+    ],
+)
+def test_the_program_is_the_block_that_the_tests_need(text: str, wanted: str, program: str | None):
+    assert find_program(text, {wanted} - {""}) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\n" * 20_000,
+        "~~~a\n```b\n" * 20_000,
+        "```" * 100_000,
+        "\n".join("`" * n for n in range(3, 500)),
+        "```" + " " * 100_000,
+        "```" + " " * 100_000 + "`",
+        " " * 100_000 + "x```y z",
+        "```" + "a" * 100_000 + "`",
+        block("(" * 50_000) + block("-" * 50_000 + "1"),
+        block("x = '\0'") + block("x"),
+    ],
+)
+def test_hostile_fences_are_soon_read(text: str):
+    find_program(text, {"f"})
+
+
+# ---- a row without a truth -------------------------------------------------------
+
+COMPARING = ("exact_match", "numeric", "math_answer", "code")
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_row_without_a_truth_gets_no_reward(name: str):
+    function = f"slipstream.broker.rewards.{name}:score"
+    for response in ("", "7", "```python\nprint(7)\n```"):
+        found = outcome(function, transcript(response, None))
+        assert found.unavailable == "the row has no ground_truth (data.ground_truth_column)"
+    reader = load_reader(function, {})
+    assert reader is not None
+    with pytest.raises(Unavailable, match="the row has no ground_truth"):
+        reader(Prompt(prompt=""))
+
+
+def test_sums_and_judges_read_rows_as_their_parts_and_templates_do():
+    judge: dict[str, Json] = {"url": "http://judge/v1"}
+    for name, options, readable in [
+        (WEIGHTED, {"parts": {"right": RIGHT, "long": LONG}}, False),
+        (WEIGHTED, {"parts": {"long": LONG}}, True),
+        (JUDGE, judge, False),
+        (JUDGE, judge | {"template": "Good? {answer}"}, True),
+    ]:
+        reader = load_reader(name, options)
+        assert reader is not None
+        with contextlib.nullcontext() if readable else pytest.raises(Unavailable):
+            reader(Prompt(prompt="", ground_truth=None))
+        reader(Prompt(prompt="", ground_truth="7"))
+    assert load_reader("slipstream.broker.rewards.lengths:linear", {}) is None
+    assert (
+        "the row has no ground_truth" in outcome(JUDGE, transcript("7", None), **judge).unavailable
+    )
+
+
+def test_a_row_that_is_not_of_reasoning_gym_cannot_be_read():
+    reader = load_reader("slipstream.broker.rewards.reasoning_gym:score", {})
+    assert reader is not None
+    with pytest.raises(ValueError, match="extra_info holds no reasoning_gym and entry"):
+        reader(Prompt(prompt="", ground_truth="7"))
 
 
 # ---- numeric -------------------------------------------------------------------
@@ -77,6 +223,7 @@ def test_a_number_is_right_however_it_is_written():
         ("#### 72", "She sold 48 + 24.\n#### 72"),
         (r"\boxed{3} and then 99", 3),
         ("3 <think>7</think> 4", 4),
+        (r"\boxed{3}" + " and we check it again" * 1_000, 3),
         ("maybe 3/4", 0.75),
         (r"$\dfrac{3}{4}$", "3/4"),
         (r"-\frac{1}{4}", -0.25),
@@ -100,6 +247,9 @@ def test_another_number_and_no_number_are_wrong():
         ("9" * 10_000, 9, 0.0),
         ("50%", 500, 1.0),
         ("nan inf", 0, 0.0),
+        (r"\boxed{12} is wrong, it is \boxed{1", 12, 0.0),
+        ("<answer>12", 12, 0.0),
+        ("<think>12", 12, 0.0),
     ]:
         assert numeric.score(transcript(answer, truth)) == {"score": 0.0, "parsed": parsed}
 
@@ -162,8 +312,59 @@ def test_mathematics_is_compared_by_value():
         (r"\boxed{2 ** 3}", 8, 1.0),
         (r"Far less than $10^{100000}$: \boxed{3}", 3, 1.0),
         ("Far less than $10^{100000}$, hence\n#### 3", 3, 1.0),
+        ("<think>a</think>\n<answer>72</answer>", 72, 1.0),
+        ("<answer> 72 </answer>", 72, 1.0),
+        ("<answer>72.</answer>", 72, 1.0),
+        ("<answer>72 dollars</answer>", 72, 1.0),
+        ("<answer>The answer is $72$.</answer>", 72, 1.0),
+        (r"<answer>2\sqrt{3}</answer>", r"\sqrt{12}", 1.0),
+        (r"<answer>2\sqrt{3}</answer>", 2, 0.0),
+        ("<answer>(1, 2)</answer>", "(1,2)", 1.0),
+        ("<think>a</think>\n<answer>71</answer> but 72", 72, 0.0),
+        ("#### 71\nand not 72", 72, 0.0),
+        ("#### 72 clips", 72, 1.0),
+        (r"\boxed{7} is wrong, it is \boxed{8}", 8, 1.0),
+        (r"\boxed{7} is wrong, it is \boxed{8}", 7, 0.0),
+        (r"\boxed{7} is wrong, it is \boxed{8", 7, 0.0),
+        (r"<think>\boxed{7}", 7, 0.0),
+        (r"\boxed{9}" + "\nWe check it again." * 500, 9, 1.0),
+        (r"\boxed{" + "9 + " * 1_000 + "0}", 9_000, 0.0),
+        (r"\boxed{\varnothing}", r"\emptyset", 1.0),
     ]:
         assert math_answer.score(transcript(answer, truth), limit_s=HANG_S)["score"] == score
+
+
+def test_truths_are_read_as_math_verify_reads_them():
+    for truth, answer in [
+        (r"\$32", "32"),
+        (r"\$18.90", r"\$18.90"),
+        (r"\$32,\!348", "32348"),
+        (r"\$1{,}234", r"\$1,234"),
+        (r"5\$", "5"),
+        ("$18", "18"),
+        (r"$\$32$", r"\$32"),
+        (r"\$\frac{1}{2}", "0.5"),
+        (r"10\text{ cm}", "10"),
+        (r"90^\circ", "90"),
+        (r"50\%", "50%"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\text{Monday}", r"\text{Monday}"),
+        ("[1,2)", "[1,2)"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("72.", "72"),
+        ("16 - 3 - 4 = 9 eggs, 9 * 2 = $18.\n#### 18", "18"),
+        (r"So it is $x = 5$, that is \boxed{5}.", "5"),
+    ]:
+        right = transcript(f"\\boxed{{{answer}}}", truth)
+        assert math_answer.score(right, limit_s=HANG_S)["score"] == 1.0, truth
+        wrong = transcript(r"\boxed{31}", truth)
+        assert math_answer.score(wrong, limit_s=HANG_S)["score"] == 0.0, truth
+
+
+@pytest.mark.parametrize("truth", ["", "\\text{}", r"9^{9^{9}}", [], ["7", ""]])
+def test_a_row_without_mathematics_gets_no_reward(truth: Json):
+    with pytest.raises(ValueError, match="ground_truth holds no mathematics"):
+        math_answer.score(transcript("7", truth))
 
 
 # The alarm may ring in a callback of the garbage collector, which swallows it; it rings again.
@@ -313,14 +514,6 @@ def test_a_linear_penalty_starts_late_and_ends(tokens: int, penalty: float):
 
 
 # ---- the weighted sum ----------------------------------------------------------
-
-WEIGHTED = "slipstream.broker.rewards.weighted:Weighted"
-RIGHT = {"function": "slipstream.broker.rewards.numeric:score"}
-LONG = {
-    "function": "slipstream.broker.rewards.lengths:overlong",
-    "weight": 0.5,
-    "options": {"max_tokens": 10, "cache_tokens": 10},
-}
 
 
 def test_a_sum_shows_its_parts_and_what_it_is_without_penalties():

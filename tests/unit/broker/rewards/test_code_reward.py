@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.broker.rewards import code, code_tester
-from slipstream.broker.rewards.code import (
-    Budget,
-    find_program,
-    graded,
-    parse_tests,
-    same_lines,
-    same_value,
-    score,
-)
+from slipstream.broker.rewards.code import Budget, graded, parse_tests, same_text, same_value, score
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
@@ -66,20 +58,22 @@ def transcript(answer: str, truth: Json) -> Transcript:
 # ---- reading answers and test cases --------------------------------------------
 
 
-def test_the_last_program_is_taken():
-    for answer, expected in [
-        ("```python\na\n```\nbetter:\n```python\nb\n```", "b"),
-        ("```python\na\n```\nwhich prints\n```\n3\n```", "a"),
-        ("```\na\nb\n```", "a\nb"),
-        ("```py\na\n```", "a"),
-        ("no fence", None),
-        ("```python\nnever closed", None),
-    ]:
-        assert find_program(answer, require_fence=True) == expected
+def test_test_cases_of_one_object_each_are_read_as_those_of_one_object():
+    asked = [{"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"}]
+    padded = [{**pair, "type": "stdin_stdout", "fn_name": None} for pair in asked]
+    for truth in (asked, padded, json.dumps(padded), {"test_cases": asked, "language": "python"}):
+        assert parse_tests(truth) == parse_tests(SUMS)
+    lines = [{"input": "1\n2", "output": "3"}, {"input": "3\n4", "output": "7"}]
+    for name in ({"fn_name": "add"}, {"metadata": {"func_name": "add"}, "testtype": "functional"}):
+        assert parse_tests([pair | name for pair in lines]) == parse_tests(CALLS)
 
 
-def test_without_fences_all_of_the_answer_is_the_program():
-    assert find_program("print(1)", require_fence=False) == "print(1)"
+def test_keys_without_a_value_are_absent():
+    padding: Json = dict.fromkeys(("inputs", "outputs", "fn_name", "asserts"))
+    for truth in (SUMS, CALLS, ASSERTS, {**ASSERTS, "fn_name": "add"}):
+        assert parse_tests(padding | truth) == parse_tests(truth)
+        assert parse_tests(dict.fromkeys(padding, "") | truth) == parse_tests(truth)
+        assert parse_tests(json.dumps(padding | truth)) == parse_tests(truth)
 
 
 def test_test_cases_are_read_in_all_their_shapes():
@@ -106,26 +100,88 @@ def test_what_is_no_test_case_is_refused():
         {"inputs": [], "outputs": []},
         {"inputs": ["1"], "outputs": []},
         {"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]},
+        {"fn_name": None, "asserts": None},
+        [{"input": "1", "output": None}],
+        [{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}],
     ]:
         with pytest.raises(ValueError, match="ground_truth"):
             parse_tests(truth)
 
 
-def test_lines_are_compared_without_white_space_at_their_ends():
+def test_lines_are_compared_without_white_space_at_their_ends_where_that_is_asked():
     for printed, expected, same in [
         ("3\n", "3", True),
         (" 3 \r\n4\n\n", "3\n4", True),
         ("3\n\n4", "3\n4", False),
         ("3 4", "3\n4", False),
+        ("2.50", "2.5", False),
     ]:
-        assert same_lines(printed, expected) is same
+        assert same_text(printed, expected, exact=True) is same
+
+
+BIG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1  2\t3\r\n", "1 2 3", True),
+        ("1\n2\n\n3", "1 2 3", True),
+        ("1 2", "1 2 3", False),
+        ("", "", True),
+        ("0.333333", "0.333333333333", True),
+        ("0.33333", "0.333333333333", False),
+        ("2.50", "2.5", True),
+        ("2", "2.0", True),
+        ("2.0000001", "2", True),
+        ("1e3", "1000.0", True),
+        ("123456789.3", "123456789.25", True),
+        ("123456790", "123456789", False),  # whole numbers are counted
+        ("123456789.25", "123456789", False),
+        ("007", "7", True),
+        (BIG, BIG, True),
+        (BIG, BIG[:-1] + "8", False),
+        (f"{BIG}.0", BIG, False),  # beyond what a float holds
+        ("1e999", "2e999", False),
+        ("inf", "inf", True),
+        ("nan", "1.5", False),
+        ("Yes", "YES", False),
+        ("1_0", "10", False),
+        ("0.1 a", "0.1000000001 a", True),
+    ],
+)
+def test_what_a_program_prints_is_compared_as_judges_do(printed: str, expected: str, same: bool):
+    assert same_text(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "same"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        ([1.0, [0.1 + 0.2, "a"]], [1, [0.3, "a"]], True),
+        ({"x": [2.0000001]}, {"x": [2]}, True),
+        ({"x": 1.0}, {"y": 1.0}, False),
+        ([0.1, 0.2], [0.1], False),
+        (123456790, 123456789, False),
+        (123456789.25, 123456789, False),
+        (123456789.3, 123456789.25, True),
+        (10**400, 1.5, False),
+        (float("nan"), 1.0, False),
+        ("0.30", "0.3", False),
+        (0.1 + 0.2, [0.3], True),
+    ],
+)
+def test_results_are_compared_as_judges_do_however_deep(result: Json, expected: Json, same: bool):
+    assert same_value(result, expected) is same
+    assert same_value(result, expected, exact=True) is False
 
 
 def test_a_wrapped_expected_value_is_unwrapped():
-    assert same_value(3, 3)
-    assert same_value(3, [3])
-    assert same_value([3], [3])
-    assert not same_value([3], 3)
+    for exact in (False, True):
+        assert same_value(3, 3, exact=exact)
+        assert same_value(3, [3], exact=exact)
+        assert same_value([3], [3], exact=exact)
+        assert not same_value([3], 3, exact=exact)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +234,52 @@ def test_a_right_program_passes_and_a_half_right_one_gets_half():
     assert scored("print(sum(map(int, input().split())))", SUMS)["score"] == 1.0
     assert scored("print(3)", SUMS)["score"] == 0.5
     assert scored("print(3)", SUMS, all_or_nothing=True)["score"] == 0.0
+
+
+@in_the_sandbox
+def test_numbers_are_near_unless_they_must_be_exact():
+    thirds = {"inputs": ["1", "2"], "outputs": ["0.333333333333", "0.666666666667"]}
+    program = "print('%.6f' % (int(input()) / 3))"
+    assert scored(program, thirds)["score"] == 1.0
+    assert scored(program, thirds, exact=True)["score"] == 0.0
+    tenth = {"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [[[0.3], 1]]}
+    program = "def add(a, b): return (a + b,), 1"
+    assert scored(program, tenth)["score"] == 1.0
+    assert scored(program, tenth, exact=True)["score"] == 0.0
+
+
+@in_the_sandbox
+def test_integers_may_have_any_number_of_digits():
+    digits = {"inputs": ["5000"], "outputs": ["1" + "0" * 5000]}
+    assert scored("print(10 ** int(input()))", digits)["score"] == 1.0
+    assert scored("print(10 ** int(input()) + 1)", digits)["score"] == 0.0
+    called = '{"fn_name": "f", "inputs": [[5000]], "outputs": [1' + "0" * 5000 + "]}"
+    assert scored("def f(n): return 10 ** n", called)["score"] == 1.0
+    assert scored("def f(n): return 10 ** n + 1", called)["score"] == 0.0
+
+
+@in_the_sandbox
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("<think>```python\n{}\n```</think>\nI cannot.", CALLS, 0.0),
+        ("<think>```python\nx\n```</think><answer>```\n{}\n```</answer>", CALLS, 1.0),
+        ("```python\n{}\n```\nSo:\n```python\nprint(add(1, 2))\n```", CALLS, 1.0),
+        ("```python\n{}\n```\nSo:\n```python\nassert add(1, 2) == 3\n```", ASSERTS, 1.0),
+    ],
+)
+def test_the_program_of_the_answer_is_run(answer: str, truth: Json, right: float):
+    given = transcript(answer.format(RIGHT), truth)
+    assert score(given, test_s=HANG_S, total_s=HANG_S)["score"] == right
+
+
+@in_the_sandbox
+def test_without_fences_all_of_the_answer_is_the_program():
+    for answer in ("print(3)", "<think>3</think><answer>print(3)</answer>"):
+        given = transcript(answer, {"inputs": [""], "outputs": ["3"]})
+        assert score(given)["score"] == 0.0
+        found = score(given, require_fence=False, test_s=HANG_S, total_s=HANG_S)
+        assert (found["score"], found["formatted"]) == (1.0, 0)
 
 
 @in_the_sandbox

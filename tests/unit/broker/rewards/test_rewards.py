@@ -35,6 +35,7 @@ from slipstream.wire.messages.trajectory import (
     MAX_PART_NAME,
     MAX_PARTS,
     MAX_REASON,
+    Json,
     Prompt,
     Score,
     Transcript,
@@ -45,9 +46,9 @@ ITEM = ScoringItem(group_id=3, sibling=1, lease_id=9)
 FUNCTION = FunctionInfo(name="test:function", version="7")
 
 
-def transcript(response: str) -> Transcript:
+def transcript(response: str, truth: Json = "122") -> Transcript:
     return Transcript(
-        prompt=Prompt(prompt="61+61=", ground_truth="122", data_source="add"),
+        prompt=Prompt(prompt="61+61=", ground_truth=truth, data_source="add"),
         response=response,
         num_response_tokens=3,
         finish_reason="stop",
@@ -73,13 +74,13 @@ def test_exact_match_compares_with_any_json_truth():
         (["122"], '["122"]', 0.0),
         ({"a": [1]}, '{"a": [1]}', 1.0),
     ]:
-        assert exact_match.score("s", response, truth, {}) == value
+        assert exact_match.score(transcript(response, truth)) == value
 
 
-@pytest.mark.parametrize("truth", [None, [], ["122", None]])
+@pytest.mark.parametrize("truth", ["", [], ["122", None], ["122", ""]])
 def test_exact_match_has_no_score_for_a_row_without_a_truth(truth: object):
     with pytest.raises(ValueError, match="ground_truth holds no text to compare with"):
-        exact_match.score("s", "122", truth, {})
+        exact_match.score(transcript("", truth))
 
 
 # ---- results -------------------------------------------------------------------
