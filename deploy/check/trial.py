@@ -1,22 +1,85 @@
-"""All prompts, one of them through the chat template, one answer through the reward function."""
+"""All prompts, through the readers of their rewards, and one of them through the chat template.
+
+And one answer through the reward function.
+"""
 
 import asyncio
 import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from slipstream.broker.config import private_paths
+from slipstream.broker.config import RewardSection, private_paths
 from slipstream.broker.data.prompts import load_prompts
+from slipstream.broker.data.rows import odd_shape
 from slipstream.broker.data.sources import load_source, local_data, training_sources
+from slipstream.broker.reward_worker.choice import RewardChoice
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.rewards.loading import load_reader
+from slipstream.broker.rewards.outcomes import failure
+from slipstream.broker.rewards.sdk import Reader
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.config import RunConfig
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
-from slipstream.wire.settings.sections import SamplingSection, model_folder
+from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection, model_folder
 
 _ROWS = 64  # in which a prompt is looked for, where bad rows are skipped
+
+
+@dataclasses.dataclass(slots=True)
+class Reading:
+    """What the reader of one reward found in the rows that the reward scores."""
+
+    function: str
+    num_rows: int = 0
+    unread: list[tuple[Prompt, str]] = dataclasses.field(default_factory=list)  # and why
+
+    @property
+    def found(self) -> str:
+        """The rows that no answer can be scored to, and why not to the first."""
+        prompt, why = self.unread[0]
+        return (
+            f"{len(self.unread):,} of {self.num_rows:,} rows: no ground truth that "
+            f"{self.function.rpartition('.')[2]} reads, row {prompt.row}: {why}"
+        )
+
+
+def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]:
+    """Have the reward of each row read it, where it declares how; return what was unreadable.
+
+    Raises:
+        ConfigError: a reward cannot be loaded here.
+    """
+    choice = RewardChoice(reward)
+    readers: dict[int, Reader | None] = {}
+    readings = [Reading(named.function) for named in choice.rewards]
+    for prompt in prompts:
+        place = choice.index_of(prompt.data_source)
+        if place not in readers:
+            named = choice.rewards[place]
+            readers[place] = load_reader(named.function, named.options, setting=named.setting)
+        if (read := readers[place]) is None:
+            continue
+        readings[place].num_rows += 1
+        try:
+            read(prompt)
+        except Exception as error:  # noqa: BLE001 a reader may be anyone's
+            readings[place].unread.append((prompt, failure(error).unavailable))
+    return [reading for reading in readings if reading.unread]
+
+
+def gives_all_rewards(environment: EnvironmentSection, reward: RewardSection) -> bool:
+    """Return whether no reward function is called in a run."""
+    return environment.is_named and not reward.workers and not reward.inline
+
+
+def odd_shapes(prompts: Collection[Prompt]) -> list[str]:
+    """Return what is odd about prompts that can be asked, with their number."""
+    counts = Counter(map(odd_shape, prompts))
+    return [f"{n:,} of {len(prompts):,} prompts {what}" for what, n in counts.items() if what]
 
 
 def first_prompt(config: RunConfig) -> Prompt:
@@ -41,17 +104,38 @@ def judge_prompt(num_tokens: int, sampling: SamplingSection) -> Fact:
     return (fail if refused else ok)("prompt", found, "sampling.max_prompt_tokens")
 
 
+def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
+    """Return whether the rewards of a run can read its rows; environments may give them instead."""
+    reward, environment = config.broker.reward, config.generators.environment
+    if gives_all_rewards(environment, reward):
+        return []
+    try:
+        readings = read_rows(reward, prompts)
+    except ConfigError as error:  # a worker elsewhere may have what is missing here
+        return [warn("data", f"no reward has read its rows here: {error}", "reward.function")]
+    return [
+        (fail if len(one.unread) == one.num_rows and not environment.is_named else warn)(
+            "data", one.found, "reward.function, data.ground_truth_column"
+        )
+        for one in readings
+    ]
+
+
 def observe_data(config: RunConfig) -> list[Fact]:
     """Read all prompts and held-out problems of a run, as its broker does at the start."""
     setting = "data.file, data.sources, eval.file, eval.sets"
     try:
-        counts = load_prompts(config.broker).counts()
+        loaded = load_prompts(config.broker)
     except ConfigError as error:
         return [fail("data", str(error))]
+    counts, prompts = loaded.counts(), [*loaded.training.rows(), *loaded.held_out]
+    trouble = [warn("data", found) for found in odd_shapes(prompts)]
+    trouble += judge_readings(config, prompts)
     found = f"{counts['rows']:,} prompts, {counts['eval_problems']:,} held-out problems"
     if skipped := counts["rows_skipped"]:
-        return [warn("data", f"{found}; {skipped:,} rows are left out", "data.on_bad_row")]
-    return [ok("data", found, setting)]
+        fact = warn("data", f"{found}; {skipped:,} rows are left out", "data.on_bad_row")
+        return [fact, *trouble]
+    return [ok("data", found, setting), *trouble]
 
 
 def observe_prompt(config: RunConfig) -> list[Fact]:

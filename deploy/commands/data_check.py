@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress import track
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from slipstream.broker.config import DataSection
+from slipstream.broker.config import DataSection, RewardSection
 from slipstream.broker.data.files import row_name
 from slipstream.broker.data.sources import (
     Source,
@@ -25,12 +26,19 @@ from slipstream.broker.data.sources import (
     local_eval,
     training_sources,
 )
+from slipstream.deploy.check.trial import Reading, gives_all_rewards, odd_shapes, read_rows
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.load import load_table, section
-from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection, model_folder
+from slipstream.wire.settings.sections import (
+    EnvironmentSection,
+    EvalSection,
+    RunSection,
+    SamplingSection,
+    model_folder,
+)
 
 if TYPE_CHECKING:
     from slipstream.generators.text.codec import TextCodec
@@ -73,12 +81,19 @@ class SourceReport:
     bad: list[tuple[str, str]]  # (row, why): ends a run, or is skipped by data.on_bad_row
     overlong: list[tuple[str, str]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # ascending
+    remarks: list[str] = field(default_factory=list)  # that end no run
+    unread: list[Reading] = field(default_factory=list)  # by rewards
     example: str = ""
 
     @property
     def data_sources(self) -> Counter[str]:
         """Number of prompts of each data source."""
         return Counter(prompt.data_source for prompt in self.prompts)
+
+    @property
+    def num_truths(self) -> int:
+        """Number of prompts with a ground truth."""
+        return sum(prompt.ground_truth is not None for prompt in self.prompts)
 
 
 def data_check(words: Sequence[str], config: Path | None, model: Path | None) -> int:
@@ -104,9 +119,13 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
         sources = [*training_sources(local_data(data, run)), *eval_sources(evaluation)]
     folder = model_folder(run) if model is None and run.model else model
     codec = _codec(folder, sampling) if folder is not None else None
+    reward = section(table, "reward", RewardSection)
+    environment = section(table, "environment", EnvironmentSection)
     reports = [_inspect(source, data, codec, sampling) for source in sources]
     console = make_console()
     for report in reports:
+        if not gives_all_rewards(environment, reward):
+            _read(report, reward)
         _show(report, sampling, console, in_tokens=codec is not None)
     bad = sum(len(report.bad) for report in reports)
     if sampling.overlong_prompts == "error":
@@ -114,7 +133,13 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     fate = "are skipped" if data.on_bad_row == "skip" else "would end a run"
     verdict = f"{bad:,} bad rows {fate}" if bad else "no bad rows"
     console.print(Text(verdict, style="red" if bad else "green"))
-    return EXIT_BAD_ROWS if bad else 0
+    unread = sum(len(one.unread) for report in reports for one in report.unread)
+    if unread:
+        fate = "would be tried broker.max_attempts times and dropped"
+        if environment.is_named:
+            fate += ", unless the environment gives the reward"
+        console.print(Text(f"{unread:,} rows that no reward reads {fate}", style="red"))
+    return EXIT_BAD_ROWS if bad or (unread and not environment.is_named) else 0
 
 
 def _codec(folder: Path, sampling: SamplingSection) -> "TextCodec":
@@ -129,6 +154,12 @@ def _inspect(
     loaded = load_source(source, data, keep_going=True)
     bad = list(loaded.bad_rows)
     report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
+    report.remarks = odd_shapes(loaded.prompts)
+    if not report.num_truths:
+        report.remarks.append(
+            f"no row has a ground truth; the columns are {', '.join(loaded.columns)}: "
+            "data.ground_truth_column names the one that holds it"
+        )
     report.example = loaded.prompts[0].text
     if codec is None:
         report.lengths = sorted(len(prompt.text) for prompt in loaded.prompts)
@@ -153,6 +184,19 @@ def _inspect(
     return report
 
 
+def _read(report: SourceReport, reward: RewardSection) -> None:
+    """Have the rewards read their rows."""
+    console = make_console(stderr=True)
+    title = f"reading the rows of {report.source.setting}"
+    rows = track(
+        report.prompts, title, console=console, transient=True, disable=not console.is_terminal
+    )
+    try:
+        report.unread = read_rows(reward, rows)
+    except ConfigError as error:
+        report.remarks.append(f"no reward has read its rows: {error}")
+
+
 def _show(
     report: SourceReport, sampling: SamplingSection, console: Console, *, in_tokens: bool
 ) -> None:
@@ -172,6 +216,7 @@ def _show(
         "rows": f"{report.num_rows:,}",
         "bad": f"{len(report.bad):,}",
         f"prompt {unit}": quantiles,
+        "ground truths": f"{report.num_truths:,}",
         "data sources": ", ".join(f"{n} {c:,}" for n, c in report.data_sources.most_common(20)),
     }
     if in_tokens:
@@ -184,6 +229,10 @@ def _show(
     for name, value in rows.items():
         table.add_row(name, Text(value))
     console.print(table)
+    for remark in report.remarks:
+        console.print(Text(f"note: {remark}", style="yellow"), soft_wrap=True)
+    for reading in report.unread:
+        console.print(Text(reading.found, style="red"), soft_wrap=True)
     for title, problems in (("bad", report.bad), ("too long", report.overlong)):
         for row, why in problems[:_SHOWN_ROWS]:
             console.print(Text(f"{title}: {row}: {why}"))

@@ -7,6 +7,9 @@ from slipstream.deploy.commands.data_check import data_check
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
 
+TRUE = {"ground_truth": "2"}
+CODE = "reward.function=slipstream.broker.rewards.code:score"
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -29,7 +32,10 @@ def turn(text: str) -> list[dict[str, str]]:
 def test_lengths_sources_and_the_rendered_prompt_are_shown(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    rows = [{"prompt": turn("1" * n), "data_source": "b" if n > 2 else "a"} for n in range(1, 5)]
+    rows = [
+        {"prompt": turn("1" * n), "ground_truth": n, "data_source": "b" if n > 2 else "a"}
+        for n in range(1, 5)
+    ]
     file = write(tmp_path / "a.jsonl", *rows)
     assert data_check([file], None, model) == 0
     shown = capsys.readouterr().out
@@ -43,7 +49,7 @@ def test_lengths_sources_and_the_rendered_prompt_are_shown(
 def test_bad_and_overlong_rows_are_named_and_fail_the_check(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    rows = [{"prompt": "12"}, {"prompt": 3}, *[{"prompt": "1234"}] * 12]
+    rows = [{"prompt": "12", **TRUE}, {"prompt": 3}, *[{"prompt": "1234", **TRUE}] * 12]
     file = write(tmp_path / "a.jsonl", *rows)
     assert data_check([file, "sampling.max_prompt_tokens=3"], None, model) == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -62,7 +68,9 @@ def test_bad_and_overlong_rows_are_named_and_fail_the_check(
 def test_a_runs_settings_name_all_files(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    train, held_out = (write(tmp_path / name, {"prompt": "1"}) for name in ("a.jsonl", "b.jsonl"))
+    train, held_out = (
+        write(tmp_path / name, {"prompt": "1", **TRUE}) for name in ("a.jsonl", "b.jsonl")
+    )
     config = tmp_path / "run.toml"
     config.write_text(
         f'[run]\nmodel = "{model}"\n[data]\nfile = "{train}"\n[eval]\nfile = "{held_out}"\n'
@@ -82,8 +90,8 @@ def test_rows_that_the_template_refuses_are_named_as_those_that_cannot_be_read(
     (model / "chat_template.jinja").write_text(
         "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}1"
     )
-    refused = [{"role": "tool", "content": "3"}]
-    file = write(tmp_path / "a.jsonl", {"prompt": turn("1")}, {"prompt": 3}, {"prompt": refused})
+    refused = {"prompt": [{"role": "tool", "content": "3"}], **TRUE}
+    file = write(tmp_path / "a.jsonl", {"prompt": turn("1"), **TRUE}, {"prompt": 3}, refused)
     assert data_check([file, "data.on_bad_row=skip"], None, model) == 1
     shown = "".join(capsys.readouterr().out.split())
     for name in (
@@ -92,3 +100,56 @@ def test_rows_that_the_template_refuses_are_named_as_those_that_cannot_be_read(
         "2 bad rows are skipped",
     ):
         assert name.replace(" ", "") in shown
+
+
+def test_rows_without_a_truth_name_the_columns_and_fail_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write(tmp_path / "a.jsonl", *[{"prompt": f"{n}+1=", "answer": n + 1} for n in range(3)])
+    assert data_check([file], None, None) == 1
+    shown = capsys.readouterr().out
+    assert "note: no row has a ground truth; the columns are prompt, answer: " in shown
+    assert "3 of 3 rows: no ground truth that exact_match:score reads, row 0: the row has" in shown
+    assert "3 rows that no reward reads would be tried broker.max_attempts times" in shown
+    assert data_check([file, "data.ground_truth_column=answer"], None, None) == 0
+    assert "note" not in capsys.readouterr().out
+
+
+def test_every_row_is_read_by_the_reward_of_its_data_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    rows = [
+        {"prompt": "1", "ground_truth": tests},
+        {"prompt": "2", "ground_truth": {"inputs": ["1"]}},
+        {"prompt": "3", "ground_truth": "7", "data_source": "sums"},
+        {"prompt": "4", "ground_truth": "seven", "data_source": "sums"},
+    ]
+    file = write(tmp_path / "a.jsonl", *rows)
+    numeric = "reward.sources.sums.function=slipstream.broker.rewards.numeric:score"
+    assert data_check([file, CODE, numeric], None, None) == 1
+    shown = capsys.readouterr().out
+    assert "1 of 2 rows: no ground truth that code:score reads, row 1: raised ValueError" in shown
+    assert "1 of 2 rows: no ground truth that numeric:score reads, row 3: raised" in shown
+    assert data_check([file, "reward.function=nowhere:score"], None, None) == 0
+    assert "note: no reward has read its rows: cannot load" in capsys.readouterr().out
+
+
+def test_rows_that_environments_score_need_no_truth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write(tmp_path / "a.jsonl", {"prompt": "1"})
+    acts = "environment.function=mine:Environment"
+    assert data_check([file, acts, "reward.workers=0"], None, None) == 0
+    assert "no reward reads" not in capsys.readouterr().out
+    assert data_check([file, acts], None, None) == 0
+    assert "dropped, unless the environment gives the reward" in capsys.readouterr().out
+
+
+def test_prompts_of_an_odd_shape_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    answered = [*turn("2+2?"), {"role": "assistant", "content": "4"}]
+    rows = [{"prompt": prompt, **TRUE} for prompt in (answered, json.dumps(turn("1")), "1")]
+    assert data_check([write(tmp_path / "a.jsonl", *rows)], None, None) == 0
+    shown = capsys.readouterr().out
+    assert "note: 1 of 3 prompts end with a turn of the policy's own (assistant)" in shown
+    assert "note: 1 of 3 prompts are a conversation as text" in shown
