@@ -146,7 +146,7 @@ docs:  ## generate docs/settings.md, metrics.md, models.md, tables of coming_fro
 	$(PY) -m docs.generate.models > docs/models.md
 	$(PY) -m docs.generate.evidence --write
 	$(PY) -m docs.generate.verl --write
-	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
+	mkdir -p .cache && $(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 .PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null smollm2 format lint unit test-integration test \
 	test-loaded rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
 	policy docs setup-gpu locks sbom
