@@ -272,7 +272,7 @@ def graded(
     """Return what ``score`` does, within a budget that also says how a sandbox is started."""
     tests = read_tests(transcript.prompt)
     answer = after_thought(transcript.response)
-    fenced = find_program(answer, tests.names)
+    fenced = find_program(answer, tests.names, reads_input=any(map(bytes.strip, tests.inputs)))
     program = (marked_answer(answer, hashes=False) or answer) if fenced is None else fenced
     if not program or (fenced is None and require_fence):
         return {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}

@@ -26,6 +26,7 @@ _OPENING = re.compile(
 _PYTHON = ("python", "python3", "py")
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_READS_INPUT = frozenset({"input", "stdin", "open", "fileinput"})
 _BUILT_IN = frozenset(dir(builtins)) | {"__name__", "__file__"}
 
 
@@ -76,12 +77,20 @@ class _Block(NamedTuple):
     code: str
 
 
-def find_program(text: str, wanted: AbstractSet[str] = frozenset()) -> str | None:
+def find_program(
+    text: str, wanted: AbstractSet[str] = frozenset(), *, reads_input: bool = False
+) -> str | None:
     """Return the block of code that is the answer; None where there is none between fences.
 
-    It is the one that defines most of the names in ``wanted``, else one that is marked as Python,
-    else one that is whole: it can be read as Python and uses no name that it does not define. The
-    last one of several. Its indentation, as in a list of steps, is taken away.
+    It is the one that defines most of the names that tests take of it, or that reads its input,
+    else one that is marked as Python, else one that is whole: it can be read as Python and uses no
+    name that it does not define. The last one of several. Its indentation, as in a list of steps,
+    is taken away.
+
+    Args:
+        text: after the thought.
+        wanted: names that tests take of the answer.
+        reads_input: tests give it an input.
     """
     blocks = _blocks(text)
     if len(blocks) < 2:
@@ -91,7 +100,8 @@ def find_program(text: str, wanted: AbstractSet[str] = frozenset()) -> str | Non
         language, code = blocks[place]
         tree = _read(code)
         is_whole = bool(tree.body) and not free_names(tree)
-        return len(_defined(tree) & wanted), language in _PYTHON, is_whole, place
+        reads = reads_input and not _READS_INPUT.isdisjoint(_used(tree))
+        return len(_defined(tree) & wanted) + reads, language in _PYTHON, is_whole, place
 
     return blocks[max(range(len(blocks)), key=rank)].code
 
@@ -151,6 +161,12 @@ def _defined(tree: ast.Module) -> set[str]:
     return names | {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
+
+
+def _used(tree: ast.Module) -> set[str]:
+    """Return the names, attributes and imports that a program uses."""
+    fields = ("id", "attr", "name")
+    return {getattr(node, field, "") for node in ast.walk(tree) for field in fields}
 
 
 def free_names(tree: ast.Module) -> set[str]:

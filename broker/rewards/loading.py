@@ -19,6 +19,7 @@ from slipstream.wire.messages.trajectory import Json
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _VERSION_DIGITS = 12
+_SHIPPED = "slipstream.broker.rewards."
 Target = Callable[..., object]
 
 
@@ -74,11 +75,15 @@ def load_function(
 def load_reader(
     name: str, options: Mapping[str, Json], *, setting: str = "reward"
 ) -> Reader | None:
-    """Return what reads rows for a reward, which is not made for it; None where it declares none.
+    """Return what reads rows for a reward of ours, which is not made for it; None where none does.
+
+    Functions of others may do anything when they are imported: they run in children alone.
 
     Raises:
-        ConfigError: there is no such module, file or function.
+        ConfigError: there is no such module or function.
     """
+    if not name.startswith(_SHIPPED):
+        return None
     target, _ = _resolve(name, setting)
     declared: Callable[..., Any] | None = getattr(target, READER, None)
     if declared is None or not inspect.isclass(target):

@@ -8,9 +8,6 @@
 
 A reward is a function or a class, sync or async. Without the decorator a function has the
 signature of verl, ``(data_source, solution_str, ground_truth, extra_info, **options)``.
-
-What a reward reads of a row can be checked before a run: ``@reads(reader)`` over a function, or a
-class method ``reader(**options)`` that returns one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +15,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 
-__all__ = [
-    "Prompt",
-    "RewardResult",
-    "Takes",
-    "Transcript",
-    "Unavailable",
-    "reads",
-    "reward",
-    "truth_of",
-]
+__all__ = ["Prompt", "RewardResult", "Takes", "Transcript", "Unavailable", "reward"]
 
 Takes = Literal["answer", "batch", "group"]
 RewardResult: TypeAlias = float | int | bool | Mapping[str, float | Sequence[float]]
@@ -65,7 +53,9 @@ def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
 
 
 def reads(reader: Reader) -> Callable[[F], F]:
-    """Declare how a function reads a row, for checks before a run.
+    """Declare how a function that ships reads a row, for checks before a run.
+
+    A class that ships has a class method ``reader(**options)`` that returns what does.
 
     Args:
         reader: raises an exception, with the reason, for a row that no answer can be scored to.

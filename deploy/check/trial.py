@@ -115,7 +115,7 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
         return [warn("data", f"no reward has read its rows here: {error}", "reward.function")]
     return [
         (fail if len(one.unread) == one.num_rows and not environment.is_named else warn)(
-            "data", one.found, "reward.function, data.ground_truth_column"
+            "data", one.found, "reward.function"
         )
         for one in readings
     ]

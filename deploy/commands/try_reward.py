@@ -177,7 +177,11 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
             prompt = prompt_from_row(raw.values, rules, number=raw.number)
         except BadRowError as error:
             raise ConfigError(f"--data {where}: row {raw.number}: {error}") from error
-        own = [raw.values[column] for column in _ANSWER_COLUMNS if column in raw.values]
+        own = [
+            raw.values[column]
+            for column in _ANSWER_COLUMNS
+            if column in raw.values and column != rules.ground_truth_column
+        ]
         texts = [answer for answer in own if isinstance(answer, str)][:1]
         truth = prompt.ground_truth
         if given is not None:

@@ -195,6 +195,12 @@ def broken_row(folder: Path, _stack: ExitStack) -> dict[str, object]:
     return {}
 
 
+def row_without_truth(folder: Path, _stack: ExitStack) -> dict[str, object]:
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1=", "answer": "2"}\n')
+    return {"reward.function": "slipstream.broker.rewards.exact_match:score"}
+
+
 def raising_reward(folder: Path, _stack: ExitStack) -> dict[str, object]:
     text = "def score(*_, **__):\n    raise ValueError('no ground truth')\n"
     (folder / "reward.py").write_text(text)
@@ -267,6 +273,15 @@ FAULTS: dict[Plant, tuple[int, list[tuple[str, str]]]] = {
     wrong_column: (2, [("fail data: ", "data.prompt_column question train.jsonl")]),
     missing_held_out: (2, [("fail data: ", "eval.file none.jsonl")]),
     broken_row: (2, [("fail data: ", "data.file train.jsonl")]),
+    row_without_truth: (
+        1,
+        [
+            (
+                "warn data: 1 of 41 rows: no ground truth that exact_match:score reads, row 40: ",
+                "(data.ground_truth_column) (reward.function)",
+            )
+        ],
+    ),
     raising_reward: (2, [("fail reward: ", "no ground truth (reward.function)")]),
     too_little_memory: (2, [("fail memory: ", "caches generators.max_cached_tokens")]),
     too_little_disk: (2, [("fail disk space: ", "checkpoints checkpoint.keep_last)")]),
@@ -296,7 +311,8 @@ TOGETHER: list[tuple[Plant, ...]] = [
     (name_taken, port_taken, loose_key, no_redis, wrong_column, address_for_weights),
     (address_of_no_interface, evicting_redis, broken_row, too_little_disk),
     (revoked_key, forgetful_redis, missing_held_out, too_little_memory, missing_weights),
-    (missing_tokenizer, misspelled_role, key_of_wrong_role, another_output_layer),
+    (missing_tokenizer, misspelled_role, key_of_wrong_role),
+    (another_output_layer, row_without_truth),
     (weights_cut_off, broken_template, raising_reward),
     (unknown_to_libraries,),
     (misspelled_setting,),

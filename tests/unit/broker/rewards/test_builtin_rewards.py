@@ -149,6 +149,21 @@ def test_the_program_is_the_block_that_the_tests_need(text: str, wanted: str, pr
 
 
 @pytest.mark.parametrize(
+    "reads",
+    [
+        "print(int(input()) * 2)",
+        "import sys\nprint(int(sys.stdin.read()) * 2)",
+        "from sys import stdin\nfor line in stdin: print(int(line) * 2)",
+        "print(int(open(0).read()) * 2)",
+    ],
+)
+def test_the_program_is_the_block_that_reads_the_input(reads: str):
+    text = block(reads) + "For 3 it does:\n" + block("n = 3\nprint(n * 2)")
+    assert find_program(text, reads_input=True) == reads
+    assert find_program(text) == "n = 3\nprint(n * 2)"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "```python\n" * 20_000,

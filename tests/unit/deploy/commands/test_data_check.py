@@ -131,7 +131,7 @@ def test_every_row_is_read_by_the_reward_of_its_data_source(
     shown = capsys.readouterr().out
     assert "1 of 2 rows: no ground truth that code:score reads, row 1: raised ValueError" in shown
     assert "1 of 2 rows: no ground truth that numeric:score reads, row 3: raised" in shown
-    assert data_check([file, "reward.function=nowhere:score"], None, None) == 0
+    assert data_check([file, "reward.function=slipstream.broker.rewards.no:score"], None, None) == 0
     assert "note: no reward has read its rows: cannot load" in capsys.readouterr().out
 
 
