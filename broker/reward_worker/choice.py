@@ -1,8 +1,15 @@
-"""Pure: which of several reward functions scores an answer."""
+"""Pure: which of several reward functions scores an answer, and which rows it can read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.messages import NamedReward
+from slipstream.broker.rewards.loading import load_reader
+from slipstream.broker.rewards.outcomes import failure
+from slipstream.broker.rewards.sdk import Reader
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
 
 
 class RewardChoice:
@@ -31,3 +38,45 @@ class RewardChoice:
     def index_of(self, data_source: str) -> int:
         """Return the place in ``rewards`` of the function for a data source."""
         return self._by_source.get(data_source, 0)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the reader of one reward found in the rows that the reward scores."""
+
+    function: str
+    num_rows: int = 0
+    unread: list[tuple[Prompt, str]] = field(default_factory=list)  # and why
+
+    @property
+    def found(self) -> str:
+        """The rows that no answer can be scored to, and why not to the first."""
+        prompt, why = self.unread[0]
+        return (
+            f"{len(self.unread):,} of {self.num_rows:,} rows: no ground truth that "
+            f"{self.function.rpartition('.')[2]} reads, row {prompt.row}: {why}"
+        )
+
+
+def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]:
+    """Have the reward of each row read it, where it declares how; return what was unreadable.
+
+    Raises:
+        ConfigError: a reward cannot be loaded here.
+    """
+    choice = RewardChoice(reward)
+    readers: dict[int, Reader | None] = {}
+    readings = [Reading(named.function) for named in choice.rewards]
+    for prompt in prompts:
+        place = choice.index_of(prompt.data_source)
+        if place not in readers:
+            named = choice.rewards[place]
+            readers[place] = load_reader(named.function, named.options, setting=named.setting)
+        if (read := readers[place]) is None:
+            continue
+        readings[place].num_rows += 1
+        try:
+            read(prompt)
+        except Exception as error:  # noqa: BLE001 a reader may be anyone's
+            readings[place].unread.append((prompt, failure(error).unavailable))
+    return [reading for reading in readings if reading.unread]

@@ -6,7 +6,7 @@ And one answer through the reward function.
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -14,11 +14,8 @@ from slipstream.broker.config import RewardSection, private_paths
 from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.data.rows import odd_shape
 from slipstream.broker.data.sources import load_source, local_data, training_sources
-from slipstream.broker.reward_worker.choice import RewardChoice
+from slipstream.broker.reward_worker.choice import read_rows
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.broker.rewards.loading import load_reader
-from slipstream.broker.rewards.outcomes import failure
-from slipstream.broker.rewards.sdk import Reader
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.config import RunConfig
 from slipstream.wire.errors import ConfigError
@@ -27,48 +24,6 @@ from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection, model_folder
 
 _ROWS = 64  # in which a prompt is looked for, where bad rows are skipped
-
-
-@dataclasses.dataclass(slots=True)
-class Reading:
-    """What the reader of one reward found in the rows that the reward scores."""
-
-    function: str
-    num_rows: int = 0
-    unread: list[tuple[Prompt, str]] = dataclasses.field(default_factory=list)  # and why
-
-    @property
-    def found(self) -> str:
-        """The rows that no answer can be scored to, and why not to the first."""
-        prompt, why = self.unread[0]
-        return (
-            f"{len(self.unread):,} of {self.num_rows:,} rows: no ground truth that "
-            f"{self.function.rpartition('.')[2]} reads, row {prompt.row}: {why}"
-        )
-
-
-def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]:
-    """Have the reward of each row read it, where it declares how; return what was unreadable.
-
-    Raises:
-        ConfigError: a reward cannot be loaded here.
-    """
-    choice = RewardChoice(reward)
-    readers: dict[int, Reader | None] = {}
-    readings = [Reading(named.function) for named in choice.rewards]
-    for prompt in prompts:
-        place = choice.index_of(prompt.data_source)
-        if place not in readers:
-            named = choice.rewards[place]
-            readers[place] = load_reader(named.function, named.options, setting=named.setting)
-        if (read := readers[place]) is None:
-            continue
-        readings[place].num_rows += 1
-        try:
-            read(prompt)
-        except Exception as error:  # noqa: BLE001 a reader may be anyone's
-            readings[place].unread.append((prompt, failure(error).unavailable))
-    return [reading for reading in readings if reading.unread]
 
 
 def gives_all_rewards(environment: EnvironmentSection, reward: RewardSection) -> bool:

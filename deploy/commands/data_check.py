@@ -26,7 +26,8 @@ from slipstream.broker.data.sources import (
     local_eval,
     training_sources,
 )
-from slipstream.deploy.check.trial import Reading, gives_all_rewards, odd_shapes, read_rows
+from slipstream.broker.reward_worker.choice import Reading, read_rows
+from slipstream.deploy.check.trial import gives_all_rewards, odd_shapes
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
@@ -132,13 +133,13 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
         bad += sum(len(report.overlong) for report in reports)
     fate = "are skipped" if data.on_bad_row == "skip" else "would end a run"
     verdict = f"{bad:,} bad rows {fate}" if bad else "no bad rows"
-    console.print(Text(verdict, style="red" if bad else "green"))
     unread = sum(len(one.unread) for report in reports for one in report.unread)
     if unread:
         fate = "would be tried broker.max_attempts times and dropped"
         if environment.is_named:
             fate += ", unless the environment gives the reward"
-        console.print(Text(f"{unread:,} rows that no reward reads {fate}", style="red"))
+        verdict = f"{unread:,} rows that no reward reads {fate}" + f"; {verdict}" * bool(bad)
+    console.print(Text(verdict, style="red" if bad or unread else "green"))
     return EXIT_BAD_ROWS if bad or (unread and not environment.is_named) else 0
 
 
