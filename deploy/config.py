@@ -18,7 +18,7 @@ from slipstream.deploy.targets import (
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.fetched import content_hash, is_hub_name
+from slipstream.wire.files.fetched import content_hash, is_fetched
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.load import Section, Table, section, to_table
@@ -189,7 +189,7 @@ def with_contents(config: RunConfig) -> RunConfig:
     contents = dict(run.contents)
     for setting, url in {"run.model": run.model, **files}.items():
         is_model = setting == "run.model"
-        if (is_url(url) or (is_model and is_hub_name(url))) and url not in contents:
+        if (is_fetched(url) if is_model else is_url(url)) and url not in contents:
             contents[url] = content_hash(url, setting, is_model=is_model)
     return config.with_settings("run", contents=contents) if contents else config
 

@@ -12,8 +12,7 @@ import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
-from slipstream.wire.files.fetched import Fetch, default_cache, fetched_model, with_tokenizer
-from slipstream.wire.files.remote import is_url
+from slipstream.wire.files.fetched import Fetch, default_cache, found_model, with_tokenizer
 from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 
@@ -40,16 +39,14 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
     from slipstream.learner.model.topology import destroy_topology, init_topology
 
     info = read_checkpoint_info(checkpoint)
-    source = Path(info.model)
-    if is_url(info.model):
-        fetch = Fetch(info.model, f"the model of {checkpoint}", default_cache())
-        fetched = fetched_model(fetch, with_weights=info.adapters is not None)
-        source = with_tokenizer(fetched, fetch.cache, fetch.setting)
+    fetch = Fetch(info.model, f"the model of {checkpoint}", default_cache())
+    source = found_model(fetch, with_weights=info.adapters is not None)
     if not (source / "config.json").is_file():
         raise ConfigError(
             f"{checkpoint} was trained from {source}, which is gone: its config.json and "
             "tokenizer are needed"
         )
+    source = with_tokenizer(source, fetch.cache, fetch.setting)
     init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=300.0)
     try:
         model = build_model(load_hf_config(source), dtype=getattr(torch, info.dtype), extra={})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
+from pathlib import Path
 
 from slipstream.learner.checkpoints.files import Save, Stage, ignore, prepare_folder
 from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
@@ -34,7 +35,7 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
     readable_checkpoints,
 )
-from slipstream.wire.files.remote import is_url
+from slipstream.wire.files.fetched import is_fetched
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.status import EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
@@ -273,7 +274,7 @@ class Saver:
             run_id=self._run_id,
             version=version,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=run.model if is_url(run.model) else str(self._settings.model.resolve()),
+            model=run.model if is_fetched(run.model) else str(Path(run.model).resolve()),
             architecture=architecture_of(model.hf_config),
             parameters=parameters_hash(model),
             dtype=dtype_name(model),

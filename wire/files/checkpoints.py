@@ -37,7 +37,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""  # as in the run folder's identity.json; empty without a broker
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
-    model: str  # absolute path, or URL, of the Hugging Face folder with config and tokenizer
+    model: str  # absolute path, URL or hub's name of the folder with config and tokenizer
     architecture: dict[str, int | float | bool | str]  # that decides the shape of the model
     parameters: str  # hash of all names and whole shapes
     dtype: str  # of the parameters

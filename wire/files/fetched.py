@@ -50,6 +50,28 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
+def is_fetched(text: str) -> bool:
+    """True if a setting names a model by URL or on the hub, and not by a path."""
+    return is_url(text) or is_hub_name(text)
+
+
+def found_model(fetch: Fetch, *, with_weights: bool) -> Path:
+    """Return the folder of a model, as it is; that of a URL or of the hub is fetched.
+
+    Args:
+        fetch: a URL, a name on the hub, or a path.
+        with_weights: of what is fetched too, where config and tokenizer are all there is otherwise.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
+    if is_url(fetch.url):
+        return fetched_model(fetch, with_weights=with_weights)
+    if is_hub_name(fetch.url):
+        return hub_model(fetch, with_weights=with_weights)
+    return Path(fetch.url)
+
+
 def content_hash(url: str, setting: str, *, is_model: bool) -> str:
     """Return the hash of what the store lists; of a model of the hub, its commit.
 

@@ -29,8 +29,8 @@ def refuse_no_model(folder: Path, setting: str = "run.model") -> None:
     """
     if not (folder / "config.json").is_file():
         instead = _instead(folder) or (
-            "a model is a folder on this host (hf download NAME --local-dir DIR makes one), the "
-            "URL of one, or the name of one on the Hugging Face hub (ORGANIZATION/NAME)"
+            "a model is a folder on this host (hf download NAME --local-dir DIR makes one); "
+            "run.model may also be the URL of one, or a name of the Hugging Face hub"
         )
         raise ConfigError(f"no config.json in {folder}: {instead} ({setting})")
     for path in sorted(folder.iterdir()):

@@ -10,9 +10,7 @@ from slipstream.wire.files.fetched import (
     Fetch,
     default_cache,
     fetched_file,
-    fetched_model,
-    hub_model,
-    is_hub_name,
+    found_model,
     with_tokenizer,
 )
 from slipstream.wire.files.model_files import copied_files, refuse_no_model
@@ -465,12 +463,7 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
             have to refuse.
     """
     fetch = _fetch(run, required(run.model, "run.model"), "run.model")
-    if is_url(run.model):
-        folder = fetched_model(fetch, with_weights=with_weights)
-    elif is_hub_name(run.model):
-        folder = hub_model(fetch, with_weights=with_weights)
-    else:
-        folder = Path(run.model)
+    folder = found_model(fetch, with_weights=with_weights)
     refuse_no_model(folder)
     copied_files(folder)
     return with_tokenizer(folder, fetch.cache)
