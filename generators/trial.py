@@ -48,6 +48,7 @@ class TriedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     num_chosen: int = 0  # by the policy
     num_branches: int = 0
+    rewritten: str = ""  # first difference of a history that began a branch
     seconds: float = 0.0
 
 
@@ -126,6 +127,7 @@ async def _one(
     booking = Lanes(Range(lowest=1, highest=1, step=1)).book(1)
     await booking.enter()
     began_s = time.monotonic()
+    turn_sampler.rewritten = ""
     try:
         async with booking.by_call() as lanes:
             message, _ = await turn_sampler.run(work, 0, lanes, heard)
@@ -134,6 +136,7 @@ async def _one(
             row=prompt.row, said=tuple(said), failed=str(error), seconds=time.monotonic() - began_s
         )
     header, score = message.header, message.score
+    has_branches = len(header.branches) > 0
     return TriedTrajectory(
         row=prompt.row,
         said=tuple(said),
@@ -143,5 +146,6 @@ async def _one(
         num_tokens=header.num_tokens,
         num_chosen=header.num_response_tokens,
         num_branches=1 + len(header.branches),
+        rewritten=turn_sampler.rewritten,
         seconds=time.monotonic() - began_s,
     )

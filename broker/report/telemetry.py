@@ -114,6 +114,7 @@ class Telemetry:
                 counters=by_phase(report.counters),
                 adopted=report.adopted,
                 gauges=by_phase(report.gauges),
+                rewritten=report.rewritten,
             )
 
     def went_back(self, step: int) -> None:

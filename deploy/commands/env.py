@@ -142,6 +142,8 @@ class _Screen:
             "none, it is the reward function's" if tried.reward is None else f"{tried.reward:g}"
         )
         parts = "".join(f", {name} {value:g}" for name, value in tried.parts.items())
+        if tried.rewritten:
+            self._print(f"the first rewritten history: {tried.rewritten}", "red")
         branches = f", {tried.num_branches} branches" if tried.num_branches > 1 else ""
         cut = ", cut off at a limit" if tried.was_cut_off else ""
         self._print(

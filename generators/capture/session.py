@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -29,6 +29,8 @@ _BYTES_OF_A_CHARACTER = 12  # in JSON at most: two escapes
 _VALUES_OF_A_TOKEN = 8  # of JSON, commas and brackets of texts among them
 _LONG_KEY = 32  # characters; shorter ones count with their values
 _DIGEST_BYTES = 20
+_MOST_COMPARED = 8  # newest replies whose histories are rendered to compare
+_SHOWN = 60  # characters of a difference
 ParseTools = Callable[[str, Sequence[Json]], Awaitable[tuple[str, list[dict[str, Json]]]]]
 
 
@@ -42,12 +44,18 @@ class Reply:
     tool_calls: list[dict[str, Json]]
     history: bytes = b""  # digest of the messages that a request which continues it begins with
     asked: tuple[Mapping[str, Json], ...] = ()  # messages of the request
+    tools: tuple[Json, ...] = ()  # of the request, sorted
     text_until: str = ""  # of a text: prompt and reply
 
     @property
     def finish_reason(self) -> FinishReason:
         """As OpenAI names it."""
         return "tool_calls" if self.tool_calls else self.completion.finish_reason
+
+    @property
+    def said(self) -> list[Mapping[str, Json]]:
+        """The messages of its request, and its own."""
+        return [*self.asked, self.message]
 
     @property
     def message(self) -> dict[str, Json]:
@@ -104,12 +112,13 @@ class CaptureSession:
         self.num_abandoned = 0  # replies that no client got
         self.reached_limit = False  # a client was told so
         self.engine_error: EngineError | None = None  # the same
-        self._said: list[tuple[Completion, list[Mapping[str, Json]]]] = []  # of kept replies
+        self._kept: list[Reply] = []
+        self.first_difference = ""  # of a history that began a branch, from what was said before
 
     @property
     def newest_messages(self) -> list[Mapping[str, Json]]:
         """What was said up to the newest reply that a client got, that one included."""
-        return self._said[-1][1] if self._said else []
+        return self._kept[-1].said if self._kept else []
 
     async def chat(self, request: ChatRequest, size: int = LARGE_BYTES) -> Reply:
         """Have the policy reply to messages; ``keep`` makes it part of the trajectory.
@@ -121,15 +130,16 @@ class CaptureSession:
             TrajectoryLimitError: the trajectory may not go on.
             EngineError: the engine failed.
         """
-        tools, keys, prompt_ids = await off_loop(size, self._understood, request)
+        tools, key, prompt_ids = await off_loop(size, self._understood, request)
         calls: list[dict[str, Json]] = []
         with self._params_of(prompt_ids, request.limit, request.stops) as params:
             completion = await self._sample(prompt_ids, params)
             text = self._decode(completion.token_ids)
             if tools:
                 text, calls = await self._parse_tools(text, tools)
-        reply = Reply(prompt_ids, completion, text, calls, asked=tuple(request.messages))
-        return replace(reply, history=_link(keys[-1], normalized(reply.message)))
+        asked = tuple(request.messages)
+        reply = Reply(prompt_ids, completion, text, calls, asked=asked, tools=tools)
+        return replace(reply, history=_link(key, *numbered([normalized(reply.message)])))
 
     async def complete(self, request: TextRequest, size: int = LARGE_BYTES) -> Reply:
         """Have the policy go on with a text, or with tokens.
@@ -155,10 +165,10 @@ class CaptureSession:
         """Make a reply part of the trajectory."""
         self.conversation.add(reply.prompt_ids, reply.completion)
         if reply.history:
-            self._replies[reply.history] = replace(reply, asked=())
+            self._replies[reply.history] = reply
         if reply.text_until:
-            self._texts[reply.text_until] = replace(reply, asked=())
-        self._said.append((reply.completion, [*reply.asked, reply.message]))
+            self._texts[reply.text_until] = reply
+        self._kept.append(reply)
         self.engine_error = None  # it was tried again
         if self._on_reply is not None:
             self._on_reply(reply)
@@ -167,7 +177,7 @@ class CaptureSession:
         """Take back a reply that its client did not get."""
         if not self.conversation.withdraw(reply.completion):
             return  # the client went on from it
-        self._said = [one for one in self._said if one[0] is not reply.completion]
+        self._kept = [one for one in self._kept if one.completion is not reply.completion]
         _forget(self._replies, reply.history, reply)
         _forget(self._texts, reply.text_until, reply)
         self.num_abandoned += 1
@@ -208,10 +218,8 @@ class CaptureSession:
                 f"tokens at most, which are {most} (environment.max_tokens)"
             )
 
-    def _understood(
-        self, request: ChatRequest
-    ) -> tuple[Sequence[Json] | None, list[bytes], list[int]]:
-        """Return the tools of a request, the digests of its messages, and its prompt.
+    def _understood(self, request: ChatRequest) -> tuple[tuple[Json, ...], bytes, list[int]]:
+        """Return the tools of a request, sorted, the digest of its messages, and its prompt.
 
         A message is a token at least in what tells who speaks; texts of tools are counted past
         those that a template may leave out.
@@ -219,14 +227,20 @@ class CaptureSession:
         request.check()
         self._refuse(len(request.messages), self.conversation.max_tokens, "messages")
         messages = [normalized(one) for one in request.messages]
-        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        tools = request.tools if request.tools and request.tool_choice != "none" else []
         if self._longest_token:
             size = num_characters(messages)
             size += max(0, num_characters(tools) - _TOOL_CHARACTERS)
             self._refuse(size, self._most_characters, "characters")
-        keys = _chain([{"tools": tools}, *messages])
+        in_order = tuple(sorted(tools, key=_encoded))
+        alike = numbered(messages)
+        keys = _chain([{"tools": in_order}, *alike])
         try:
-            return tools, keys, self._prompt(keys, messages, tools)
+            found = self._continuing(keys, messages, alike, in_order)
+            if found is None:
+                self._compare(alike, in_order)
+                found = self._rendering.first(messages, tools)
+            return in_order, keys[-1], found
         except (BadRequestError, TrajectoryLimitError):
             raise
         except (ValueError, TypeError) as error:
@@ -245,25 +259,61 @@ class CaptureSession:
             raise BadRequestError(f"prompt: token ids are 0 to {self._vocab_size - 1}", "prompt")
         return list(prompt)
 
-    def _prompt(
+    def _continuing(
         self,
         keys: Sequence[bytes],
         messages: Sequence[Mapping[str, Json]],
-        tools: Sequence[Json] | None,
-    ) -> list[int]:
-        """Return the tokens that messages mean: of replies those that were sampled."""
+        alike: Sequence[Mapping[str, Json]],
+        tools: Sequence[Json],
+    ) -> list[int] | None:
+        """Return the tokens that messages mean: of replies those that were sampled.
+
+        None if they continue no reply. ``alike`` are the messages as they are compared, ``keys``
+        their digests.
+        """
+        by_length: dict[int, list[Reply]] = {}
+        for reply in [one for one in reversed(self._kept) if one.history][:_MOST_COMPARED]:
+            by_length.setdefault(len(reply.said), []).append(reply)
         for count in range(len(messages), 0, -1):
             reply = self._replies.get(keys[count])
+            if reply is None and count in by_length:
+                written = self._written(alike[:count], tools)
+                known = by_length[count]
+                reply = next((one for one in known if self._written_of(one) == written), None)
             if reply is None:
                 continue
             new = messages[count:]
             if not new:
                 raise BadRequestError("the last message is a reply of the policy", "messages")
             if any(message["role"] == "assistant" for message in new):
-                break  # a reply that the policy did not give
+                return None  # a reply that the policy did not give
             said = reply.completion.token_ids
             return [*reply.prompt_ids, *said, *self._rendering.following(said, new)]
-        return self._rendering.first(messages, tools)
+        return None
+
+    def _written(self, alike: Sequence[Mapping[str, Json]], tools: Sequence[Json]) -> str | None:
+        """Return what the template writes of messages; None if it refuses them."""
+        with suppress(ValueError, TypeError):
+            return self._rendering.text(alike, tools)
+        return None
+
+    def _written_of(self, reply: Reply) -> str:
+        said = numbered([normalized(one) for one in reply.said])
+        return self._written(said, reply.tools) or ""
+
+    def _compare(self, alike: Sequence[Mapping[str, Json]], tools: Sequence[Json]) -> None:
+        """Remember where the first history that begins a branch differs from the one before."""
+        known = next((one for one in reversed(self._kept) if one.history), None)
+        if known is None or self.first_difference:
+            return
+        before, now = self._written_of(known), self._written(alike, tools) or ""
+        pairs = enumerate(zip(before, now, strict=False))
+        at = next((place for place, (one, other) in pairs if one != other), None)
+        if at is not None:  # else it is asked again
+            self.first_difference = (
+                f"after {before[max(0, at - _SHOWN) : at]!r} came {before[at : at + _SHOWN]!r}, "
+                f"and now {now[at : at + _SHOWN]!r}"
+            )
 
     def _ids_of(self, prompt: str) -> list[int]:
         """Return the tokens of a text; of what was said in it before, those that were chosen."""
@@ -307,8 +357,35 @@ def _chain(messages: Sequence[Mapping[str, Json]]) -> list[bytes]:
 
 
 def _link(before: bytes, message: Mapping[str, Json]) -> bytes:
-    encoded = msgspec.json.encode(message, order="deterministic")
-    return hashlib.blake2b(before + encoded, digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(before + _encoded(message), digest_size=_DIGEST_BYTES).digest()
+
+
+def _encoded(value: Json) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def numbered(messages: Sequence[Mapping[str, Json]]) -> list[dict[str, Json]]:
+    """Return messages in a form that is the same whatever ids their calls have, to compare them.
+
+    Ids of calls are numbers of nine characters, which templates of Mistral ask for; a result has
+    that of its call, or of the call in its place. Objects have their keys in order.
+    """
+    found: list[dict[str, Json]] = []
+    numbers: dict[Json, int] = {}
+    num_results = 0
+    for message in messages:
+        one: dict[str, Json] = msgspec.json.decode(_encoded(message))
+        if "tool_calls" in one:
+            calls = one["tool_calls"]
+            numbers = {call["id"]: number for number, call in enumerate(calls) if call["id"]}
+            num_results = 0
+            for number, call in enumerate(calls):
+                call["id"] = f"{number:09d}"
+        elif one["role"] == "tool":
+            one["tool_call_id"] = f"{numbers.get(one.get('tool_call_id'), num_results):09d}"
+            num_results += 1
+        found.append(one)
+    return found
 
 
 T = TypeVar("T", str, bytes)

@@ -115,6 +115,9 @@ def _has_arguments(call: Json) -> bool:
 class TurnSampler:
     """Runs trajectories in an environment. Make one with ``running``."""
 
+    rewritten = ""
+    """First difference of the newest history that began a branch; empty if none did."""
+
     def __init__(
         self,
         settings: EnvironmentSection,
@@ -227,6 +230,7 @@ class TurnSampler:
             raise EnvironmentFailedError(why) from error
         finally:
             self._num_abandoned += session.num_abandoned
+            self.rewritten = session.first_difference or self.rewritten
 
     @property
     def counters(self) -> dict[str, float]:

@@ -114,7 +114,7 @@ class Rendering:
         if self._template is None:
             return "the model has no chat template"
         try:
-            told, untold = self._text([_USER], [_TOOL]), self._text([_USER])
+            told, untold = self.text([_USER], [_TOOL]), self.text([_USER])
         except ValueError as error:
             return f"the chat template {self._template.origin} refuses tools: {error}"
         same = f"the chat template {self._template.origin} writes the same with tools and without"
@@ -126,7 +126,7 @@ class Rendering:
         Raises:
             ValueError: the template refuses them.
         """
-        return self._encode(self._text(messages, tools))
+        return self._encode(self.text(messages, tools))
 
     def following(self, reply_ids: Sequence[int], new: Sequence[Message]) -> list[int]:
         """Return the tokens between a reply and the next one.
@@ -155,13 +155,18 @@ class Rendering:
     ) -> str:
         """Return what the template writes after a reply that ``new`` messages follow."""
         reply: Message = {"role": "assistant", "content": self._marker}
-        text = self._text([*history, _USER, reply, *new], tools)
+        text = self.text([*history, _USER, reply, *new], tools)
         _, marker, after = text.rpartition(self._marker)
         if not marker:
             raise ValueError("it does not repeat a reply")
         return after
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> str:
+    def text(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> str:
+        """Return what the template writes of messages, with the prompt for a reply.
+
+        Raises:
+            ValueError: it refuses them.
+        """
         if self._template is None:
             return "".join(str(message["content"]) for message in messages)
         return self._template.text(messages, tools)

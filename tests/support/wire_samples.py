@@ -213,6 +213,7 @@ REQUESTS: list[broker.Request] = [
         counters={"tokens": 3.0},
         adopted=VERSION,
         gauges={"kv_use": 0.25},
+        rewritten="after 'a' came 'b', and now 'c'",
     ),
     broker.GetStatus(),
     broker.LeaseGroups(adopted=VERSION, max_sequences=8, wait_s=2.0),

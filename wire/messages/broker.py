@@ -85,6 +85,7 @@ class RoleReport(Message, frozen=True):
     counters: ByName[Figure]  # monotonic counts, e.g. tokens
     adopted: PolicyVersion | None = None
     gauges: ByName[Figure] = {}  # readings of now, e.g. kv_use
+    rewritten: Text = ""  # first difference of the newest history that began a branch
 
 
 class Done(Message, frozen=True):

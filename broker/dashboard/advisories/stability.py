@@ -25,6 +25,7 @@ FLAT = 0.5  # share of the finished groups without a gradient: half of all gener
 FLAT_STEPS = 2  # batches' worth of finished groups, before the share means anything
 ENTROPY_LOST = 0.9  # of its first value
 ENTROPY_NATS = 0.1  # exp(0.1) = 1.1 tokens to choose from
+REWRITTEN = 0.1  # share of trajectories: below it an agent may compact a long history on purpose
 KL_NATS = 0.02  # per token; 1 / (1 + 2 KL) of the sample is effective, so under 4% is lost below it
 KL_RATIO = 2.0  # of the oldest lag against the newest: half of the mismatch comes from age
 KL_CORRELATION = 0.6  # age explains a third of the variance
@@ -117,6 +118,27 @@ def _zero_variance_flood(view: View) -> Finding | None:
         "(data.sources), or more answers per prompt (run.group_size)."
     )
     return Finding(text, "run.group_size")
+
+
+@RULES.add
+def _histories_rewritten(view: View) -> Finding | None:
+    column = view.history.steps.get("turns/branched", ())
+    found = [role.rewritten for role in view.status.roles if role.rewritten]
+
+    def measure(end: int) -> float | None:
+        values = newest_values(column, end)
+        return fmean(values) if len(values) >= FIGURE_STEPS else None
+
+    share = reading(measure, step_window_ends(len(column), FIGURE_STEPS), REWRITTEN)
+    if share is None or not found:  # calls side by side alone
+        return None
+    text = (
+        f"{share:.0%} of the trajectories of the last {FIGURE_STEPS * view.history.every_steps} "
+        "steps have branches, each with its context again, because their agent sends another "
+        f"history than it was given: {found[0]}. Send messages back as they came; what was "
+        "rewritten on purpose takes its share of environment.max_tokens."
+    )
+    return Finding(text, "environment.max_tokens")
 
 
 @RULES.add

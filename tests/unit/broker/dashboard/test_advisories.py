@@ -196,7 +196,15 @@ def of_publishes(
     return rule, next(states), history(), next(states), history()
 
 
+REWRITTEN = status(
+    roles=[replace(role("g-0", "generator"), rewritten="after 'a' came 'b', and now 'c'")]
+)
 CASES: list[Case] = [
+    (
+        "histories-rewritten",
+        *(REWRITTEN, history(steps={"turns/branched": flat(0.101)})),
+        *(REWRITTEN, history(steps={"turns/branched": flat(0.099)})),
+    ),
     (
         "engine-ahead-of-the-learner",
         *(idle(3, 4), still(5, flat(0))),

@@ -19,7 +19,7 @@ import yarl
 from slipstream.broker.listening.gate import Limit
 from slipstream.generators.capture.requests import TextRequest
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession
+from slipstream.generators.capture.session import CaptureSession, numbered
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.text.chat_template import ChatTemplate
 from slipstream.generators.turns.conversation import Conversation
@@ -102,13 +102,14 @@ async def served(
     idle_s: float = 60.0,
     longest_token: int = 0,
     encoded: Callable[[str], list[int]] = encode,
+    template: str = TOOLS,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
     session = CaptureSession(
         sample=engine.sample,
         params=SamplingParams(temperature=1.0, max_new_tokens=200),
         rendering=Rendering(
-            ChatTemplate(TOOLS, {}, origin="test"), encoded, token_text, {END, STOP}
+            ChatTemplate(template, {}, origin="test"), encoded, token_text, {END, STOP}
         ),
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
         encode=encode,
@@ -216,6 +217,82 @@ async def test_a_history_that_was_rewritten_opens_a_branch(rewritten: list[Any])
         whole = ChatTemplate(TOOLS, {}, origin="test").text(rewritten)
         assert decode(conversation.token_ids[first:]) == whole + "more<|end|>"
         assert [turn.num_tokens for turn in conversation.turns] == [2, 5]
+
+
+SHOWS_IDS = (  # as templates of Mistral do, which want nine characters
+    "{% if tools %}{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{% if call.id | length != 9 %}{{ raise_exception('an id of nine characters') }}{% endif %}"
+    "{{ call.id }}: {{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FORMS: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], None]] = {
+    "as it came": lambda _reply, _tools: None,
+    "ids of its own": lambda reply, _: reply["tool_calls"][0].update(id="mine"),
+    "no ids": lambda reply, _: reply["tool_calls"][0].pop("id"),
+    "no type": lambda reply, _: reply["tool_calls"][0].pop("type"),
+    "a name": lambda reply, _: reply.update(name="an assistant"),
+    "tools the other way round": lambda _, tools: tools.reverse(),
+    "keys of tools in another order": lambda _, tools: tools.append(
+        dict(reversed(tools.pop().items()))
+    ),
+    "trimmed as by the template": lambda reply, _: reply.update(content=reply["content"].strip()),
+    "arguments in another order": lambda reply, _: reply["tool_calls"][0]["function"].update(
+        arguments='{"to":2, "at":1}'
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_history_that_differs_in_what_no_token_shows_is_the_same(form: str):
+    call = 'CALL {"name": "look", "arguments": {"at": 1, "to": 2}}'
+    async with served(*[f" so {call}"] * 3, template=SHOWS_IDS) as it:
+        messages, tools = [user("?")], [LOOK, {**LOOK, "function": {"name": "go"}}]
+        for _ in range(3):
+            reply = (await ask(it, messages, tools=tools)).choices[0].message.model_dump()
+            FORMS[form](reply, tools)
+            found = {"role": "tool", "tool_call_id": reply["tool_calls"][0].get("id", "x")}
+            messages = [*messages, reply, {**found, "content": "it"}]
+        assert it.session.conversation.branches == ()
+        assert it.session.first_difference == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "came", "now"),
+    [({"at": 2}, ": {\"at\": ' came '1", "2}"), ({"at": 1.0}, "1' came '", ".0}")],
+)
+async def test_a_history_whose_calls_were_changed_is_another_and_says_where(
+    change: Json, came: str, now: str
+):
+    call = 'CALL {"name": "look", "arguments": {"at": 1}}'
+    async with served(f"so {call}", "yes", "no", template=SHOWS_IDS) as it:
+        reply = (await ask(it, [user("?")], tools=[LOOK])).choices[0].message.model_dump()
+        reply["tool_calls"][0]["id"] = "123456789"
+        reply["tool_calls"][0]["function"]["arguments"] = json.dumps(change)
+        changed = [user("?"), reply, {"role": "tool", "content": "it"}]
+        await ask(it, changed, tools=[LOOK])
+        assert len(it.session.conversation.branches) == 1
+        shown = it.session.first_difference
+        assert shown.startswith("after '")
+        assert came in shown, shown
+        assert f"and now '{now}" in shown, shown
+        await ask(it, [user("!")], tools=[LOOK])
+        assert it.session.first_difference == shown, "the first one is kept"
+
+
+async def test_results_in_another_order_than_their_calls_have_another_history():
+    """Which result is of which call is what ids say, whatever they are."""
+    both = numbered(
+        [
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}, {"id": "b"}]},
+            {"role": "tool", "content": "", "tool_call_id": "b"},
+            {"role": "tool", "content": "", "tool_call_id": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": ""}]},
+            {"role": "tool", "content": ""},
+        ]
+    )
+    assert [one["tool_call_id"][-1] for one in both if one["role"] == "tool"] == list("100")
 
 
 async def test_a_text_that_goes_on_keeps_the_tokens_of_the_reply_in_it():
