@@ -97,10 +97,18 @@ class InferenceEngine(EngineWeights, Protocol):
 
     async def tool_calls(
         self, text: str, tools: Sequence[Json], parser: str
-    ) -> tuple[str, list[dict[str, Json]]]:
+    ) -> tuple[str, list[dict[str, Json]], int]:
         """Return a reply's text without its calls of tools, and those as of OpenAI's API.
 
-        Raises EngineError if there is no such parser. A reply that it cannot read has no calls.
+        The third value is how many calls remain in the text, because the parser cannot read them;
+        names need not be those of the tools. Raises EngineError if there is no such parser.
+        """
+        ...
+
+    async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
+        """Return the thought that a reply begins with, and the rest of it.
+
+        Raises EngineError if there is no such parser.
         """
         ...
 

@@ -34,6 +34,8 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     message: dict[str, Json]
     num_tokens: int
     finish_reason: str
+    unknown_calls: int = 0  # of tools that there are not
+    unreadable_calls: int = 0  # that their parser could not read: they stay in the text
 
 
 class TriedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +122,8 @@ async def _one(
                 message=reply.message,
                 num_tokens=len(reply.completion.token_ids),
                 finish_reason=reply.finish_reason,
+                unknown_calls=reply.rejected["unknown"],
+                unreadable_calls=reply.rejected["unreadable"],
             )
         )
         on_said(said[-1])
@@ -136,7 +140,6 @@ async def _one(
             row=prompt.row, said=tuple(said), failed=str(error), seconds=time.monotonic() - began_s
         )
     header, score = message.header, message.score
-    has_branches = len(header.branches) > 0
     return TriedTrajectory(
         row=prompt.row,
         said=tuple(said),

@@ -90,6 +90,11 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
         MetricName.ACTING: {(one.name,): one.acting or 0 for one in acting},
         MetricName.ENVIRONMENT_FAILURES: {(one.name,): one.environment_failed for one in acting},
+        MetricName.REJECTED_CALLS: {
+            (one.name, why): count
+            for one in acting
+            for why, count in (("unknown", one.unknown_calls), ("unreadable", one.unreadable_calls))
+        },
         MetricName.TRAJECTORY_SECONDS: {
             (one.name, where): seconds
             for one in acting

@@ -50,6 +50,8 @@ class RoleRecord:
             probe_bound=self.report.gauges.get("probe_bound"),
             acting=None if acting is None else int(acting),
             environment_failed=self.report.counters.get("environment_failed", 0.0),
+            unknown_calls=self.report.counters.get("unknown_calls", 0.0),
+            unreadable_calls=self.report.counters.get("unreadable_calls", 0.0),
             rewritten=self.report.rewritten,
             engine_s=self.report.counters.get("engine_s", 0.0),
             environment_s=self.report.counters.get("environment_s", 0.0),

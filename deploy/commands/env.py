@@ -102,6 +102,8 @@ def summary(tried: "Sequence[TriedTrajectory]") -> dict[str, Json]:
     return {
         "count": len(tried),
         "mean": sum(rewards) / len(rewards) if rewards else None,
+        "unknown_calls": sum(said.unknown_calls for one in tried for said in one.said),
+        "unreadable_calls": sum(said.unreadable_calls for one in tried for said in one.said),
         "without_reward": sum(one.reward is None and not one.failed for one in tried),
         "failed": dict(Counter(one.failed for one in tried if one.failed)),
     }
@@ -132,6 +134,13 @@ class _Screen:
             self._message(message, "")
         cut = ", cut off" if said.finish_reason == "length" else ""
         self._message(said.message, f" ({said.num_tokens} tokens{cut})")
+        if said.unknown_calls:
+            self._print(f"{said.unknown_calls} calls of tools that there are not", "red")
+        if said.unreadable_calls:
+            self._print(
+                f"{said.unreadable_calls} calls that environment.tool_call_parser cannot read",
+                "red",
+            )
         self._shown = [*history, said.message]
 
     def ended(self, tried: "TriedTrajectory") -> None:
@@ -163,6 +172,8 @@ class _Screen:
         content = message.get("content") or ""
         text = content if isinstance(content, str) else "".join(str(p.get("text")) for p in content)
         self._print(f"{role}{note}", f"bold {_COLORS.get(role, 'cyan')}")
+        if thought := message.get("reasoning_content"):
+            self._print(str(thought), "dim")
         if text:
             self._print(text, "")
         for call in message.get("tool_calls") or ():

@@ -96,8 +96,12 @@ class ChatAnswer(Answer):
     @override
     def _pieces(self) -> Iterator[Object]:
         yield {"delta": {"role": "assistant", "content": ""}}
-        for piece in _pieces(self._reply.text):
-            yield {"delta": {"content": piece}}
+        for name, text in (
+            ("reasoning_content", self._reply.thought),
+            ("content", self._reply.text),
+        ):
+            for piece in _pieces(text):
+                yield {"delta": {name: piece}}
         for index, call in enumerate(self._reply.tool_calls):
             yield {"delta": {"tool_calls": [{"index": index, **call}]}}
 

@@ -152,9 +152,9 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
         if not isinstance(calls, list | tuple):
             raise BadRequestError("tool_calls of a message is no list", "messages")
         found["tool_calls"] = [_call(call) for call in calls]
-    for name in ("tool_call_id", "name"):
-        if isinstance(message.get(name), str):
-            found[name] = message[name]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if (value := message.get(name)) and isinstance(value, str):
+            found[name] = value
     return found
 
 

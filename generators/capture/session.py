@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from slipstream.generators.capture.requests import (
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.turns.conversation import Conversation, TrajectoryLimitError
 from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.replies import ParsedReply
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.trajectory import Json
 
@@ -31,7 +33,7 @@ _LONG_KEY = 32  # characters; shorter ones count with their values
 _DIGEST_BYTES = 20
 _MOST_COMPARED = 8  # newest replies whose histories are rendered to compare
 _SHOWN = 60  # characters of a difference
-ParseTools = Callable[[str, Sequence[Json]], Awaitable[tuple[str, list[dict[str, Json]]]]]
+Parse = Callable[[str, Sequence[Json]], Awaitable[ParsedReply]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,11 @@ class Reply:
     completion: Completion
     text: str
     tool_calls: list[dict[str, Json]]
-    history: bytes = b""  # digest of the messages that a request which continues it begins with
+    thought: str = ""
+    rejected: Counter[str] = field(default_factory=Counter)  # its calls of no tool, by why
+    histories: tuple[bytes, ...] = ()
+    """Digests of the messages that a request which continues it begins with: many clients leave
+    out its thought."""
     asked: tuple[Mapping[str, Json], ...] = ()  # messages of the request
     tools: tuple[Json, ...] = ()  # of the request, sorted
     text_until: str = ""  # of a text: prompt and reply
@@ -60,9 +66,11 @@ class Reply:
     @property
     def message(self) -> dict[str, Json]:
         """The message that a client gets."""
-        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        more: dict[str, Json] = {"reasoning_content": self.thought} if self.thought else {}
+        if self.tool_calls:
+            more["tool_calls"] = self.tool_calls
         content = self.text or (None if self.tool_calls else "")
-        return {"role": "assistant", "content": content, **calls}
+        return {"role": "assistant", "content": content, **more}
 
 
 class CaptureSession:
@@ -77,7 +85,7 @@ class CaptureSession:
         conversation: Conversation,
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
-        parse_tools: ParseTools,
+        parse: Parse,
         longest_token: int = 0,
         vocab_size: int = 0,
         on_reply: "Callable[[Reply], None] | None" = None,
@@ -90,8 +98,8 @@ class CaptureSession:
             rendering: of messages.
             conversation: takes the tokens.
             encode: a text prompt to its tokens.
-            decode: tokens to text, without special ones.
-            parse_tools: text and calls of a reply that may hold calls of the given tools.
+            decode: tokens to text.
+            parse: the parts of a reply that may hold calls of the given tools.
             longest_token: characters of the longest one; 0 is unknown.
             vocab_size: ids that a prompt may hold; 0 is unknown.
             on_reply: is told each reply that becomes part of the trajectory.
@@ -101,7 +109,7 @@ class CaptureSession:
         self._rendering = rendering
         self._encode = encode
         self._decode = decode
-        self._parse_tools = parse_tools
+        self._parse = parse
         self._longest_token = longest_token
         self._vocab_size = vocab_size
         self._on_reply = on_reply
@@ -113,6 +121,7 @@ class CaptureSession:
         self.reached_limit = False  # a client was told so
         self.engine_error: EngineError | None = None  # the same
         self._kept: list[Reply] = []
+        self.rejected = Counter[str]()  # calls of no tool, in kept replies, by why
         self.first_difference = ""  # of a history that began a branch, from what was said before
 
     @property
@@ -131,15 +140,25 @@ class CaptureSession:
             EngineError: the engine failed.
         """
         tools, key, prompt_ids = await off_loop(size, self._understood, request)
-        calls: list[dict[str, Json]] = []
         with self._params_of(prompt_ids, request.limit, request.stops) as params:
             completion = await self._sample(prompt_ids, params)
-            text = self._decode(completion.token_ids)
-            if tools:
-                text, calls = await self._parse_tools(text, tools)
-        asked = tuple(request.messages)
-        reply = Reply(prompt_ids, completion, text, calls, asked=asked, tools=tools)
-        return replace(reply, history=_link(key, *numbered([normalized(reply.message)])))
+            parsed = await self._parse(self._decode(completion.token_ids), tools)
+        known = {one["function"]["name"] for one in tools}
+        names = [call["function"]["name"] for call in parsed.tool_calls]
+        unknown = sum(name not in known for name in names)
+        reply = Reply(
+            prompt_ids,
+            completion,
+            parsed.text,
+            parsed.tool_calls,
+            thought=parsed.thought,
+            rejected=Counter(unknown=unknown, unreadable=parsed.num_unreadable),
+            asked=tuple(request.messages),
+            tools=tools,
+        )
+        (said,) = numbered([normalized(reply.message)])
+        forms = [said, {name: one for name, one in said.items() if name != "reasoning_content"}]
+        return replace(reply, histories=tuple(_link(key, one) for one in forms))
 
     async def complete(self, request: TextRequest, size: int = LARGE_BYTES) -> Reply:
         """Have the policy go on with a text, or with tokens.
@@ -164,11 +183,12 @@ class CaptureSession:
     def keep(self, reply: Reply) -> None:
         """Make a reply part of the trajectory."""
         self.conversation.add(reply.prompt_ids, reply.completion)
-        if reply.history:
-            self._replies[reply.history] = reply
+        if reply.histories:
+            self._replies |= dict.fromkeys(reply.histories, reply)
         if reply.text_until:
             self._texts[reply.text_until] = reply
         self._kept.append(reply)
+        self.rejected += reply.rejected
         self.engine_error = None  # it was tried again
         if self._on_reply is not None:
             self._on_reply(reply)
@@ -178,7 +198,8 @@ class CaptureSession:
         if not self.conversation.withdraw(reply.completion):
             return  # the client went on from it
         self._kept = [one for one in self._kept if one.completion is not reply.completion]
-        _forget(self._replies, reply.history, reply)
+        for history in reply.histories:
+            _forget(self._replies, history, reply)
         _forget(self._texts, reply.text_until, reply)
         self.num_abandoned += 1
 
@@ -272,14 +293,16 @@ class CaptureSession:
         their digests.
         """
         by_length: dict[int, list[Reply]] = {}
-        for reply in [one for one in reversed(self._kept) if one.history][:_MOST_COMPARED]:
+        for reply in [one for one in reversed(self._kept) if one.histories][:_MOST_COMPARED]:
             by_length.setdefault(len(reply.said), []).append(reply)
         for count in range(len(messages), 0, -1):
             reply = self._replies.get(keys[count])
             if reply is None and count in by_length:
                 written = self._written(alike[:count], tools)
                 known = by_length[count]
-                reply = next((one for one in known if self._written_of(one) == written), None)
+                has_thought = "reasoning_content" in alike[count - 1]
+                same = (one for one in known if self._written_of(one, has_thought) == written)
+                reply = next(same, None)
             if reply is None:
                 continue
             new = messages[count:]
@@ -297,16 +320,18 @@ class CaptureSession:
             return self._rendering.text(alike, tools)
         return None
 
-    def _written_of(self, reply: Reply) -> str:
+    def _written_of(self, reply: Reply, has_thought: bool) -> str:
         said = numbered([normalized(one) for one in reply.said])
+        if not has_thought:
+            said[-1].pop("reasoning_content", None)
         return self._written(said, reply.tools) or ""
 
     def _compare(self, alike: Sequence[Mapping[str, Json]], tools: Sequence[Json]) -> None:
         """Remember where the first history that begins a branch differs from the one before."""
-        known = next((one for one in reversed(self._kept) if one.history), None)
+        known = next((one for one in reversed(self._kept) if one.histories), None)
         if known is None or self.first_difference:
             return
-        before, now = self._written_of(known), self._written(alike, tools) or ""
+        before, now = self._written_of(known, True), self._written(alike, tools) or ""
         pairs = enumerate(zip(before, now, strict=False))
         at = next((place for place, (one, other) in pairs if one != other), None)
         if at is not None:  # else it is asked again

@@ -213,7 +213,14 @@ def reply_of(replied: Replied) -> Reply:
         function = call["function"]
         arguments = msgspec.json.decode(function["arguments"] or "{}")
         calls.append(ToolCall(function["name"], arguments, call.get("id", "")))
-    return Reply(replied.text, tuple(calls), replied.finish_reason, replied.num_tokens)
+    return Reply(
+        replied.text,
+        tuple(calls),
+        replied.finish_reason,
+        replied.num_tokens,
+        thought=replied.thought,
+        num_unreadable=replied.num_unreadable,
+    )
 
 
 def become_a_reaper() -> None:

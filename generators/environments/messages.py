@@ -117,6 +117,8 @@ class Replied(_Message, frozen=True):
     tool_calls: Several[ByName[Json]]  # as of OpenAI's API
     finish_reason: Name
     num_tokens: Count
+    thought: Body = ""
+    num_unreadable: Count = 0  # calls that remain in the text
 
 
 class Unable(_Message, frozen=True):

@@ -140,6 +140,8 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
             Replied(
                 text=reply.text,
                 tool_calls=tuple(reply.tool_calls),
+                thought=reply.thought,
+                num_unreadable=reply.rejected["unreadable"],
                 finish_reason=reply.finish_reason,
                 num_tokens=len(reply.completion.token_ids),
             )
@@ -224,7 +226,9 @@ def transcript_text(messages: Sequence[Json]) -> str:
     lines = []
     for message in messages:
         calls = message.get("tool_calls") or ()
-        said = [content_text(message.get("content"))]
+        thought = message.get("reasoning_content")
+        said = [f"<think>{thought}</think>" if thought and isinstance(thought, str) else ""]
+        said += [content_text(message.get("content"))]
         functions = [one["function"] for one in calls]
         said += [f"{one['name']}({one.get('arguments') or '{}'})" for one in functions]
         lines.append(f"{message['role']}: " + "\n".join(part for part in said if part))

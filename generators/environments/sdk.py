@@ -71,6 +71,8 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "stop"  # or length: it was cut off
     num_tokens: int = 0
+    thought: str = ""  # where environment.reasoning_parser is set; it is no part of the text
+    num_unreadable: int = 0  # calls of tools that could not be read: they are in the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,10 @@
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-
-import msgspec
 
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.capture.session import CaptureSession, Reply
@@ -26,14 +25,14 @@ from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.rendering import Rendering
-from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
+from slipstream.generators.turns.replies import ReplyParser
+from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
 from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.trajectory import MAX_PARTS, MAX_REASON, Json, Score, TrajectoryHeader
+from slipstream.wire.messages.trajectory import MAX_PARTS, MAX_REASON, Score, TrajectoryHeader
 from slipstream.wire.settings.rendezvous import parse_rendezvous
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
-from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _LISTEN = "127.0.0.1"
@@ -43,7 +42,6 @@ _NOBODY_SCORES = (
     "no reward function scores the transcript (reward.workers = 0, reward.inline = false): start "
     "reward workers with reward.workers"
 )
-_NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
 
 
 def rendering_of(codec: TextCodec) -> Rendering:
@@ -51,44 +49,16 @@ def rendering_of(codec: TextCodec) -> Rendering:
     return Rendering(codec.template, codec.text_ids, codec.token_text, codec.end_token_ids)
 
 
-class ToolParser:
-    """Finds calls of tools in a reply, by the engine's own parser."""
-
-    def __init__(self, engine: InferenceEngine, name: str) -> None:
-        """Use the parser of this name."""
-        self._engine = engine
-        self._name = name
-
-    async def check(self) -> None:
-        """See that the engine knows the parser.
-
-        Raises:
-            ConfigError: it does not.
-            EngineError: it does not answer.
-        """
-        if not self._name:
-            return
-        try:
-            await self._engine.tool_calls("no call", [_NO_TOOL], self._name)
-        except EngineRefusedError as error:
-            raise ConfigError(
-                f"SGLang has no parser {self._name!r} (environment.tool_call_parser): {error}"
-            ) from error
-
-    async def __call__(self, text: str, tools: Sequence[Json]) -> tuple[str, list[dict[str, Json]]]:
-        """Return the text of a reply without its calls, and the calls as of OpenAI's API.
-
-        A reply that the parser cannot read, or with a call whose arguments are no JSON object, has
-        none: its text says all.
-        """
-        if not self._name:
-            return text, []
-        try:
-            rest, calls = await self._engine.tool_calls(text, tools, self._name)
-        except EngineRefusedError as error:
-            _log.debug("a reply without calls: %s", error)
-            return text, []
-        return (rest, calls) if all(map(_has_arguments, calls)) else (text, [])
+def replies_of(
+    engine: InferenceEngine, settings: EnvironmentSection, codec: TextCodec
+) -> ReplyParser:
+    """Return what parses replies in an environment."""
+    return ReplyParser(
+        engine,
+        tools=settings.tool_call_parser,
+        reasoning=settings.reasoning_parser,
+        opening=rendering_of(codec).opening,
+    )
 
 
 async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> Environments:
@@ -102,14 +72,6 @@ async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> E
             patience_s=_SERVER_PATIENCE_S,
         )
     return await local_environments(settings, hide=hide)
-
-
-def _has_arguments(call: Json) -> bool:
-    try:
-        msgspec.json.decode(call["function"]["arguments"] or "{}", type=dict[str, Json])
-    except (msgspec.MsgspecError, *UNREADABLE):
-        return False
-    return True
 
 
 class TurnSampler:
@@ -134,9 +96,10 @@ class TurnSampler:
         self._host = host
         self._server = server
         self._rendering = rendering_of(sampler.codec)
-        self._parse_tools = ToolParser(sampler.engine, settings.tool_call_parser)
+        self._parse = replies_of(sampler.engine, settings, sampler.codec)
         self._must_reward = must_reward
         self._num_abandoned = 0
+        self._num_rejected = Counter[str]()
 
     @classmethod
     @asynccontextmanager
@@ -167,7 +130,7 @@ class TurnSampler:
                 settings.tool_call_parser,
                 why,
             )
-        await ToolParser(sampler.engine, settings.tool_call_parser).check()
+        await replies_of(sampler.engine, settings, sampler.codec).check()
         host = await _environments(settings, hide)
         server = CaptureServer(
             host=_LISTEN, port=0, model=_MODEL, token_text=sampler.codec.token_text
@@ -207,7 +170,7 @@ class TurnSampler:
             ),
             encode=self._sampler.codec.text_ids,
             decode=self._sampler.codec.decode,
-            parse_tools=self._parse_tools,
+            parse=self._parse,
             longest_token=self._sampler.codec.longest_token,
             vocab_size=self._sampler.codec.vocab_size,
             on_reply=on_reply,
@@ -230,14 +193,17 @@ class TurnSampler:
             raise EnvironmentFailedError(why) from error
         finally:
             self._num_abandoned += session.num_abandoned
+            self._num_rejected += session.rejected
             self.rewritten = session.first_difference or self.rewritten
 
     @property
     def counters(self) -> dict[str, float]:
-        """Replies that no client got, connections too many, processes killed or lost, by why."""
+        """Replies that no client got, calls of no tool, connections too many, processes killed."""
         killed = {f"environment_killed_{why}": n for why, n in self._host.replaced.items()}
         return {
             "replies_abandoned": self._num_abandoned,
+            "unknown_calls": self._num_rejected["unknown"],
+            "unreadable_calls": self._num_rejected["unreadable"],
             "connections_refused": self._server.num_refused,
             **killed,
         }

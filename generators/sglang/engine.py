@@ -44,6 +44,7 @@ _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
 _PARSE = "/parse_function_call"
+_REASONING = "/separate_reasoning"
 KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
 
@@ -52,6 +53,13 @@ class _ParsedCall(msgspec.Struct, frozen=True):
 
     name: str | None
     parameters: str  # JSON
+
+
+class _Separated(msgspec.Struct):
+    """A reply without its thought, as SGLang answers."""
+
+    reasoning_text: str | None
+    text: str | None
 
 
 class _Parsed(msgspec.Struct, frozen=True):
@@ -205,8 +213,11 @@ class SglangEngine:
 
     async def tool_calls(
         self, text: str, tools: Sequence[Json], parser: str
-    ) -> tuple[str, list[dict[str, Json]]]:
+    ) -> tuple[str, list[dict[str, Json]], int]:
         """Return a reply's text without its calls of tools, and those as of OpenAI's API.
+
+        The server loses no character (``tool_calls``) and forwards unknown names; what it cannot
+        read comes without a name besides.
 
         Raises:
             EngineRefusedError: there is no such parser, or it cannot read this text.
@@ -227,7 +238,22 @@ class SglangEngine:
             for call in found.calls
             if call.name
         ]
-        return found.normal_text, calls
+        return found.normal_text, calls, len(found.calls) - len(calls)
+
+    async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
+        """Return the thought that a reply begins with, and the rest of it.
+
+        Raises:
+            EngineRefusedError: there is no such parser, or it cannot read this text.
+            EngineError: there is no answer.
+        """
+        body = {"text": text, "reasoning_parser": parser}
+        answer = await self._request("POST", _REASONING, body, self._control_timeout)
+        try:
+            found = msgspec.convert(answer, _Separated)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"SGLang {_REASONING}: unexpected answer, {error}") from error
+        return found.reasoning_text or "", found.text or ""
 
     async def load(self) -> EngineLoad:
         """Return the server's load as of its last batch; it answers while paused.

@@ -4,14 +4,16 @@ Installed at the top of the server's main module, so that processes that SGLang 
 too: they import that module again before anything else.
 """
 
+import copy
 import datetime
 import functools
 import importlib.abc
 import importlib.util
 import os
 import random
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,6 +23,7 @@ from typing_extensions import override
 
 from slipstream.generators.sglang import adoption, cpu_models, harmless
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
+from slipstream.generators.sglang.tool_calls import Call, Marks, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
 from slipstream.wire.errors import ConfigError, PublishError
 
@@ -29,6 +32,7 @@ ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
 ADAPTERS_VARIABLE = "SLIPSTREAM_ADAPTERS"  # 1: versions are adapters
 RECEIVED_VARIABLE = adoption.RECEIVED_VARIABLE
+_CLOSING = re.compile(r"eo[mt]|end|close|suffix|separator", re.IGNORECASE)
 _GROUP_TIMEOUT_S = 120.0  # where the agent names none
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
@@ -42,6 +46,7 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+_TOOL_PARSERS = "sglang.srt.function_call.function_call_parser"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -78,6 +83,7 @@ def install() -> None:
         _WEIGHT_CHECKER: hash_on_host,
         _TOKENIZER: adoption.adopt_in_tokenizer,
         _HTTP_SERVER: _freeze_nothing,
+        _TOOL_PARSERS: keep_every_character,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
@@ -101,6 +107,51 @@ def check_version(found: str) -> None:
             f"pip install sglang=={SGLANG_VERSION} (its corrections in generators/"
             "sglang/patches.py must be checked against another release)"
         )
+
+
+def keep_every_character(module: ModuleType) -> None:
+    """Have parsers of tool calls lose no character of a reply (``tool_calls``).
+
+    What looks like a call and cannot be read is answered besides as a call without a name.
+    """
+    item_of, tool_of = module.ToolCallItem, module.Tool
+
+    def parse_non_stream(
+        parser: Any,  # noqa: ANN401 SGLang's
+        full_text: str,
+        *,
+        preserve_incomplete: bool = False,
+    ) -> tuple[str, list[Any]]:
+        """Return the text of a reply and its calls."""
+        del preserve_incomplete
+        detector = parser.detector
+
+        def read(text: str, names: Collection[str]) -> list[Call]:
+            known = [tool_of(function={"name": name}) for name in names]
+            try:
+                found = copy.copy(detector).detect_and_parse(text, [*parser.tools, *known])
+            except Exception:  # noqa: BLE001 what cannot be read raises anything
+                return []
+            return [Call(one.name or "", one.parameters) for one in found.calls]
+
+        owners = detector, sys.modules[type(detector).__module__]
+        named = {
+            (name, one.strip())
+            for owner in owners
+            for name in dir(owner)
+            if not name.startswith("__") and isinstance(one := getattr(owner, name, None), str)
+        }
+        closing = {one for name, one in named if one and _CLOSING.search(name)}
+        opening = {one for _, one in named if one[:1] in {"<", "["}} - closing
+        marks = Marks(opening, closing)
+        found = read_reply(full_text, read, detector.has_tool_call, marks)
+        calls = [
+            item_of(tool_index=-1, name=one.name, parameters=one.arguments) for one in found.calls
+        ]
+        unread = [item_of(tool_index=-1, parameters=one) for one in found.unread]
+        return found.text, calls + unread
+
+    replace(module.FunctionCallParser, "parse_non_stream", parse_non_stream)
 
 
 def _bound_waits_in_groups(module: ModuleType) -> None:

@@ -191,6 +191,7 @@ def environment_of(
     environment[LEFT_OUT_VARIABLE] = str(scratch / LEFT_OUT_FILE)
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
+    environment["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"  # the environment answers them
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
     # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
     # torch's, which listens on every interface and accepts writes from anyone.

@@ -60,18 +60,25 @@ class TextCodec:
         self._template = load_chat_template(
             model_folder, sampling.chat_template, sampling.chat_template_kwargs
         )
-        ends = set(sampling.stop_token_ids)  # that end a response, as the engine collects them
-        for name in ("config.json", "generation_config.json"):
-            match read_json(model_folder / name).get("eos_token_id"):
-                case list() as several:
-                    ends.update(several)
-                case int() as one:
-                    ends.add(one)
-        eos = token_text(read_json(model_folder / "tokenizer_config.json").get("eos_token"))
-        for text in (eos, *_ALSO_END) if eos else _ALSO_END:
-            if (token_id := self._tokenizer.token_to_id(text)) is not None:
-                ends.add(token_id)
+        ends = self._named_ids(model_folder, "eos_token", *_ALSO_END) | {*sampling.stop_token_ids}
         self.end_token_ids = tuple(sorted(ends))
+        """Tokens that end a response, as the engine collects them."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._silent = special & (ends | self._named_ids(model_folder, "pad_token"))
+
+    def _named_ids(self, folder: Path, name: str, *more: str) -> set[int]:
+        """Return the tokens that files of a folder name so, as eos_token, and of more texts."""
+        found: set[int] = set()
+        for file in ("config.json", "generation_config.json"):
+            match read_json(folder / file).get(f"{name}_id"):
+                case list() as several:
+                    found.update(several)
+                case int() as one:
+                    found.add(one)
+        named = token_text(read_json(folder / "tokenizer_config.json").get(name))
+        ids = (self._tokenizer.token_to_id(text) for text in (named or "", *more))
+        return found | {one for one in ids if one is not None}
 
     def text(self, prompt: Prompt) -> str:
         """Return the model's input: text as it is, turns through the chat template.
@@ -151,8 +158,10 @@ class TextCodec:
         return self._template
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return a response's text, without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Return a response's text, with special tokens as sampling.skip_special_tokens says."""
+        said = [one for one in token_ids if one not in self._silent]
+        skip = self._sampling.skip_special_tokens
+        text: str = self._tokenizer.decode(said, skip_special_tokens=skip)
         return text
 
 

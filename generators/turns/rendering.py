@@ -10,6 +10,7 @@ the template closes one: those tokens are context.
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TypeAlias
 
 from slipstream.generators.text.chat_template import ChatTemplate
@@ -119,6 +120,13 @@ class Rendering:
             return f"the chat template {self._template.origin} refuses tools: {error}"
         same = f"the chat template {self._template.origin} writes the same with tools and without"
         return same if told == untold else ""
+
+    @cached_property
+    def opening(self) -> str:
+        """What the template writes between the last message and a reply to it."""
+        with suppress(ValueError):
+            return self.text([_USER]).rpartition(str(_USER["content"]))[2]
+        return ""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Return the prompt of a conversation that begins with these messages.

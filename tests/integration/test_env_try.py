@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tool_policy import write_tool_policy
+from tests.support.scripted_policy import write_scripted_policy
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
+_CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"at": {}}}}}\n</tool_call>'
 ENVIRONMENT = '''
 from slipstream.generators.environments.sdk import Environment, Prompt, Reply, Step
 
@@ -40,6 +41,19 @@ async def rollout(client, prompt):
         await client.chat.completions.create(model="policy", messages=messages)
     return 1
 '''
+REPLIES = {  # tokens are in one reply only
+    "good": [_CALL.format("look", 1)],
+    "unknown": ["I use it. ", _CALL.format("Look", 2)],
+    "unreadable": ["Let me see. ", _CALL.format("look", 3).replace("}}", "}")],
+    "half": [
+        "Two: ",
+        _CALL.format("look", 4),
+        "\n" + _CALL.format("look", 5).replace('"at"', "at"),
+    ],
+    "open": ["Open: ", _CALL.format("look", 6).removesuffix("\n</tool_call>")],
+    "thought": ["<think>", "I could ", _CALL.format("look", 7), "but no", "</think>", "It is 23"],
+    "tail": [_CALL.format("look", 8), " and then I am done"],
+}
 SETTINGS = (
     "environment.tool_call_parser=qwen25",
     "environment.max_turns=3",
@@ -52,7 +66,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("try")
-    write_tool_policy(path / "model")
+    write_scripted_policy(path / "model", [*REPLIES.values()], special=("<think>", "</think>"))
     (path / "my env.py").write_text(ENVIRONMENT)
     return path
 
@@ -73,20 +87,33 @@ def env_try(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_turns_and_calls_are_shown_as_they_come_and_what_fails_is_the_exit_code(folder: Path):
-    rows = [{"prompt": "Where are the trees?", "ground_truth": t} for t in ("", "", "", "none")]
+    """Each of the policy's replies, as parsers of a real engine read it."""
+    rows = [{"prompt": "Where are the trees?", "ground_truth": ""}] * 40
+    rows.append({"prompt": "Where are the trees?", "ground_truth": "none"})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = env_try(folder, "my env.py:Trees", "--n", "4", "data.file=rows.jsonl")
+    words = ("--n", "41", "data.file=rows.jsonl", "environment.reasoning_parser=qwen3")
+    done = env_try(folder, "my env.py:Trees", *words)
     assert done.returncode == 1, done.stdout + done.stderr
     for text in (
-        "trajectory 4 of 4",
+        "trajectory 41 of 41",
         "Where are the trees?",
-        '-> look({"at": ',
-        "tool\na tree at ",
+        '-> look({"at": 1})',
+        "tool\na tree at 1",
+        '-> Look({"at": 2})',
+        "error: there is no tool Look, only look",
+        "1 calls of tools that there are not",
+        'Let me see. <tool_call>\n{"name": "look", "arguments": {"at": 3}\n</tool_call>',
+        "1 calls that environment.tool_call_parser cannot read",
+        'Two: \n<tool_call>\n{"name": "look", "arguments": {at: 5}}\n</tool_call>\n-> look(',
+        'Open: <tool_call>\n{"name": "look", "arguments": {"at": 6}}',
+        "but no\nIt is 23",
+        " and then I am done\n-> look",
         " tokens by the policy",
-        "4 trajectories, mean reward ",
+        "41 trajectories, mean reward ",
         "failed: RuntimeError: no wood",
     ):
-        assert text in done.stdout, done.stdout
+        assert text in done.stdout, (text, done.stdout)
+    assert "a tree at 7" not in done.stdout, "a call inside a thought was carried out"
     assert "Traceback" not in done.stdout + done.stderr
 
 

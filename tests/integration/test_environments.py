@@ -64,7 +64,7 @@ def session(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> C
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
         encode=encode,
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
-        parse_tools=parse,
+        parse=parse,
     )
 
 

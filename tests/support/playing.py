@@ -45,7 +45,7 @@ def session_of(engine: Engine, *, max_turns: int = 30) -> CaptureSession:
         conversation=Conversation(max_turns=max_turns, max_tokens=1_000_000),
         encode=encode,
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
-        parse_tools=parse,
+        parse=parse,
     )
 
 

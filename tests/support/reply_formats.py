@@ -1,5 +1,7 @@
 """A call of each format that SGLang's parsers of tool calls read, as its models write it."""
 
+# ruff: noqa: RUF001 marks of formats
+
 _XML = "<tool_call>{name}\n<arg_key>at</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
 _JSON = '{{"name": "{name}", "arguments": {{"at": "{value}"}}}}'
 _CODER = (
@@ -61,16 +63,23 @@ FORMATS = {
     "lfm2": '<|tool_call_start|>[{name}(at="{value}")]<|tool_call_end|>',
     "ling3": _XML,
     "llama3": '<|python_tag|>{{"name": "{name}", "parameters": {{"at": "{value}"}}}}',
-    "mimo": "<tool_call>\n<function={name}>\n<parameter=at>{value}</parameter>\n</function>\n</tool_call>",
+    "mimo": (
+        "<tool_call>\n<function={name}>\n<parameter=at>{value}</parameter>\n</function>\n"
+        "</tool_call>"
+    ),
     "minicpm5": '<function name="{name}"><param name="at">{value}</param></function>',
     "mistral": '[TOOL_CALLS] [{{"name": "{name}", "arguments": {{"at": "{value}"}}}}]',
-    "muse": _INVOKE.format(tag="atem:function_calls", ns="atem:"),
+    "muse": (
+        "<|start|>assistant to=tools<|message|>"
+        + _INVOKE.format(tag="atem:function_calls", ns="atem:")
+        + "<|eom|>"
+    ),
     "poolside_v1": _XML,
     "pythonic": '[{name}(at="{value}")]',
     "qwen": f"<tool_call>\n{_JSON}\n</tool_call>",
     "qwen25": f"<tool_call>\n{_JSON}\n</tool_call>",
     "qwen3_coder": _CODER,
-    "spark25": _XML,
+    "spark25": _XML.replace("</arg_key>\n", "</arg_key>"),
     "step3": (
         "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
         '<steptml:invoke name="{name}">\n<steptml:parameter name="at">{value}'
@@ -106,3 +115,5 @@ FORMATS = {
     "iquest_q1": _XML.replace("tool_call", "iquest_tool_call"),
 }
 """By name of the parser: ``name`` of the tool, and ``value`` of its one argument ``at``, a text."""
+PROSE = {"muse": "<|start|>assistant to=user<|message|>{}<|eom|>"}
+"""How text is written beside calls, by name of the parser; where it is not named, as it is."""

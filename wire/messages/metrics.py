@@ -128,6 +128,10 @@ class MetricName(StrEnum):
         *("slipstream_environment_failures", "counter", "trajectories", ("name",)),
         "Trajectories whose environment could not go on; they are tried again",
     )
+    REJECTED_CALLS = (
+        *("slipstream_rejected_calls", "counter", "calls", ("name", "why")),
+        "Calls of the policy that reached no tool: unknown by name, or unreadable to their parser",
+    )
     TRAJECTORY_SECONDS = (
         *("slipstream_trajectory_seconds", "counter", "seconds", ("name", "where")),
         "Time of ended trajectories of several turns in the engine, and in their environment",

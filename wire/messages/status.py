@@ -117,6 +117,8 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     probe_bound: Figure | None = None  # nats, the largest that is taken for noise
     acting: Count | None = None  # trajectories that environments answer; None: there are none
     environment_failed: Figure = 0.0  # trajectories whose environment could not go on
+    unknown_calls: Figure = 0.0  # of tools that there are not, by the policy
+    unreadable_calls: Figure = 0.0  # that their parser could not read: they stayed in the text
     rewritten: Text = ""  # first difference of the newest history that began a branch
     engine_s: Figure = 0.0  # of all trajectories of several turns, in calls of the engine
     environment_s: Figure = 0.0  # and outside of it

@@ -222,6 +222,9 @@ class SamplingSection(Section, frozen=True, kw_only=True):
     """A response ends after any of these texts."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends after any of these tokens, besides the model's own."""
+    skip_special_tokens: bool = False
+    """Leave all special tokens out of the text that rewards and environments get; else those that
+    end a response or pad it."""
     overlong_prompts: Literal["error", "drop", "truncate"] = "error"
     """error ends the run; drop takes another prompt; truncate keeps the last tokens."""
     overlong_responses: Literal["keep", "drop"] = "keep"
@@ -284,6 +287,9 @@ class EnvironmentSection(Section, frozen=True, kw_only=True):
     end and are tried elsewhere."""
     tool_call_parser: str = ""
     """Name of SGLang's parser of tool calls for this model, as in qwen25 or llama3."""
+    reasoning_parser: str = ""
+    """Name of SGLang's parser of thoughts for this model, as in qwen3 or deepseek-r1: they are cut
+    off and handed over as reasoning_content. Empty: they stay in the text."""
 
     @property
     def is_named(self) -> bool:

@@ -24,6 +24,7 @@ from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.text.chat_template import ChatTemplate
 from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.replies import ParsedReply
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
@@ -33,6 +34,7 @@ from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode,
 CALL = '{"name": "look", "arguments": {"at": "it"}}'
 VOCABULARY = 2_000
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client reads certificates otherwise
+GO = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -82,15 +84,15 @@ class Served:
         return decode(self.session.conversation.token_ids)
 
 
-async def parse(text: str, _tools: Sequence[Json]) -> tuple[str, list[dict[str, Json]]]:
-    before, found, call = text.partition("CALL ")
-    if not found:
-        return text, []
+async def parse(text: str, tools: Sequence[Json]) -> ParsedReply:
+    thought, _, said = text.rpartition("</think>")
+    before, found, call = said.partition("CALL ")
+    if not tools or not found:
+        return ParsedReply(thought, said, [])
     function = json.loads(call)
     function["arguments"] = json.dumps(function["arguments"])
-    return before, [
-        {"id": f"call_{secrets.token_hex(4)}", "type": "function", "function": function}
-    ]
+    one = {"id": f"call_{secrets.token_hex(4)}", "type": "function", "function": function}
+    return ParsedReply(thought, before, [one])
 
 
 @asynccontextmanager
@@ -114,7 +116,7 @@ async def served(
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
         encode=encode,
         decode=lambda ids: decode([one for one in ids if one not in {END, STOP}]),
-        parse_tools=parse,
+        parse=parse,
         vocab_size=VOCABULARY,
         longest_token=longest_token,
     )
@@ -256,6 +258,31 @@ async def test_a_history_that_differs_in_what_no_token_shows_is_the_same(form: s
             messages = [*messages, reply, {**found, "content": "it"}]
         assert it.session.conversation.branches == ()
         assert it.session.first_difference == ""
+
+
+THINKS = (  # as a template that shows the thoughts of newest replies
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("sent", "num_branches"), [("hm", 0), (None, 0), ("another thought", 1)])
+async def test_a_thought_comes_apart_and_goes_back_or_is_left_out(
+    sent: str | None, num_branches: int
+):
+    async with served("hm</think>4", "CALL " + CALL, template=THINKS) as it:
+        stream = await ask(it, [user("2+2?")], stream=True)
+        deltas = [one.choices[0].delta async for one in stream if one.choices]
+        thought = "".join(getattr(one, "reasoning_content", "") or "" for one in deltas)
+        assert (thought, "".join(one.content or "" for one in deltas)) == ("hm", "4")
+        reply: dict[str, Any] = {"role": "assistant", "content": "4"}
+        if sent is not None:
+            reply["reasoning_content"] = sent
+        found = await ask(it, [user("2+2?"), reply, user("sure?")], tools=[GO])
+        assert len(it.session.conversation.branches) == num_branches
+        assert found.choices[0].message.tool_calls[0].function.name == "look"
+        assert it.session.rejected["unknown"] == 1, "a call of a tool that there is not"
 
 
 @pytest.mark.parametrize(

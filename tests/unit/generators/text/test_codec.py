@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from slipstream.generators.text.codec import (
     BadPromptError,
@@ -50,6 +51,16 @@ def test_text_becomes_one_token_per_character_and_text_again(model: Path):
     ids = codec(model).encode(asked("61+61="))
     assert ids == [9, 4, 13, 9, 4, 16]
     assert codec(model).decode(ids) == "61+61="
+
+
+def test_special_tokens_are_part_of_an_answer_but_those_that_end_or_pad(copied: Path):
+    change(copied / "config.json", vocab_size=64)
+    tokenizer = Tokenizer.from_file(str(copied / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<think>", "2"])
+    tokenizer.save(str(copied / "tokenizer.json"))
+    think, two, pad, end = map(tokenizer.token_to_id, ("<think>", "2", "<pad>", "<eos>"))
+    assert codec(copied).decode([pad, think, two, end, pad]) == "<think>2"
+    assert codec(copied, skip_special_tokens=True).decode([think, two, end]) == ""
 
 
 def test_special_tokens_are_no_part_of_an_answer(model: Path):
