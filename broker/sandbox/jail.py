@@ -37,6 +37,8 @@ def jailed(
     """
     arguments = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--unshare-pid"]
     arguments += trusted_argv()
+    # There a user's processes can be killed all at once, where its cgroups are its own.
+    arguments += ["--ro-bind-try", "/sys/fs/cgroup", "/sys/fs/cgroup"]
     covered: list[Path] = []
     for real in sorted(Path(os.path.realpath(path)) for path in hide):  # folders before their files
         if any(real.is_relative_to(folder) for folder in covered):

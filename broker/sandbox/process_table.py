@@ -36,7 +36,7 @@ class ProcessRow(NamedTuple):
     @property
     def is_zombie(self) -> bool:
         """True if it has ended and its parent has not waited for it."""
-        return self.state in "ZX"
+        return self.state in "ZX" and self.num_threads <= 1  # the first thread may end alone
 
 
 class Usage(NamedTuple):
@@ -65,7 +65,21 @@ def row_of(pid: int) -> ProcessRow | None:
         return None
     finally:
         os.close(descriptor)
-    return parsed_row(pid, line)
+    row = parsed_row(pid, line)
+    return (
+        row._replace(rss_bytes=_rss_of_others(pid)) if row.num_threads > 1 > row.rss_bytes else row
+    )
+
+
+def _rss_of_others(pid: int) -> int:
+    """Return the memory of a process whose first thread has ended, and shows none."""
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 as children_of
+            with suppress(OSError):
+                row = parsed_row(pid, Path(f"/proc/{pid}/task/{task}/stat").read_bytes())
+                if row.rss_bytes:
+                    return row.rss_bytes
+    return 0
 
 
 def parsed_row(pid: int, line: bytes) -> ProcessRow:

@@ -6,6 +6,7 @@ root's rights it has that to read files, or none (docs/adr/0059).
 """
 
 import ctypes
+import errno
 import functools
 import os
 import secrets
@@ -21,6 +22,7 @@ from slipstream.wire.process.processes import die_with_parent
 
 _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
 _PRIVATE_BELOW = (1 << 18) | (1 << 14)  # MS_PRIVATE, MS_REC
+_READ_ONLY = 1
 _NO_PROGRAMS = 2 | 4 | 8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
 _SET_DUMPABLE, _KEEP_CAPABILITIES, _SET_SECCOMP, _DROP_BOUNDING = 4, 8, 22, 24
 _NO_NEW_PRIVILEGES, _AMBIENT, _RAISE, _FILTER = 38, 47, 2, 2
@@ -60,6 +62,7 @@ class Confinement:
         self.goes_on_below = has_namespaces and not user_ids  # as the first of a PID namespace
         self.gaps: tuple[str, ...] = ()  # what does not hold here
         self._home = -1  # descriptor of our PID namespace
+        self._is_away = False  # the next fork begins another
 
     @classmethod
     def found(cls) -> "Confinement":
@@ -139,6 +142,9 @@ class Confinement:
                 _mount_proc()
             _set_capabilities(0, permitted=_NAMESPACES)  # so programs and modules have none
         self._home = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        # Before handlers of what is imported later, which may start threads: no other place lets
+        # them.
+        os.register_at_fork(after_in_parent=self._go_home)
 
     def fork(self) -> int:
         """Fork on the thread that settled, into a PID namespace of its own if there are any.
@@ -151,6 +157,7 @@ class Confinement:
         self._rise()
         try:
             _checked(_libc.unshare(_NEW_PID), "unshare")
+            self._is_away = True
             try:
                 pid = os.fork()
             except OSError:
@@ -159,6 +166,7 @@ class Confinement:
             if pid:
                 self._go_home()
             else:
+                self._is_away = False
                 os.close(self._home)
         finally:
             if self.goes_on_below:
@@ -172,16 +180,22 @@ class Confinement:
 
     def _go_home(self) -> None:
         """Have the next fork begin no PID namespace; where that fails there is no next one."""
-        if _libc.setns(self._home, _NEW_PID) < 0:
+        if self._is_away and _libc.setns(self._home, _NEW_PID) < 0:
             raise RuntimeError(f"setns: {os.strerror(ctypes.get_errno())}")
+        self._is_away = False
 
-    def enter(self) -> list[str]:
+    def enter(self, cover: Path | None = None) -> list[str]:
         """Confine this process for good; return gaps.
 
+        Args:
+            cover: a folder that it sees empty from now on, if it has mounts of its own.
+
         Raises:
-            OSError: the kernel refuses.
+            OSError: the kernel refuses, or the process has a further thread, which would go free.
         """
         gaps: list[str] = []
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            raise OSError(errno.EBUSY, "a library has started a thread in the fork")
         if self.has_namespaces:
             self._rise()
             _checked(_libc.unshare(_NEW_MOUNTS | _NEW_IPC), "unshare")
@@ -190,6 +204,8 @@ class Confinement:
                 _mount_proc()
             except OSError as error:
                 gaps.append(f"they see each other's command lines ({error})")
+            if cover is not None:
+                _cover(cover)
             if not self._user_ids:
                 _enter_user_namespace()
         if self._user_ids:
@@ -245,6 +261,13 @@ def _mount_proc() -> None:
     """Have /proc show the processes of our PID namespace."""
     proc = _libc.mount(b"proc", b"/proc", b"proc", _NO_PROGRAMS, None)
     _checked(proc, "mount of /proc")
+
+
+def _cover(folder: Path) -> None:
+    """Have a folder be an empty one that nobody writes."""
+    flags = _READ_ONLY | _NO_PROGRAMS
+    covered = _libc.mount(b"none", os.fsencode(folder), b"tmpfs", flags, b"size=4k,mode=0755")
+    _checked(covered, f"mount of {folder}")
 
 
 def _enter_user_namespace(further: int = 0) -> None:

@@ -76,8 +76,10 @@ _ENDING_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
 _MOST_FIRST_BYTES = 4096  # of a connection that has shown no ticket
 _SHARE, _MOST_WITHOUT_TICKET = 1 / 16, 256  # of the descriptors, and connections at most
-_DEVICES = (Path("/dev"), Path("/dev/mapper"))
-_PASSES_COMMANDS = re.compile(r"(sg|ng|mtd|raw)\d")  # to a disk, though no block device
+_DEVICES = (Path("/dev"), Path("/dev/mapper"), Path("/dev/bsg"))
+_PASSES_COMMANDS = re.compile(
+    r"(sg|ng|nvme|mtd|raw|dax)\d|\d+:\d+:\d+:\d+"
+)  # to a disk, though no block device
 _MODULE = "slipstream.generators.environments.loader"
 
 
@@ -100,6 +102,7 @@ class Acting:
     writer: asyncio.StreamWriter | None = None
     pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
     started_s: float = 0.0  # of that process
+    forked: asyncio.Event = field(default_factory=asyncio.Event)  # or it never will be
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     inner_pid: int = 0  # as the loader sees it
     keepers: dict[int, float] = field(default_factory=dict)  # pids that run code for it, and starts
@@ -224,7 +227,7 @@ class EnvironmentHost:
         Raises:
             ConfigError: it cannot be imported, or there is no jail here.
         """
-        hide = [*hide, *raw_disks()]
+        hide = [*hide, *raw_disks(), *own_services()]
         host = cls(function, options, limits, jailed=jailed, hide=hide, environment=environment)
         try:
             if jailed:
@@ -331,6 +334,7 @@ class EnvironmentHost:
                 case Ended(number=number, code=code, why=why):
                     if (acting := self._acting.get(number)) is not None:
                         acting.pid = acting.inner_pid = 0  # another may have them now
+                        acting.forked.set()
                         acting.ended.set()
                         how = f"by signal {-code}" if code < 0 else f"with code {code}"
                         _fail(acting, why or f"its process ended {how}")
@@ -415,16 +419,29 @@ class EnvironmentHost:
                 self._refuse(writer, str(error) or f"it says nothing for {_CONNECT_S:g} s")
             return
         ticket = first.ticket if isinstance(first, Connected) else ""
-        acting = self._by_ticket.pop(ticket, None)
-        if acting is None or acting.connected.done():
+        acting, pid = self._by_ticket.get(ticket), _peer(writer)
+        if acting is None or not await self._is_first_of(acting, pid) or acting.connected.done():
             self._refuse(writer, "it is no trajectory's")
             return
+        self._by_ticket.pop(ticket, None)
         self._without_ticket.pop(writer, None)
         acting.reader, acting.writer = reader, writer
-        acting.pid = _peer(writer)
+        acting.pid = pid
         row = row_of(acting.pid)
         acting.started_s = row.started_s if row is not None else 0.0
         acting.connected.set_result(None)
+
+    async def _is_first_of(self, acting: Acting, pid: int) -> bool:
+        """True if a process is the one that the loader has forked for a trajectory.
+
+        Tickets can be stolen: out of memory that a loader's forks share, or by who listens in our
+        place.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CONNECT_S):
+                await acting.forked.wait()
+        levels = self._jailed + self._is_below
+        return ids_inside([pid], levels=levels).get(acting.inner_pid) == pid != 0
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         self.num_refused += 1
@@ -436,6 +453,7 @@ class EnvironmentHost:
     def _forked(self, number: int, inner_pid: int) -> None:
         acting = self._told_of(number)
         acting.inner_pid = inner_pid
+        acting.forked.set()
         if not acting.connected.done():
             acting.pid = 0  # of who forked it
 
@@ -562,6 +580,15 @@ def raw_disks() -> list[Path]:
         return []
     nodes = [node for folder in _DEVICES if folder.is_dir() for node in folder.iterdir()]
     return [one for one in nodes if one.is_block_device() or _PASSES_COMMANDS.match(one.name)]
+
+
+def own_services() -> list[Path]:
+    """Return folders of sockets at which programs of our user do what they are asked outside.
+
+    Root's trajectories have no right to connect there.
+    """
+    uid = os.geteuid()
+    return [Path(f"/run/user/{uid}"), Path(f"/tmp/tmux-{uid}")] if uid else []  # noqa: S108
 
 
 def _is(pid: int, started_s: float, table: Mapping[int, ProcessRow]) -> bool:

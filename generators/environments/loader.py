@@ -208,7 +208,7 @@ def _act(
     become_a_reaper()
     connection = connected(order)
     if confinement is not None and link is not None:
-        confinement.enter()
+        confinement.enter(cover=Path(order.address).parent)  # others connect there
         borrow(link)
     act(environment, connection)
 

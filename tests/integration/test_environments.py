@@ -230,6 +230,27 @@ async def test_a_library_whose_threads_the_module_has_started_works_in_a_traject
         assert (await play(started, PROMPT, "go on")).reward == 1.0
 
 
+async def test_a_library_may_start_threads_in_the_loader_after_each_fork():
+    function = f"{HERE.with_name('threads_of_forks.py')}:StartsThreads"
+    async with hosted(function, {"handler": "after_in_parent"}) as started:
+        assert [(await play(started, PROMPT, "go on")).reward for _ in range(2)] == [0.0, 1.0]
+
+
+async def test_a_process_in_which_a_library_has_started_a_thread_is_no_trajectorys():
+    """That thread would keep the loader's mounts, and make any system call."""
+    function = f"{HERE.with_name('threads_of_forks.py')}:StartsThreads"
+    async with hosted(function, {"handler": "after_in_child"}) as started:
+        with pytest.raises(EnvironmentFailedError):
+            await play(started, PROMPT, "go on")
+
+
+async def test_a_process_whose_first_thread_has_ended_is_measured():
+    function = f"{HERE.with_name('first_thread_ends.py')}:FirstThreadEnds"
+    async with hosted(function, limits=Limits(memory_mb=400, max_processes=64)) as started:
+        with pytest.raises(EnvironmentFailedError, match="memory_mb"):
+            await play(started, PROMPT, "go on")
+
+
 async def test_a_trajectory_may_run_programs_in_the_sandbox():
     async with host("RunsPrograms") as environment:
         found = await tried(environment, "print(6 * 7)")

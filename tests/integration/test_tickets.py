@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -70,3 +73,30 @@ async def test_a_first_message_that_is_too_long_or_no_ticket_ends_its_connection
         assert host.num_refused == 1
         assert why in caplog.text
         assert (await play(host, Prompt(prompt="begin"), "x")).reward == 1.0
+
+
+SHOW = """
+import socket, sys
+one = socket.socket(socket.AF_UNIX)
+one.connect(sys.argv[1])
+one.sendall(bytes.fromhex(sys.argv[2]))
+print(one.recv(1))
+"""
+
+
+async def test_a_ticket_that_another_process_shows_first_is_refused_and_stays_good():
+    async with hosted(WAITS) as host:
+        assert host._loader is not None
+        (loader,) = host._pids_of(host._loader)
+        os.kill(loader, signal.SIGSTOP)
+        playing = asyncio.create_task(play(host, Prompt(prompt="begin"), "x"))
+        await until_async(lambda: host._by_ticket)
+        shown = frame_of(Connected(ticket=next(iter(host._by_ticket)))).hex()
+        command = [sys.executable, "-c", SHOW, str(host._folder / "socket"), shown]
+        thief = subprocess.Popen(command, stdout=subprocess.PIPE)
+        await until_async(lambda: host._without_ticket)
+        os.kill(loader, signal.SIGCONT)
+        assert (await playing).reward == 1.0
+        said, _ = await asyncio.to_thread(thief.communicate)
+        assert said == b"b''\n"
+        assert host.num_refused == 1
