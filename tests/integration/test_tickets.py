@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,10 +92,10 @@ async def test_a_ticket_that_another_process_shows_first_is_refused_and_stays_go
         await until_async(lambda: host._by_ticket)
         shown = frame_of(Connected(ticket=next(iter(host._by_ticket)))).hex()
         command = [sys.executable, "-c", SHOW, str(host._folder / "socket"), shown]
-        thief = subprocess.Popen(command, stdout=subprocess.PIPE)
+        thief = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         await until_async(lambda: host._without_ticket)
         os.kill(loader, signal.SIGCONT)
         assert (await playing).reward == 1.0
-        said, _ = await asyncio.to_thread(thief.communicate)
+        said, _ = await thief.communicate()
         assert said == b"b''\n"
         assert host.num_refused == 1

@@ -1,4 +1,4 @@
-"""An environment whose module starts threads in forks, as libraries with threads of their own do."""
+"""An environment whose module starts threads in forks, as some libraries do."""
 
 import os
 import threading
