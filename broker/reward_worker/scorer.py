@@ -70,6 +70,7 @@ class Scorer:
         self._heartbeat_s = heartbeat_s
         self._poll_s = poll_s
         self._held: dict[int, None] = {}  # leases whose score is not sent yet
+        self._scoring: set[asyncio.Task[None]] = set()
         # No more than are held; with the leases of its siblings that are given back after it.
         self._scored: asyncio.Queue[tuple[Score, list[int]]] = asyncio.Queue()
         self._sent = asyncio.Event()
@@ -87,16 +88,17 @@ class Scorer:
         self._stop.set()
 
     async def run(self) -> None:
-        """Work until the broker has no more work, or until stopped."""
+        """Work until the run is over, which needs no score any more, or until stopped."""
         async with asyncio.TaskGroup() as group:
             sides = [group.create_task(self._heartbeats()), group.create_task(self._send_forever())]
-            await self._lease_forever(group)
-            while self._held:
+            is_over = await self._lease_forever(group)
+            while self._held and not is_over:
                 await self._until_some_are_sent()
-            for side in sides:
-                side.cancel()
+            for task in [*sides, *(self._scoring if is_over else ())]:
+                task.cancel()
 
-    async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
+    async def _lease_forever(self, group: asyncio.TaskGroup) -> bool:
+        """Take on work until stopped, or until the run is over; return whether it is."""
         async with running(self._stop.wait()) as (stopping,):
             while not stopping.done():
                 free = self._max_credits - len(self._held)
@@ -109,12 +111,13 @@ class Scorer:
                 asking = self._client.ask(request, ScoringLeased, extra_wait_s=self._poll_s)
                 answer = await unless(asking, stopping)
                 if answer is None:
-                    return  # later grants go back with Goodbye
+                    return False  # later grants go back with Goodbye
                 leased, frames = answer
                 self._num_answers += not self._held
                 self._take_on(group, leased, frames)
                 if leased.finished:
-                    return
+                    return True
+        return False
 
     def _take_on(
         self, group: asyncio.TaskGroup, leased: ScoringLeased, frames: Sequence[Frame]
@@ -136,7 +139,9 @@ class Scorer:
                 )
                 self._scored.put_nowait((unreadable, []))
         if work:
-            group.create_task(self._score(work))
+            task = group.create_task(self._score(work))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
 
     async def _score(self, work: Work) -> None:
         async for score in self._rewards.score(work):

@@ -34,6 +34,7 @@ class Work:
     def __init__(self, *texts: bytes) -> None:
         self.waiting = deque(enumerate(texts))
         self.held: set[int] = set()
+        self.is_over = False  # whatever is held
         self.most_held = 0
         self.asked: list[LeaseScoring] = []
         self.scores: list[Score] = []
@@ -50,7 +51,8 @@ class Work:
                 self.held |= {i for i, _ in given}
                 self.most_held = max(self.most_held, len(self.held))
                 items = tuple(ScoringItem(group_id=i, sibling=0, lease_id=i) for i, _ in given)
-                return ScoringLeased(items=items, finished=not self.waiting), [t for _, t in given]
+                finished = self.is_over or not (self.waiting or self.held)
+                return ScoringLeased(items=items, finished=finished), [t for _, t in given]
             case SubmitScores(scores=scores):
                 self.scores += scores
                 self.held -= {score.lease_id for score in scores}
@@ -125,6 +127,16 @@ def test_a_reward_of_whole_groups_asks_for_whole_groups():
     broker = Work(transcript("a"))
     asyncio.run(scorer(broker, Lengths(needs_groups=True)).run())
     assert all(request.whole_groups for request in broker.asked)
+
+
+async def test_a_scorer_does_not_wait_for_a_function_that_hangs_once_the_run_is_over():
+    broker = Work(transcript("a"), transcript("b"))
+    worker = scorer(broker, Lengths(takes_s=10 * HANG_S))
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+        group.create_task(worker.run())
+        await until_async(lambda: broker.held)
+        broker.is_over = True
+    assert broker.scores == []
 
 
 async def test_stopping_scorer_takes_no_more_work_and_sends_its_scores():
