@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from slipstream.deploy.commands.options import RUNS, writing
@@ -16,8 +17,9 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
 )
 from slipstream.wire.files.run_folder import newest_run
+from slipstream.wire.process.processes import keep_folder, remove_abandoned
 
-_HELD = ".export-"  # and the process id
+_HELD, _MADE = ".export-", ".exporting-"  # a folder with links, and before it is locked
 _TRIES = 20  # while a run replaces its checkpoints
 EXAMPLES = """examples:
   slipstream export runs/demo --best --out DIR   the best checkpoint by eval.metric
@@ -111,11 +113,15 @@ def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tu
             return checkpoint, checkpoint
         run = checkpoint.parent.parent
         for left in run.glob(f"{_HELD}*"):  # by exports that were killed
-            if not Path("/proc", left.name.removeprefix(_HELD)).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        held = run / f"{_HELD}{os.getpid()}"
+            remove_abandoned(left, partial(shutil.rmtree, ignore_errors=True))
         try:
-            shutil.copytree(checkpoint, held, copy_function=os.link)
+            made = Path(tempfile.mkdtemp(prefix=_MADE, dir=run))
+        except OSError:  # nothing can be written here
+            return checkpoint, checkpoint
+        keep_folder(made)
+        held = made.rename(run / f"{_HELD}{made.name.removeprefix(_MADE)}")
+        try:
+            shutil.copytree(checkpoint, held, copy_function=os.link, dirs_exist_ok=True)
         except (shutil.Error, OSError):
             shutil.rmtree(held, ignore_errors=True)
             if checkpoint.is_dir():  # no links here

@@ -5,7 +5,6 @@ bytes of the structs below, in JSON, so that no object of ours is unpickled anyw
 """
 
 import ctypes
-import fcntl
 import os
 import secrets
 import shutil
@@ -16,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -30,6 +29,7 @@ from slipstream.generators.sglang.process import remove_leftovers
 from slipstream.wire.files.keys import ClientKey, write_client_key, write_private
 from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs_of
+from slipstream.wire.process.processes import keep_folder, remove_abandoned
 
 PYTHON, SETTINGS = "{python}", "{settings}"  # in a command: what they are is known on the host
 _PREFIX = "slipstream-"
@@ -255,7 +255,7 @@ def _adopt_orphans(wanted: bool) -> None:
 def _own_folder(parent: Path | None) -> Path:
     """Make a folder that is locked until this process ends, and says so once it is."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+    keep_folder(folder)
     (folder / _OWNER).write_text(_OURS)
     return folder
 
@@ -267,12 +267,13 @@ def _remove_those_of_the_dead() -> None:
     """
     for parent in {Path(tempfile.gettempdir()), _MEMORY}:
         for folder in parent.glob(f"{_PREFIX}*"):
-            with suppress(OSError, UnicodeDecodeError), ExitStack() as closing:
-                if folder.stat().st_uid != os.geteuid() or (folder / _OWNER).read_text() != _OURS:
-                    continue
-                descriptor = os.open(folder, os.O_RDONLY)
-                closing.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in folder.glob("*-*"):
-                    remove_leftovers(left)
-                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError, UnicodeDecodeError):
+                own = folder.stat().st_uid == os.geteuid()
+                if own and (folder / _OWNER).read_text() == _OURS:
+                    remove_abandoned(folder, _remove)
+
+
+def _remove(folder: Path) -> None:
+    for left in folder.glob("*-*"):
+        remove_leftovers(left)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
@@ -100,6 +100,23 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def keep_folder(folder: Path) -> None:
+    """Lock a folder until this process ends, for every process that sees it, in any container."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)  # by the program that may replace this one
+    with suppress(OSError):  # a file system without such locks: nobody removes it as abandoned
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def remove_abandoned(folder: Path, remove: Callable[[Path], None]) -> None:
+    """Call ``remove`` with a folder that a process had locked, if none has any more."""
+    with suppress(OSError), ExitStack() as closing:
+        descriptor = os.open(folder, os.O_RDONLY)
+        closing.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove(folder)
 
 
 def last_lines(log_file: Path, count: int = 12) -> str:

@@ -28,6 +28,9 @@ def test_what_is_exported_outlives_the_checkpoint_that_a_live_run_removes(tmp_pa
     held, of = held_checkpoint(run, best=False)
     assert of == checkpoint
     assert not left.exists(), "of an export that was killed"
+    beside, _ = held_checkpoint(run, best=False)
+    assert held.is_dir(), "that of another process, whose id nobody here may see, is locked"
+    let_go(beside, of)
     shutil.rmtree(checkpoint)
     assert (held / "weights").read_bytes() == b"w" * 9
     let_go(held, of)
