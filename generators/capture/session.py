@@ -293,8 +293,8 @@ class CaptureSession:
         their digests.
         """
         by_length: dict[int, list[Reply]] = {}
-        for reply in [one for one in reversed(self._kept) if one.histories][:_MOST_COMPARED]:
-            by_length.setdefault(len(reply.said), []).append(reply)
+        for one in [one for one in reversed(self._kept) if one.histories][:_MOST_COMPARED]:
+            by_length.setdefault(len(one.said), []).append(one)
         for count in range(len(messages), 0, -1):
             reply = self._replies.get(keys[count])
             if reply is None and count in by_length:

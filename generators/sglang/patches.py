@@ -144,7 +144,12 @@ def keep_every_character(module: ModuleType) -> None:
         closing = {one for name, one in named if one and _CLOSING.search(name)}
         opening = {one for _, one in named if one[:1] in {"<", "["}} - closing
         marks = Marks(opening, closing)
-        found = read_reply(full_text, read, detector.has_tool_call, marks)
+        opener = detector.bot_token.strip() or "\0"  # without the blanks that a parser insists on
+
+        def looks_like_call(part: str) -> bool:
+            return opener in part or bool(detector.has_tool_call(part))
+
+        found = read_reply(full_text, read, looks_like_call, marks)
         calls = [
             item_of(tool_index=-1, name=one.name, parameters=one.arguments) for one in found.calls
         ]

@@ -52,8 +52,8 @@ class ReplyParser:
             ConfigError: it does not.
             EngineError: it does not answer.
         """
+        setting = f"{self._tools!r} (environment.tool_call_parser)"
         try:
-            setting = f"{self._tools!r} (environment.tool_call_parser)"
             if self._tools:
                 await self._engine.tool_calls("no call", [_NO_TOOL], self._tools)
             setting = f"{self._reasoning!r} (environment.reasoning_parser)"

@@ -100,6 +100,7 @@ def test_what_is_beside_a_call_and_what_cannot_be_read_is_text(parsers: ModuleTy
             good.replace('{"at": "a tree"}', "[1, 2]"),
             good.replace('{"at": "a tree"}', '"a tree"'),
             good.replace('"name"', '"nome"'),
+            good.replace("\n", ""),
         ):
             rest, calls, unread = read(parsers, name, f"Two: {good}\n{bad}")
             assert calls == found
