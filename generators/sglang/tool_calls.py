@@ -20,6 +20,7 @@ _ENDS = re.compile(r"[\"'})\]\s]*")  # of JSON that a parser closes by itself
 _TAG = re.compile(r"<[^<>]*>")
 _NAME = re.compile(r"[\w.\-]+")
 _MOST_NAMES = 256  # that an unread part may hold
+_MOST_READ = 4 << 20  # characters that a parser is asked about for one reply, of all its parts
 # Words that formats write around a name and its arguments.
 _FORMAT = re.compile(
     "_?(analysis|args?|arguments?|array|assistant|bool(ean)?|calls?|commentary|constrain|false|float|"
@@ -53,6 +54,10 @@ class Reading(NamedTuple):
     unread: list[str]  # parts of ``text`` that look like calls and are none
 
 
+class _ReadEnoughError(Exception):
+    """A reply has so many calls that to find their places would take too long."""
+
+
 class Marks(NamedTuple):
     """What a format writes around calls: it says nothing."""
 
@@ -69,12 +74,34 @@ def read_reply(
 ) -> Reading:
     """Return the calls of a reply and all the rest of it.
 
+    One with so many calls that to find their places would take long remains text as a whole,
+    beside its calls.
+
     Args:
         text: the reply.
         read: its parser, which may leave out calls of names that it does not know.
         looks_like_call: whether a text has a mark of a call.
         marks: of the format.
     """
+    left = _MOST_READ
+
+    def bounded(part: str, names: Collection[str]) -> list[Call]:
+        nonlocal left
+        left -= len(part)
+        if left < 0:
+            raise _ReadEnoughError
+        return read(part, names)
+
+    try:
+        return _read_twice(text, bounded, looks_like_call, marks)
+    except _ReadEnoughError:
+        return Reading(text, [call for call in read(text, ()) if call.is_whole], [])
+
+
+def _read_twice(
+    text: str, read: Read, looks_like_call: Callable[[str], bool], marks: Marks
+) -> Reading:
+    """Read a reply, and once more with the names in what remains unread."""
     found = _reading(text, lambda part: read(part, ()), looks_like_call, marks)
     names = list(dict.fromkeys(_NAME.findall("".join(found.unread))))[:_MOST_NAMES]
     if names:

@@ -43,6 +43,7 @@ class ReplyParser:
         self._tools = tools
         self._reasoning = reasoning
         self._opening = opening
+        self._begins_inside: bool | None = None  # a thought, to the parser; None: not asked yet
         self._is_inside = opening.rfind(_BEGIN) > opening.rfind(_END)
 
     async def check(self) -> None:
@@ -100,8 +101,10 @@ class ReplyParser:
         return thought, text[at:]
 
     async def _opens_a_thought(self) -> bool:
-        _, rest = await self._engine.separate_reasoning(self._opening + "x", self._reasoning)
-        return not rest.endswith("x")
+        if self._begins_inside is None:
+            _, rest = await self._engine.separate_reasoning(self._opening + "x", self._reasoning)
+            self._begins_inside = not rest.endswith("x")
+        return self._begins_inside
 
 
 def without_thoughts(text: str, *, is_inside: bool = False) -> tuple[list[str], str]:
