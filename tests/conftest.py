@@ -17,9 +17,11 @@ gc.disable()  # until all is imported: it lives to the end
 # Hypothesis has deadlines of its own, 200 ms for an example.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any")
-# A shell starts what it runs in the background with Ctrl-C ignored, and processes inherit that.
+# A shell starts what it runs in the background with Ctrl-C ignored, and nohup what it runs with
+# SIGHUP ignored; processes inherit that.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 MINUTE_S = 60.0
 HANGS_AFTER_S = {  # what hangs is ended; a machine that is slow or busy comes near none of these
     "chaos": 240 * MINUTE_S,

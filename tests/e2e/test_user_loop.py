@@ -37,11 +37,13 @@ folder, limit = sys.argv[1], int(sys.argv[2])
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 answers = []
+silent = {tokenizer.eos_token_id, tokenizer.pad_token_id}
 for prompt in json.load(sys.stdin):
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=True)["input_ids"]])
     with torch.no_grad():
         out = model.generate(ids, do_sample=False, max_new_tokens=limit)
-    answers.append(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
+    said = [one for one in out[0, ids.shape[1]:].tolist() if one not in silent]
+    answers.append(tokenizer.decode(said))
 print(json.dumps(answers))
 """
 

@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -93,6 +94,7 @@ def _nothing_is_left(own_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def left_here() -> dict[str, object]:
+    gc.collect()  # it closes what an earlier test has left
     own = tempfile.gettempdir()
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {

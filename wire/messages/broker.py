@@ -18,7 +18,6 @@ from slipstream.wire.messages.bounds import (
     Listed,
     Name,
     Number,
-    Reward,
     Several,
     Text,
 )
@@ -291,9 +290,9 @@ class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """A header and its reward; the payload is fetched apart."""
 
     header: TrajectoryHeader
-    reward: Reward
+    reward: Figure
     parts: ByName[Figure] = {}  # named parts of the reward
-    turn_rewards: Several[Reward] = ()  # of each chosen turn of the header; none: not known
+    turn_rewards: Several[Figure] = ()  # of each chosen turn of the header; none: not known
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ def settings_of(folder: Path, **overrides: object) -> OfflineSettings:
     if not (folder / "model").exists():
         write_blank_model(folder / "model", hidden=16, layers=1)
         (folder / "model" / "chat_template.jinja").write_text(REFUSING)
-        rows = [{"prompt": str(i)} for i in range(5)]
+        rows = [{"prompt": str(i), "ground_truth": "x"} for i in range(5)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table: dict[str, dict[str, object]] = {
         "run": {"name": "offline", "dir": str(folder), "model": str(folder / "model")},

@@ -220,7 +220,7 @@ def test_descendants_are_all_that_a_process_has_started():
 
 
 def test_usage_adds_up_and_a_zombie_is_no_task_but_has_spent_its_time():
-    table = {3: row(3, 2), 4: row(4, 3, state="Z")}
+    table = {3: row(3, 2), 4: row(4, 3, state="Z", num_threads=1)}
     assert usage_of([3, 4, 99], table) == (2, 2.0, 20)
 
 

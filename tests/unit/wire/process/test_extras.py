@@ -34,7 +34,10 @@ def modules(requirements: list[str]) -> set[str]:
 
 def absent(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleNotFoundError:
     """Return the error of an import, as if its library were not installed."""
-    monkeypatch.setitem(sys.modules, name.partition(".")[0], None)
+    package = name.partition(".")[0]
+    for known in [one for one in sys.modules if one.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module(name)
     return caught.value
