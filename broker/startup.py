@@ -252,6 +252,6 @@ def _open_metrics(
     for step in sorted(missed):
         if metrics.newest_step < step <= ledger.book.step:
             metrics.step(step, None, missed[step])  # how many tokens it had is not among events
-            if step > trackers.newest_step:
-                trackers.log(step, missed[step])
+        if trackers.newest_step < step <= ledger.book.step:
+            trackers.log(step, missed[step])
     return metrics

@@ -72,6 +72,8 @@ class StopRequest:
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         count_once(signum)
+        if signum == signal.SIGHUP and self.requested:
+            return  # the terminal of who asked to stop is closed
         if not self._is_deferring or self.requested:
             raise SystemExit(0)
         self.requested = True

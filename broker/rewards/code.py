@@ -120,17 +120,7 @@ def parse_tests(ground_truth: Json) -> Tests:
     Raises:
         ValueError: there are none, or we do not understand them.
     """
-    truth: Any = ground_truth
-    if isinstance(truth, str):
-        try:
-            truth = json.loads(truth, parse_int=_integer)
-        except ValueError:
-            truth = [truth]
-    if isinstance(truth, Mapping):
-        truth = {key: value for key, value in truth.items() if value not in (None, "", [])}
-        truth = truth.get("test_cases", truth)
-    if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
-        truth = _gathered(truth)
+    truth = _one_object(_read(ground_truth))
     function = ""
     if isinstance(truth, Mapping) and "asserts" in truth:
         function = str(truth.get("fn_name", ""))
@@ -141,14 +131,41 @@ def parse_tests(ground_truth: Json) -> Tests:
     elif isinstance(truth, Sequence) and all(isinstance(item, str) for item in truth):
         try:
             tests = Tests(texts=tuple(truth), function=function)
-            len(tests)
+            untested = [text for text in truth if not code_tester.has_test(text)]
         except SyntaxError as error:
             raise ValueError(f"ground_truth: the assertions are no Python: {error}") from error
+        if untested:
+            raise ValueError(f"ground_truth: nothing is tested by {_shortened(untested[0])}")
     else:
         raise ValueError(f"ground_truth: expected test cases, got {_shortened(truth)}")
     if not len(tests):
         raise ValueError(f"ground_truth: expected at least one test case, got {_shortened(truth)}")
     return tests
+
+
+def _one_object(truth: Any) -> Any:  # noqa: ANN401
+    """Return test cases as one object, or as a list of assertions."""
+    named: dict[str, Any] = {}
+    if isinstance(truth, str):
+        truth = [truth]
+    if isinstance(truth, Mapping) and "test_cases" in _present(truth):
+        named = {key: value for key, value in _present(truth).items() if key == "fn_name"}
+        truth = _read(truth["test_cases"])
+    if isinstance(truth, list) and truth:
+        read = [_read(item) for item in truth]
+        truth = _gathered(read) if all(isinstance(item, Mapping) for item in read) else truth
+    return named | _present(truth) if isinstance(truth, Mapping) else truth
+
+
+def _read(value: Any) -> Any:  # noqa: ANN401
+    """Return what JSON as text holds; other text and values as they are."""
+    with contextlib.suppress(ValueError):
+        return json.loads(value, parse_int=_integer) if isinstance(value, str) else value
+    return value
+
+
+def _present(truth: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in truth.items() if value not in (None, "", [])}
 
 
 def _gathered(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,11 +177,13 @@ def _gathered(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "ground_truth: expected input and output in every test case, and one fn_name, got "
             f"{_shortened(pairs)}"
         )
+    if functions == {""} and any(pair.get("testtype") == "functional" for pair in pairs):
+        raise ValueError(f"ground_truth: tests of a function without fn_name: {_shortened(pairs)}")
     return columns | {"fn_name": functions.pop()}
 
 
 def _function(pair: Mapping[str, Any]) -> str:
-    metadata = pair.get("metadata")
+    metadata = _read(pair.get("metadata"))
     named = metadata if isinstance(metadata, Mapping) else {}
     return str(pair.get("fn_name") or named.get("func_name") or "")
 

@@ -382,6 +382,20 @@ def split(text: str) -> list[tuple[ast.stmt, bool]]:
     return [(statement, id(statement) in tests) for statement in statements]
 
 
+def has_test(text: str) -> bool:
+    """True if a text asserts something, or ends with a statement that may: no bare definition.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    statements = ast.parse(text).body
+    if not statements or any(isinstance(one, ast.Assert) for one in statements):
+        return bool(statements)
+    last = statements[-1]
+    calls = any(isinstance(one, ast.Call) for one in ast.walk(last))
+    return calls and isinstance(last, ast.Expr | ast.For | ast.While | ast.With | ast.Try | ast.If)
+
+
 def send(message: dict[str, Any]) -> None:
     """Write a line for the process that compares."""
     try:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 THINK, THINK_ENDS = "<think>", "</think>"
 ANSWER, ANSWER_ENDS = "<answer>", "</answer>"
 _HASHES = "####"
+_HEADING = re.compile(r"[\s*_]*[^\W\d_]{3,}")  # words after those, as Markdown has it
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FENCES = ("```", "~~~")
@@ -46,7 +47,7 @@ def marked_answer(text: str, *, hashes: bool = True) -> str | None:
 
     Args:
         text: after the thought.
-        hashes: ``####`` is a mark.
+        hashes: ``####`` is a mark, but before a word, as of a heading.
     """
     boxes = list(_BOX.finditer(text))
     if boxes:
@@ -56,7 +57,8 @@ def marked_answer(text: str, *, hashes: bool = True) -> str | None:
         inside, closed, _ = rest.partition(ANSWER_ENDS)
         return inside.strip() if closed else ""
     _, marked, rest = text.rpartition(_HASHES) if hashes else ("", "", "")
-    return rest.strip().partition("\n")[0] if marked else None
+    is_mark = marked and not _HEADING.match(rest)
+    return rest.strip().partition("\n")[0] if is_mark else None
 
 
 def _braced(text: str) -> str:

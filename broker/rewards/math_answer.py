@@ -41,6 +41,7 @@ _STARS = re.compile(r"\*{2,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _COMMAND_OF_TEXT = re.compile(r"\\[a-zA-Z]+(?:\s*\{[^{}]*\})?")
 _WORD = re.compile(r"[^\W\d_]{3,}")
+_NUMBER = re.compile(r"\d(?:[\d.,]*\d)?")
 _DELIMITED = re.compile(r"(?<!\\)(?:\$.*(?<!\\)\$|\\boxed\s*\{|\\\(|\\\[)", re.DOTALL)
 _TRUTH_S = 5.0  # CPU seconds to read a ground truth
 _MAX_EXPONENT_DIGITS = 4
@@ -59,6 +60,8 @@ def read_truths(prompt: Prompt) -> list[list[Any]]:
     """
     truth = truth_of(prompt)
     given = truth if isinstance(truth, list | tuple) else [truth]
+    if not all(isinstance(one, str | int | float) and one == one for one in given):  # NaN is none
+        raise ValueError(f"ground_truth holds what is neither text nor a number: {truth!r:.200}")
     try:
         with _time_limit(_TRUTH_S):
             truths = [_parsed_truth(str(one)) for one in given]
@@ -117,7 +120,7 @@ def score(
 def _readings(marked: str) -> list[list[Any]]:
     """Return what a marked answer may mean: mathematics, or the number in some words."""
     found = [_marked_value(marked)]
-    if _WORD.search(_COMMAND_OF_TEXT.sub("", marked)):
+    if _WORD.search(_COMMAND_OF_TEXT.sub("", marked)) and len(_NUMBER.findall(marked)) == 1:
         found.append(_parse(marked))
     return found
 

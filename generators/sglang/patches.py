@@ -126,10 +126,13 @@ def keep_every_character(module: ModuleType) -> None:
         del preserve_incomplete
         detector = parser.detector
 
+        @functools.cache
+        def tools_of(names: tuple[str, ...]) -> list[Any]:
+            return [*parser.tools, *(tool_of(function={"name": name}) for name in names)]
+
         def read(text: str, names: Collection[str]) -> list[Call]:
-            known = [tool_of(function={"name": name}) for name in names]
             try:
-                found = copy.copy(detector).detect_and_parse(text, [*parser.tools, *known])
+                found = copy.copy(detector).detect_and_parse(text, tools_of(tuple(names)))
             except Exception:  # noqa: BLE001 what cannot be read raises anything
                 return []
             return [Call(one.name or "", one.parameters) for one in found.calls]

@@ -15,12 +15,13 @@ import msgspec
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
-_WORD = re.compile(r"\w*[^\W\d_]\w*")
+_WORD = re.compile(r"\w+")
 _ENDS = re.compile(r"[\"'})\]\s]*")  # of JSON that a parser closes by itself
 _TAG = re.compile(r"<[^<>]*>")
 _NAME = re.compile(r"[\w.\-]+")
 _MOST_NAMES = 256  # that an unread part may hold
-_MOST_READ = 4 << 20  # characters that a parser is asked about for one reply, of all its parts
+_MOST_READ = 1 << 20  # characters that a parser is asked about for one reply, of all its parts
+_EACH_READ = 2_000  # characters that take as long as to ask at all
 # Words that formats write around a name and its arguments.
 _FORMAT = re.compile(
     "_?(analysis|args?|arguments?|array|assistant|bool(ean)?|calls?|commentary|constrain|false|float|"
@@ -87,7 +88,7 @@ def read_reply(
 
     def bounded(part: str, names: Collection[str]) -> list[Call]:
         nonlocal left
-        left -= len(part)
+        left -= len(part) + _EACH_READ
         if left < 0:
             raise _ReadEnoughError
         return read(part, names)
@@ -195,5 +196,6 @@ def _says_all(call: Call, written: str) -> bool:
     """Return whether a call has all the words that are written where it stands."""
     decoded = msgspec.json.decode(call.arguments or "{}")
     said = f"{call.name} {call.arguments} {decoded}"
-    words = {one for one in _WORD.findall(_TAG.sub(" ", written)) if not _FORMAT.fullmatch(one)}
+    found = set(_WORD.findall(_TAG.sub(" ", written)))
+    words = {one for one in found if any(map(str.isalpha, one)) and not _FORMAT.fullmatch(one)}
     return words <= set(_WORD.findall(said))

@@ -96,7 +96,7 @@ class ReplyParser:
             rest = rest.strip()
         at = text.rfind(rest) if rest else len(text)
         thought = thought.removeprefix(opening).strip("\n") if opening else thought
-        if at < 0 or thought.strip() not in text:
+        if at < 0 or thought.strip() not in text or (not thought.strip() and text[:at].strip()):
             return "", text  # it says something else than the policy
         return thought, text[at:]
 

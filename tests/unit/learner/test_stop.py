@@ -27,6 +27,13 @@ def test_the_first_signal_is_noted_and_the_second_ends(stop: StopRequest, signum
             signal.raise_signal(signum)
 
 
+def test_a_terminal_that_is_closed_after_ctrl_c_asks_for_nothing_more(stop: StopRequest):
+    with stop.deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.requested
+
+
 def test_a_terminal_that_is_closed_asks_once_though_shell_and_kernel_send_its_signal(
     stop: StopRequest,
 ):

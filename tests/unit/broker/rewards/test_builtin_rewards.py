@@ -82,6 +82,8 @@ def test_the_marked_answer_is_found():
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
         ("just 12", None),
+        ("#### Step 1\n3 + 4 = 7\n#### **Conclusion**\nThe answer is 7.", None),
+        ("#### Final answer\n\\(7\\)", None),
     ]:
         assert marked_answer(text) == marked
     assert marked_answer("#### 72", hashes=False) is None
@@ -313,6 +315,10 @@ def test_mathematics_is_compared_by_value():
         ("42", 42, 1.0),
         (r"\boxed{3}", [2, 3], 1.0),
         (r"\boxed{41}", 42, 0.0),
+        (r"\boxed{8 and 7}", 7, 0.0),
+        ("<answer>72 apples or 71 apples</answer>", 71, 0.0),
+        ("<answer>72 apples</answer>", 72, 1.0),
+        ("#### Final answer\n\\(7\\)", 7, 1.0),
         ("no idea", 42, 0.0),
         (r"\boxed{\frac{1}{", 42, 0.0),
         (r"\boxed{2} hmm </think> \boxed{3}", 2, 0.0),

@@ -66,6 +66,30 @@ def test_test_cases_of_one_object_each_are_read_as_those_of_one_object():
     lines = [{"input": "1\n2", "output": "3"}, {"input": "3\n4", "output": "7"}]
     for name in ({"fn_name": "add"}, {"metadata": {"func_name": "add"}, "testtype": "functional"}):
         assert parse_tests([pair | name for pair in lines]) == parse_tests(CALLS)
+    metadata = {"metadata": '{"func_name": "add"}'}
+    assert parse_tests([pair | metadata for pair in lines]) == parse_tests(CALLS)
+    assert parse_tests([json.dumps(pair) for pair in asked]) == parse_tests(SUMS)
+    assert parse_tests({"fn_name": "add", "test_cases": lines}) == parse_tests(CALLS)
+    inner = {name: one for name, one in CALLS.items() if name != "fn_name"}
+    padded_inside = {"fn_name": "add", "test_cases": {**inner, "asserts": None}}
+    assert parse_tests(padded_inside) == parse_tests(CALLS)
+    assert parse_tests({"test_cases": json.dumps(asked)}) == parse_tests(SUMS)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "x = 5",
+        "[{'input': '1', 'output': '2'}]",  # as Python writes it
+        "def test_add():\n    assert add(1, 2) == 3",
+        {"asserts": "def check(candidate):\n    assert candidate(1, 2) == 3"},
+        {"test_cases": "12"},
+        [{"input": "[1,2]\n3", "output": "6", "testtype": "functional"}],
+    ],
+)
+def test_what_tests_nothing_is_refused(truth: Json):
+    with pytest.raises(ValueError, match="ground_truth: "):
+        parse_tests(truth)
 
 
 def test_keys_without_a_value_are_absent():

@@ -33,7 +33,13 @@ def test_a_reply_of_very_many_calls_is_read_within_a_bound_and_loses_nothing():
     found = read_reply(text, counting, looks_like_call, MARKS)
     assert len(found.calls) == 2_000
     assert (found.text, found.unread) == (text, [])
-    assert asked < 5 << 20
+    assert asked < 2 << 20
+
+
+def test_long_words_of_an_argument_are_soon_read():
+    text = f'<call>{{"name": "add", "arguments": {{"x": "{"_" * 20_000}"}}}}</call>'
+    found = read_reply(text, read, looks_like_call, MARKS)
+    assert (found.text, len(found.calls)) == ("", 1)
 
 
 def read(part: str, _names: Collection[str]) -> list[Call]:
