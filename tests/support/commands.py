@@ -6,15 +6,13 @@ starts a run.
 
 import io
 import logging
-import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from unittest.mock import patch
 
 from slipstream.deploy import main as deploy_main
-from slipstream.wire.process.stopping import STOP_SIGNALS
 from tests.support.nursery import forking
+from tests.support.signals import signals_as_before
 
 
 def called(*words: object) -> "subprocess.CompletedProcess[str]":
@@ -25,7 +23,7 @@ def called(*words: object) -> "subprocess.CompletedProcess[str]":
     logging.getLogger().addHandler(log)
     try:
         with (
-            _signals_as_before(),
+            signals_as_before(),
             patch("subprocess.Popen", forking()),
             patch("sys.argv", argv),
             redirect_stdout(output),
@@ -35,14 +33,3 @@ def called(*words: object) -> "subprocess.CompletedProcess[str]":
     finally:
         logging.getLogger().removeHandler(log)
     return subprocess.CompletedProcess(argv, code, output.getvalue(), errors.getvalue())
-
-
-@contextmanager
-def _signals_as_before() -> Iterator[None]:
-    """Take back the handlers that a command leaves for the end of its process."""
-    before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

@@ -5,16 +5,15 @@ import pytest
 
 from slipstream.learner.stop import StopRequest
 from slipstream.wire.process.stopping import STOP_SIGNALS
+from tests.support.signals import signals_as_before
 
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    request = StopRequest()
-    request.listen()
-    yield request
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    with signals_as_before():
+        request = StopRequest()
+        request.listen()
+        yield request
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

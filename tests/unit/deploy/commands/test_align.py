@@ -10,14 +10,13 @@ from slipstream.deploy.commands import align
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.stopping import STOP_SIGNALS
 from tests.support.family_models import SHAPE
+from tests.support.signals import signals_as_before
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
-    yield
-    for one, handler in before.items():
-        signal.signal(one, handler)
+    with signals_as_before():
+        yield
 
 
 def parsed(*words: str) -> argparse.Namespace:

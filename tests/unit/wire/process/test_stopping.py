@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.wire.process.stopping import STOP_SIGNALS, heeded_signals, stop_event
+from tests.support.signals import signals_as_before
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    before = {one: signal.getsignal(one) for one in STOP_SIGNALS}
-    yield
-    for one, handler in before.items():
-        signal.signal(one, handler)
+    with signals_as_before():
+        yield
 
 
 async def hear() -> None:
