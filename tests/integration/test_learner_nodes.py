@@ -270,9 +270,9 @@ class Training:
         return self.nodes.start(node, "a", *self.own)
 
     def ranks_of(self, node: subprocess.Popen[str]) -> list[psutil.Process]:
-        """Return the other ranks of a node, which the nursery beside its first one has forked."""
+        """Return the other ranks of a node, which its nursery has forked, as it does its relay."""
         (source,) = psutil.Process(node.pid).children()
-        return source.children()
+        return [one for one in source.children() if "--rank" in one.cmdline()]
 
 
 @pytest.fixture
