@@ -17,8 +17,8 @@ a process that the answer cannot reach (``code_tester.py``).
 
 import ast
 import contextlib
+import decimal
 import json
-import math
 import operator
 import re
 import sys
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from slipstream.broker.rewards import code_tester
 from slipstream.broker.rewards.final_answer import (
@@ -43,9 +43,11 @@ from slipstream.wire.messages.trajectory import Json
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST_DIGITS = 4300  # of an integer; Python's own limit where it is not taken away
-_TOLERANCE = 1e-6
+_TOLERANCE = Decimal("1e-6")
+_NO_LIMITS = decimal.Context(Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[])
 _MAX_PROCESSES = 16
 _MIB = 1024 * 1024
+_Number: TypeAlias = str | int | float | Decimal
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def read_tests(prompt: Prompt) -> Tests:
 
 
 def parse_tests(ground_truth: Json) -> Tests:
-    """Read test cases. Keys of an object whose value is null are absent, as parquet writes them.
+    """Read test cases. Keys and items whose value is null or NaN are absent, as files pad them.
 
     Raises:
         ValueError: there are none, or we do not understand them.
@@ -126,6 +128,8 @@ def parse_tests(ground_truth: Json) -> Tests:
         function = str(truth.get("fn_name", ""))
         truth = truth["asserts"]
         truth = [truth] if isinstance(truth, str) else truth
+    if isinstance(truth, list):
+        truth = _given(truth)
     if isinstance(truth, Mapping):
         tests = _parse_pairs(truth)
     elif isinstance(truth, Sequence) and all(isinstance(item, str) for item in truth):
@@ -151,9 +155,10 @@ def _one_object(truth: Any) -> Any:  # noqa: ANN401
     if isinstance(truth, Mapping) and "test_cases" in _present(truth):
         named = {key: value for key, value in _present(truth).items() if key == "fn_name"}
         truth = _read(truth["test_cases"])
-    if isinstance(truth, list) and truth:
-        read = [_read(item) for item in truth]
-        truth = _gathered(read) if all(isinstance(item, Mapping) for item in read) else truth
+    if isinstance(truth, list):
+        read = [_read(item) for item in _given(truth)]
+        if read and all(isinstance(item, Mapping) for item in read):
+            truth = _gathered([pair for pair in read if _present(pair)])
     return named | _present(truth) if isinstance(truth, Mapping) else truth
 
 
@@ -164,15 +169,23 @@ def _read(value: Any) -> Any:  # noqa: ANN401
     return value
 
 
+def _is_absent(value: Any) -> bool:  # noqa: ANN401
+    return value is None or value != value  # NaN, with which pandas pads
+
+
+def _given(items: Sequence[Any]) -> list[Any]:
+    return [item for item in items if not _is_absent(item)]
+
+
 def _present(truth: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in truth.items() if value not in (None, "", [])}
+    return {k: value for k, value in truth.items() if not (_is_absent(value) or value in ("", []))}
 
 
 def _gathered(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return test cases of an object each, as of DeepCoder and LiveCodeBench, as one object."""
-    functions = {_function(pair) for pair in pairs}
+    functions = {_function(pair) for pair in pairs} or {""}
     columns = {f"{key}s": [pair.get(key) for pair in pairs] for key in ("input", "output")}
-    if len(functions) > 1 or None in columns["inputs"] + columns["outputs"]:
+    if len(functions) > 1 or any(map(_is_absent, columns["inputs"] + columns["outputs"])):
         raise ValueError(
             "ground_truth: expected input and output in every test case, and one fn_name, got "
             f"{_shortened(pairs)}"
@@ -184,8 +197,8 @@ def _gathered(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _function(pair: Mapping[str, Any]) -> str:
     metadata = _read(pair.get("metadata"))
-    named = metadata if isinstance(metadata, Mapping) else {}
-    return str(pair.get("fn_name") or named.get("func_name") or "")
+    named = {"fn_name": metadata.get("func_name")} if isinstance(metadata, Mapping) else {}
+    return str((_present(named) | _present(pair)).get("fn_name", ""))
 
 
 def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
@@ -200,6 +213,10 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
             "ground_truth: expected as many outputs as inputs, "
             f"got {len(outputs)} and {len(inputs)}"
         )
+    pairs = [pair for pair in zip(inputs, outputs, strict=True) if _given(pair)]
+    inputs, outputs = [given for given, _ in pairs], [expected for _, expected in pairs]
+    if any(map(_is_absent, inputs if function else inputs + outputs)):
+        raise ValueError(f"ground_truth: an input or output is missing: {_shortened(truth)}")
     if not function:
         given = tuple(_lines(item).encode(errors="replace") for item in inputs)
         return Tests(inputs=given, outputs=tuple(map(_lines, outputs)))
@@ -226,11 +243,20 @@ def _lines(item: Any) -> str:  # noqa: ANN401
 def _arguments(item: Any) -> list[Json]:  # noqa: ANN401
     """Return a call's arguments: a list, or text with one JSON value a line."""
     if isinstance(item, str):
+        lines = [line for line in item.splitlines() if line.strip()]
         try:
-            return [json.loads(line) for line in item.splitlines() if line.strip()]
+            item = [json.loads(line, parse_int=_integer) for line in lines]
         except ValueError as error:
             raise ValueError(f"ground_truth: expected JSON in inputs: {error}") from error
+    if _has_long_integer(item):
+        raise ValueError(f"ground_truth: an argument has more than {_MOST_DIGITS:,} digits")
     return item if isinstance(item, list) else [item]
+
+
+def _has_long_integer(value: Any) -> bool:  # noqa: ANN401
+    if isinstance(value, list | dict):
+        return any(map(_has_long_integer, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Decimal)
 
 
 def _shortened(value: object) -> str:
@@ -402,10 +428,7 @@ def _same_token(printed: str, expected: str) -> bool:
         return True
     if not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
         return False
-    whole = bool(_WHOLE.fullmatch(expected))
-    if whole and _WHOLE.fullmatch(printed):
-        return Decimal(printed) == Decimal(expected)
-    return _is_near(float(printed), float(expected), whole=whole)
+    return _is_near(printed, expected, is_whole=bool(_WHOLE.fullmatch(expected)))
 
 
 def same_value(result: Any, expected: Any, *, exact: bool = False) -> bool:  # noqa: ANN401
@@ -432,13 +455,13 @@ def _same_inside(result: Any, expected: Any) -> bool:  # noqa: ANN401
                 _same_inside(result[key], expected[key]) for key in expected
             )
         case (float(), int() | float() | Decimal()) | (int() | Decimal(), float()):
-            with contextlib.suppress(OverflowError):
-                whole = not isinstance(expected, float)
-                return _is_near(float(result), float(expected), whole=whole)
+            return _is_near(result, expected, is_whole=not isinstance(expected, float))
     return False
 
 
-def _is_near(number: float, expected: float, *, whole: bool) -> bool:
+def _is_near(given: _Number, expected: _Number, *, is_whole: bool) -> bool:
     """Compare within 1e-6, absolute or relative; absolute alone with a whole number."""
-    allowed = _TOLERANCE if whole else _TOLERANCE * max(1.0, abs(expected))
-    return math.isfinite(expected) and abs(number - expected) <= allowed
+    with decimal.localcontext(_NO_LIMITS):
+        ours, theirs = Decimal(given), Decimal(expected)
+        allowed = _TOLERANCE if is_whole else _TOLERANCE * max(Decimal(1), abs(theirs))
+        return theirs.is_finite() and abs(ours - theirs) <= allowed

@@ -26,6 +26,13 @@ _OPENING = re.compile(
 )
 _PYTHON = ("python", "python3", "py")
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.Lambda,
+    *_COMPREHENSIONS,
+)  # of their own names
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _READS_INPUT = frozenset({"input", "stdin", "open", "fileinput"})
 _BUILT_IN = frozenset(dir(builtins)) | {"__name__", "__file__"}
@@ -86,7 +93,8 @@ def find_program(
 
     It is the one that defines most of the names that tests take of it, or that reads its input,
     else one that is marked as Python, else one that is whole: it can be read as Python and uses no
-    name that it does not define. The last one of several. Its indentation, as in a list of steps,
+    name that it does not define. The last one of several. A function without a body, or another
+    variable, defines a name only where no block does more. Its indentation, as in a list of steps,
     is taken away.
 
     Args:
@@ -98,12 +106,14 @@ def find_program(
     if len(blocks) < 2:
         return blocks[0].code if blocks else None
 
-    def rank(place: int) -> tuple[int, bool, bool, int]:
+    def rank(place: int) -> tuple[int, int, bool, bool, int]:
         language, code = blocks[place]
         tree = _read(code)
         is_whole = bool(tree.body) and not free_names(tree)
         reads = reads_input and not _READS_INPUT.isdisjoint(_used(tree))
-        return len(_defined(tree) & wanted) + reads, language in _PYTHON, is_whole, place
+        defined, bound = _offered(tree)
+        num_defined, num_bound = len(defined & wanted) + reads, len(bound & wanted)
+        return num_defined, num_bound, language in _PYTHON, is_whole, place
 
     return blocks[max(range(len(blocks)), key=rank)].code
 
@@ -113,15 +123,18 @@ def _blocks(text: str) -> list[_Block]:
     blocks: list[_Block] = []
     opening: re.Match[str] | None = None
     lines: list[str] = []
-    indent = 0
+    indent = most_columns = 0
     for line in text.split("\n"):
         if opening is None:
             unindented = line.lstrip(" \t")
             if any(fence in line for fence in _FENCES):
                 opening, lines = _OPENING.fullmatch(unindented), []
                 indent = len(line) - len(unindented)
+            if opening is not None:
+                before = line[: indent + max(0, opening.start("fence"))]
+                most_columns = _columns(before) + 3
             continue
-        last = _before_closing(line, opening["fence"] or opening["behind"])
+        last = _before_closing(line, opening["fence"] or opening["behind"], most_columns)
         lines.append(line if last is None else last)
         if last is not None:
             language = opening["language"] or opening["its_language"] or ""
@@ -130,13 +143,19 @@ def _blocks(text: str) -> list[_Block]:
     return blocks
 
 
-def _before_closing(line: str, fence: str) -> str | None:
+def _before_closing(line: str, fence: str, most_columns: int) -> str | None:
     """Return what stands before a closing fence; None where the line closes nothing."""
     code, closed, rest = line.partition(fence)
     rest = rest.lstrip(fence[0])
-    is_alone = not code.strip() and not rest[:1].isalnum()
-    ends = not rest.strip() or rest.lstrip().startswith("</")  # print(1)```</answer>
-    return code if closed and (is_alone or ends) else None
+    if not code.strip():
+        closes = _columns(code) <= most_columns and not rest[:1].isalnum()
+    else:
+        closes = not rest.strip() or rest.lstrip().startswith("</")  # print(1)```</answer>
+    return code if closed and closes else None
+
+
+def _columns(text: str) -> int:
+    return len(text.expandtabs(4))
 
 
 def _dedented(lines: list[str], indent: int) -> str:
@@ -154,6 +173,39 @@ def _read(code: str) -> ast.Module:
             return ast.parse(code)
     except _NO_PYTHON:
         return ast.Module([], [])
+
+
+def _offered(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return the names of functions, classes and methods, and of all that has a name.
+
+    Those inside of functions are not there for tests.
+    """
+    defined: set[str] = set()
+    bound: set[str] = set()
+    nodes: list[ast.AST] = [*tree.body]
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda()):
+                defined.add(name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                (bound if _is_stub(node) else defined).add(node.name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                bound.add(name)
+        if not isinstance(node, _SCOPES):
+            nodes += ast.iter_child_nodes(node)
+    return defined, defined | bound
+
+
+def _is_stub(node: ast.AST) -> bool:
+    """True for a statement that does nothing: pass, a text or ``...``, or a definition of such."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return all(map(_is_stub, node.body))
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Raise(exc=ast.Name(id=name) | ast.Call(func=ast.Name(id=name))):
+            return name == "NotImplementedError"
+    return False
 
 
 def _defined(tree: ast.Module) -> set[str]:

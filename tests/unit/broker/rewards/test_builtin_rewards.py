@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Awaitable
@@ -107,6 +108,10 @@ def test_an_answer_whose_mark_is_not_closed_is_empty(text: str):
 SOLUTION = "def f(x):\n    return x + 1"
 
 
+def indented(code: str) -> str:
+    return textwrap.indent(code, "    ")
+
+
 def block(code: str, language: str = "python", indent: str = "") -> str:
     lines = [f"```{language}", *code.split("\n"), "```"]
     return "".join(f"{indent}{line}\n" for line in lines)
@@ -129,6 +134,21 @@ def block(code: str, language: str = "python", indent: str = "") -> str:
         (block(SOLUTION) + block("from solution import f\nprint(f(1))"), "f", SOLUTION),
         (block(SOLUTION, "") + block("print(f(1))"), "f", SOLUTION),
         (block("def f(x): pass") + block(SOLUTION) + block("def g(x): pass"), "f", SOLUTION),
+        (block(SOLUTION) + block("def f(x):\n    ..."), "f", SOLUTION),
+        (block(SOLUTION) + block('def f(x):\n    """Add one."""'), "f", SOLUTION),
+        (block(SOLUTION) + block("def f(x):\n    raise NotImplementedError"), "f", SOLUTION),
+        (block(SOLUTION) + block("class f:\n    def g(self): pass"), "f", SOLUTION),
+        (block(SOLUTION) + block("f = 3\nprint(f)"), "f", SOLUTION),
+        (block(SOLUTION) + block("def g(x):\n    f = x\n    return f"), "f", SOLUTION),
+        (block(SOLUTION) + block("def g():\n    def f(x): return x\n    return f"), "f", SOLUTION),
+        (block(SOLUTION) + block("print([f for f in (1, 2)])"), "f", SOLUTION),
+        (block("x = 1") + block("f = lambda x: x + 1", ""), "f", "f = lambda x: x + 1"),
+        (block("f = max", "") + block("print(1)"), "f", "f = max"),
+        (
+            block("if True:\n" + indented(SOLUTION), "") + block("1"),
+            "f",
+            "if True:\n" + indented(SOLUTION),
+        ),
         (
             block("class Solution:\n    def f(self, x): return x") + block("Solution().f(1)"),
             "f",
@@ -144,6 +164,12 @@ def block(code: str, language: str = "python", indent: str = "") -> str:
         ('````python\ns = """\n```\n"""\n````', "", 's = """\n```\n"""'),
         ('```python\ns = "```"\n```', "", 's = "```"'),
         ("```python\r\na = 1\r\n```\r\n", "", "a = 1"),
+        ("```python\na = 1\n   ```", "", "a = 1"),
+        ('```python\na = """\n    ```\n"""\n```', "", 'a = """\n    ```\n"""'),
+        ('```python\na = """\n\t```\n"""\n```', "", 'a = """\n\t```\n"""'),
+        ('  ```python\n  a = """\n      ```\n  """\n  ```', "", 'a = """\n    ```\n"""'),
+        ("10. ```python\n    a = 1\n    ```", "", "a = 1"),
+        ("    ```python\n    a = 1\n```", "", "a = 1"),
     ],
 )
 def test_the_program_is_the_block_that_the_tests_need(text: str, wanted: str, program: str | None):

@@ -100,6 +100,29 @@ def test_keys_without_a_value_are_absent():
         assert parse_tests(json.dumps(padding | truth)) == parse_tests(truth)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("padded", "truth"),
+    [
+        ({"inputs": ["1 2\n", None, "3 4\n"], "outputs": ["3\n", NAN, "7\n"]}, SUMS),
+        ({**SUMS, "fn_name": NAN, "asserts": NAN}, SUMS),
+        ({**CALLS, "inputs": [[1, 2], [3, 4], None], "outputs": [3, 7, None]}, CALLS),
+        ({"asserts": ["assert add(1, 2) == 3\nassert add(3, 4) == 7", None]}, ASSERTS),
+        ([None, {"input": "1 2\n", "output": "3\n", "fn_name": NAN, "metadata": NAN}, {}], None),
+    ],
+)
+def test_items_without_a_value_are_absent(padded: Json, truth: Json):
+    first: Json = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+    assert parse_tests(padded) == parse_tests(first if truth is None else truth)
+
+
+def test_a_function_may_return_nothing():
+    truth: Json = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, 3]}
+    assert parse_tests(truth).calls == (([1], None), ([2], 3))
+
+
 def test_test_cases_are_read_in_all_their_shapes():
     assert parse_tests(SUMS) == parse_tests(json.dumps(SUMS))
     assert parse_tests(SUMS).inputs == (b"1 2\n", b"3 4\n")
@@ -126,6 +149,13 @@ def test_what_is_no_test_case_is_refused():
         {"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]},
         {"fn_name": None, "asserts": None},
         [{"input": "1", "output": None}],
+        {"inputs": ["1"], "outputs": [None]},
+        {"inputs": [None], "outputs": ["1"]},
+        {"inputs": [None], "outputs": [None]},
+        {"fn_name": "f", "inputs": [None], "outputs": [1]},
+        ["assert f(1)", 3],
+        '{"fn_name": "f", "inputs": [[1' + "0" * 5000 + ']], "outputs": [1]}',
+        {"fn_name": "f", "inputs": ["1" + "0" * 5000], "outputs": [1]},
         [{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}],
     ]:
         with pytest.raises(ValueError, match="ground_truth"):
@@ -165,8 +195,14 @@ BIG = "9" * 5000
         ("007", "7", True),
         (BIG, BIG, True),
         (BIG, BIG[:-1] + "8", False),
-        (f"{BIG}.0", BIG, False),  # beyond what a float holds
+        (f"{BIG}.0", BIG, True),  # beyond what a float holds
+        (f"{BIG}.1", BIG, False),
         ("1e999", "2e999", False),
+        ("1e999", "1.0000001e999", True),
+        ("5" + "0" * 16 + ".0", "5" + "0" * 15 + "1", False),
+        ("5e16", "5" + "0" * 15 + "1", False),
+        ("1e99999999999999999999", "1", False),
+        (f"{BIG}.5", f"{BIG}.25", True),
         ("inf", "inf", True),
         ("nan", "1.5", False),
         ("Yes", "YES", False),
@@ -190,6 +226,10 @@ def test_what_a_program_prints_is_compared_as_judges_do(printed: str, expected: 
         (123456789.25, 123456789, False),
         (123456789.3, 123456789.25, True),
         (10**400, 1.5, False),
+        (5e16, 5 * 10**16 + 1, False),
+        ([10**18], [1e18 + 1024.0], True),
+        (1.0, 10**400, False),
+        (float("inf"), 10**400, False),
         (float("nan"), 1.0, False),
         ("0.30", "0.3", False),
         (0.1 + 0.2, [0.3], True),
