@@ -94,7 +94,7 @@ def _turn(number: int, turn: Json) -> ChatMessage:
 
 
 def _ground_truth(row: Mapping[str, Any], column: str) -> Json:
-    own = plain(row.get(column), column)
+    own = _or_none(plain(row.get(column), column))
     if own is not None or column != TRUTH_COLUMN:
         return own
     reward_model = plain(row.get("reward_model"), "reward_model")
@@ -104,7 +104,12 @@ def _ground_truth(row: Mapping[str, Any], column: str) -> Json:
         raise BadRowError(
             f"reward_model must be an object with ground_truth, got {_kind(reward_model)}"
         )
-    return reward_model.get(TRUTH_COLUMN)
+    return _or_none(reward_model.get(TRUTH_COLUMN))
+
+
+def _or_none(value: Json) -> Json:
+    """Return None for NaN: a missing value in a column of floats."""
+    return value if value == value else None
 
 
 def odd_shape(prompt: Prompt) -> str:

@@ -39,9 +39,10 @@ _BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
 _PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")
 _STARS = re.compile(r"\*{2,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
-_COMMAND_OF_TEXT = re.compile(r"\\[a-zA-Z]+(?:\s*\{[^{}]*\})?")
+_TEXT_OR_SIGN = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{[^{}]*\}|\\[^a-zA-Z]")
 _WORD = re.compile(r"[^\W\d_]{3,}")
-_NUMBER = re.compile(r"\d(?:[\d.,]*\d)?")
+_NUMBER = re.compile(r"\d(?:[\d.,]*\d)?(?:\s*/\s*\d+)?")
+_NO_WORDS = re.compile(r"[+*^_<>\\]|\d[A-Za-z](?![A-Za-z])|\b[A-Za-z]\s*-")  # a formula
 _DELIMITED = re.compile(r"(?<!\\)(?:\$.*(?<!\\)\$|\\boxed\s*\{|\\\(|\\\[)", re.DOTALL)
 _TRUTH_S = 5.0  # CPU seconds to read a ground truth
 _MAX_EXPONENT_DIGITS = 4
@@ -64,12 +65,12 @@ def read_truths(prompt: Prompt) -> list[list[Any]]:
         raise ValueError(f"ground_truth holds what is neither text nor a number: {truth!r:.200}")
     try:
         with _time_limit(_TRUTH_S):
-            truths = [_parsed_truth(str(one)) for one in given]
+            truths = [_truth_readings(str(one)) for one in given]
     except (_TooLong, RecursionError) as error:
         raise ValueError(f"ground_truth cannot be evaluated: {truth!r:.200}") from error
     if not truths or not all(truths):
         raise ValueError(f"ground_truth holds no mathematics: {truth!r:.200}")
-    return truths
+    return [reading for readings in truths for reading in readings]
 
 
 @reads(read_truths)
@@ -98,7 +99,8 @@ def score(
     text = after_thought(transcript.response)
     marked = marked_answer(text)
     is_long = marked is not None and len(marked) > max_characters
-    looked_at = normal_form(text[-max_characters:] if marked is None else marked)
+    unmarked = text[-max_characters:].replace(r"\$", " ")
+    looked_at = normal_form(unmarked if marked is None else marked)
     parsed: list[list[Any]] = []
     timed_out = right = False
     if looked_at and not is_long and not is_too_big(looked_at):
@@ -118,10 +120,12 @@ def score(
 
 
 def _readings(marked: str) -> list[list[Any]]:
-    """Return what a marked answer may mean: mathematics, or the number in some words."""
+    """Return what a marked answer or a truth may mean: mathematics, or the number in some words."""
     found = [_marked_value(marked)]
-    if _WORD.search(_COMMAND_OF_TEXT.sub("", marked)) and len(_NUMBER.findall(marked)) == 1:
-        found.append(_parse(marked))
+    words = _TEXT_OR_SIGN.sub(" ", marked)
+    numbers = _NUMBER.findall(marked)
+    if len(numbers) == 1 and _WORD.search(words) and not _NO_WORDS.search(words):
+        found.append(_parse(words))
     return found
 
 
@@ -179,11 +183,11 @@ def _operand(text: str, start: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _parsed_truth(text: str) -> list[Any]:
-    """Return a truth as math-verify reads it; nothing if it does not even equal itself."""
+def _truth_readings(text: str) -> list[list[Any]]:
+    """Return what a truth may mean, without a reading that does not even equal itself."""
     form = normal_form(marked_answer(text) or text)
-    parsed = [] if is_too_big(form) else _marked_value(form)
-    return parsed if math_verify.verify(parsed, parsed, timeout_seconds=None) else []
+    found = [] if is_too_big(form) else _readings(form)
+    return [one for one in found if math_verify.verify(one, one, timeout_seconds=None)]
 
 
 def _parse(text: str) -> list[Any]:

@@ -34,7 +34,15 @@ def test_a_row_with_a_prompt_alone_is_complete():
 
 
 def test_an_absent_truth_stays_absent():
-    for row in ({}, {"ground_truth": None}, {"reward_model": None}, {"reward_model": {}}):
+    nan = float("nan")  # of a column of floats in which a value is missing
+    for row in (
+        {},
+        {"ground_truth": None},
+        {"ground_truth": nan},
+        {"reward_model": None},
+        {"reward_model": {}},
+        {"reward_model": {"ground_truth": np.float32(nan)}},
+    ):
         assert prompt_from_row({"prompt": "x"} | row, RULES, number=0).ground_truth is None
     assert prompt_from_row({"prompt": "x", "ground_truth": ""}, RULES, number=0).ground_truth == ""
 
@@ -43,9 +51,8 @@ def test_another_column_may_hold_the_truth():
     rules = RowRules(data_source="a", ground_truth_column="answer")
     row = {"prompt": "x", "answer": ["7", 7], "reward_model": {"ground_truth": "8"}}
     assert prompt_from_row(row, rules, number=0).ground_truth == ["7", 7]
-    assert (
-        prompt_from_row({"prompt": "x", "ground_truth": "7"}, rules, number=0).ground_truth is None
-    )
+    for row in ({"ground_truth": "7"}, {"answer": float("nan")}):
+        assert prompt_from_row({"prompt": "x"} | row, rules, number=0).ground_truth is None
 
 
 def test_integers_are_taken_as_far_as_they_travel():
