@@ -13,7 +13,11 @@ SYSTEM = "system"
 TRUTH_COLUMN = "ground_truth"
 _OWN_ROLES = frozenset({"assistant", "model", "gpt", "bot"})  # the policy's, as files name it
 _TURN_KEYS = ("role", "content")
-_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
+_TURNS_AS_TEXT = re.compile(  # one turn, a list of them, or an object that holds such a list
+    r"""\s*(?:\{\s*['"]\w+['"]\s*:\s*)?\[?\s*\{"""
+    r"""(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""",
+    re.DOTALL,
+)
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # that MessagePack holds
 
 
@@ -158,7 +162,7 @@ def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file 
         convert = getattr(value, name, None)
         if callable(convert):
             return plain(convert(), where)
-    raise BadRowError(f"{where} holds {_kind(value)}, which JSON does not know")
+    raise BadRowError(f"{where} holds {_kind(value)}, which JSON does not know: write it as text")
 
 
 def _kind(value: object) -> str:

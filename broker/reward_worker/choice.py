@@ -50,7 +50,7 @@ class Reading:
 
     @property
     def found(self) -> str:
-        """The rows that no answer can be scored to, and why not to the first."""
+        """Number of the rows whose answers cannot be scored, and the reason for the first."""
         prompt, why = self.unread[0]
         return (
             f"{len(self.unread):,} of {self.num_rows:,} rows: no ground truth that "

@@ -80,16 +80,27 @@ def load_reader(
     Functions of others may do anything when they are imported: they run in children alone.
 
     Raises:
-        ConfigError: there is no such module or function.
+        ConfigError: there is no such module, function or option, or an option is wrong.
     """
     if not name.startswith(_SHIPPED):
         return None
     target, _ = _resolve(name, setting)
+    _accepted(target, options, {}, f"{setting}.options", name)
     declared: Callable[..., Any] | None = getattr(target, READER, None)
     if declared is None or not inspect.isclass(target):
         return declared
-    reader: Reader = declared(**options)
+    reader: Reader = _made(declared, options, name, setting)
     return reader
+
+
+def _made(make: Callable[..., Any], options: Mapping[str, Json], name: str, setting: str) -> Any:  # noqa: ANN401
+    try:
+        return make(**options)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}.function {name!r} cannot be made with {setting}.options = "
+            f"{dict(options)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _nothing() -> None:
@@ -104,13 +115,7 @@ def _of_class(
     *,
     is_versioned: bool,
 ) -> RewardFunction:
-    try:
-        instance = target(**options)
-    except Exception as error:
-        raise ConfigError(
-            f"{setting}.function {info.name!r} cannot be made with {setting}.options = "
-            f"{dict(options)}: {type(error).__name__}: {error}"
-        ) from error
+    instance = _made(target, options, info.name, setting)
     score: object = getattr(instance, "score", None)
     if not callable(score):
         raise ConfigError(f"{setting}.function {info.name!r} is a class without a method score")

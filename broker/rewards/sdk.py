@@ -58,7 +58,7 @@ def reads(reader: Reader) -> Callable[[F], F]:
     A class that ships has a class method ``reader(**options)`` that returns what does.
 
     Args:
-        reader: raises an exception, with the reason, for a row that no answer can be scored to.
+        reader: raises an exception, with the reason, for a row whose answers cannot be scored.
     """
 
     def declare(target: F) -> F:

@@ -103,11 +103,11 @@ class Weighted:
     @classmethod
     def reader(cls, *, parts: Mapping[str, Mapping[str, Json]], **_: Json) -> Reader:
         """Return what reads a row for all parts."""
-        tables = {name: msgspec.convert(table, PartTable) for name, table in parts.items()}
-        readers = [
-            load_reader(table.function, table.options, setting=f"{_SETTING}.{name}")
-            for name, table in tables.items()
-        ]
+        readers = []
+        for name, given in parts.items():
+            setting = f"{_SETTING}.{name}"
+            table = _table(given, setting)
+            readers.append(load_reader(table.function, table.options, setting=setting))
         return lambda prompt: [read(prompt) for read in readers if read is not None]
 
     async def close(self) -> None:
@@ -177,10 +177,7 @@ def _load(name: str, given: Any, offered: Mapping[str, Json]) -> _Part:  # noqa:
     setting = f"{_SETTING}.{name}"
     if name in _RESERVED:
         raise ConfigError(f"{setting}: a part must not be called {' or '.join(_RESERVED)}")
-    try:
-        table = msgspec.convert(given, PartTable)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{setting}: {error}") from error
+    table = _table(given, setting)
     function = load_function(table.function, table.options, setting=setting, offered=offered)
     if function.info.takes != "answer":
         raise ConfigError(
@@ -188,3 +185,10 @@ def _load(name: str, given: Any, offered: Mapping[str, Json]) -> _Part:  # noqa:
             "expected one that takes an answer"
         )
     return _Part(name, table.weight, function)
+
+
+def _table(given: Any, setting: str) -> PartTable:  # noqa: ANN401
+    try:
+        return msgspec.convert(given, PartTable)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{setting}: {error}") from error

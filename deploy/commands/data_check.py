@@ -48,7 +48,7 @@ _SHOWN_ROWS = 10
 _SHOWN_CHARACTERS = 1500
 EXIT_BAD_ROWS = 1
 EXAMPLES = """examples:
-  slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
+  slipstream data check train.parquet --model MODEL      rows, lengths and problems of prompts
   slipstream data check --config run.toml                of all files of a run
 """
 
@@ -61,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=False, text="the run's settings; default: all defaults")
     parser.add_argument(
         "--model",
-        type=Path,
-        metavar="DIR",
-        help="model folder whose tokenizer counts; default: run.model",
+        metavar="MODEL",
+        help="model whose tokenizer counts, named as in run.model, which is the default",
     )
 
 
@@ -97,7 +96,7 @@ class SourceReport:
         return sum(prompt.ground_truth is not None for prompt in self.prompts)
 
 
-def data_check(words: Sequence[str], config: Path | None, model: Path | None) -> int:
+def data_check(words: Sequence[str], config: Path | None, model: str | None) -> int:
     """Print the contents of a file, or of all files in a run's settings; return the exit code.
 
     ``words`` are section.key=value settings and at most one file.
@@ -112,14 +111,14 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     table = load_table(config or Path(os.devnull), overrides)
     sampling = section(table, "sampling", SamplingSection)
     data, run = section(table, "data", DataSection), section(table, "run", RunSection)
+    run = msgspec.structs.replace(run, model=model or run.model)
     if files:
         data = msgspec.structs.replace(data, file=str(files[0]), sources={})
         sources = training_sources(data)
     else:
         evaluation = local_eval(section(table, "eval", EvalSection), run)
         sources = [*training_sources(local_data(data, run)), *eval_sources(evaluation)]
-    folder = model_folder(run) if model is None and run.model else model
-    codec = _codec(folder, sampling) if folder is not None else None
+    codec = _codec(model_folder(run), sampling) if run.model else None
     reward = section(table, "reward", RewardSection)
     environment = section(table, "environment", EnvironmentSection)
     reports = [_inspect(source, data, codec, sampling) for source in sources]
@@ -131,14 +130,14 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     bad = sum(len(report.bad) for report in reports)
     if sampling.overlong_prompts == "error":
         bad += sum(len(report.overlong) for report in reports)
-    fate = "are skipped" if data.on_bad_row == "skip" else "would end a run"
-    verdict = f"{bad:,} bad rows {fate}" if bad else "no bad rows"
+    fate = "skipped" if data.on_bad_row == "skip" else "would end a run"
+    verdict = f"bad rows: {bad:,} ({fate})" if bad else "no bad rows"
     unread = sum(len(one.unread) for report in reports for one in report.unread)
     if unread:
         fate = "would be tried broker.max_attempts times and dropped"
         if environment.is_named:
             fate += ", unless the environment gives the reward"
-        verdict = f"{unread:,} rows that no reward reads {fate}" + f"; {verdict}" * bool(bad)
+        verdict = f"rows that no reward reads: {unread:,} ({fate})" + f"; {verdict}" * bool(bad)
     console.print(Text(verdict, style="red" if bad or unread else "green"))
     return EXIT_BAD_ROWS if bad or (unread and not environment.is_named) else 0
 

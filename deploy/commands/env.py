@@ -135,12 +135,10 @@ class _Screen:
         cut = ", cut off" if said.finish_reason == "length" else ""
         self._message(said.message, f" ({said.num_tokens} tokens{cut})")
         if said.unknown_calls:
-            self._print(f"{said.unknown_calls} calls of tools that there are not", "red")
+            self._print(f"calls of tools that there are not: {said.unknown_calls}", "red")
         if said.unreadable_calls:
-            self._print(
-                f"{said.unreadable_calls} calls that environment.tool_call_parser cannot read",
-                "red",
-            )
+            what = "calls that environment.tool_call_parser cannot read"
+            self._print(f"{what}: {said.unreadable_calls}", "red")
         self._shown = [*history, said.message]
 
     def ended(self, tried: "TriedTrajectory") -> None:

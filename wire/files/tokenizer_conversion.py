@@ -41,7 +41,7 @@ def written_otherwise(folder: Path) -> Path | None:
 def convert_tokenizer(source: Path, folder: Path, setting: str) -> None:
     """Write the tokenizer.json of a model into a copy of its folder.
 
-    Where it takes the place of code of the model's, tokenizer_config.json names that no more.
+    Where it replaces code of the model's, tokenizer_config.json no longer names that code.
 
     Args:
         source: file of the model's folder, beside tokenizer_config.json and config.json.

@@ -1,4 +1,5 @@
 from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -75,6 +76,13 @@ def test_odd_shapes_of_prompts_are_named():
         ((asked, ChatMessage("model", "4")), "end with a turn of the policy's own (model)"),
         (as_text, "are a conversation as text"),
         (" [{'content': '2+2?', 'role': 'user'}]", "are a conversation as text"),
+        (as_text[1:-1], "are a conversation as text"),
+        (f'{{"messages": {as_text}}}', "are a conversation as text"),
+        ('[{"name": "Bo", "role": "user", "content": "2+2?"}]', "are a conversation as text"),
+        ('{"conversations": [{"from": "human", "value": "2+2?"}]}', "are a conversation as text"),
+        ("[{'role': 'user', 'content': '2+2?'}\n {'role': 'user'}]", "are a conversation as text"),
+        ('{"role": "admin", "rights": 3}: may it write?', ""),
+        ('[{"value": 3}, {"value": 4}] sum?', ""),
         ((ChatMessage("user", as_text),), "are a conversation as text"),
         ((asked, said, asked), ""),
         ("[1, 2, 3] sorted?", ""),
@@ -147,6 +155,7 @@ def test_what_is_no_prompt_is_refused_with_the_reason():
         ({"prompt": "x", "extra_info": [1]}, "extra_info must be an object, got a list"),
         ({"prompt": "x", "reward_model": "72"}, "reward_model must be an object"),
         ({"prompt": "x", "ground_truth": b"72"}, "ground_truth holds bytes"),
+        ({"prompt": "x", "ground_truth": [Decimal("1.5")]}, "holds Decimal, .*: write it as text"),
     ]:
         with pytest.raises(BadRowError, match=why):
             prompt_from_row(row, RULES, number=0)

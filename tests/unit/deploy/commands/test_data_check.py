@@ -37,7 +37,7 @@ def test_lengths_sources_and_the_rendered_prompt_are_shown(
         for n in range(1, 5)
     ]
     file = write(tmp_path / "a.jsonl", *rows)
-    assert data_check([file], None, model) == 0
+    assert data_check([file], None, str(model)) == 0
     shown = capsys.readouterr().out
     assert "min 2  median 3  p90 5  max 5" in shown
     assert "a 2, b 2" in shown
@@ -46,23 +46,32 @@ def test_lengths_sources_and_the_rendered_prompt_are_shown(
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_a_model_is_fetched_as_by_the_roles(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = [write(tmp_path / "a.jsonl", {"prompt": turn("12"), **TRUE})]
+    words.append(f"run.cache_dir={tmp_path / 'cache'}")
+    assert data_check(words, None, f"file://{model}") == 0
+    assert "min 3  median 3" in capsys.readouterr().out
+
+
 def test_bad_and_overlong_rows_are_named_and_fail_the_check(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"prompt": "12", **TRUE}, {"prompt": 3}, *[{"prompt": "1234", **TRUE}] * 12]
     file = write(tmp_path / "a.jsonl", *rows)
-    assert data_check([file, "sampling.max_prompt_tokens=3"], None, model) == 1
+    assert data_check([file, "sampling.max_prompt_tokens=3"], None, str(model)) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "prompt must be text or a list of turns, got int" in shown
     name = f"too long: row 2 (line 3) of {file}: 4 tokens, sampling.max_prompt_tokens is 3"
     assert name.replace(" ", "") in shown.replace(" ", "")
     assert "too long: 2 more" in shown
-    assert "13 bad rows would end a run" in shown
+    assert "bad rows: 13 (would end a run)" in shown
     dropping = ["sampling.max_prompt_tokens=3", "sampling.overlong_prompts=drop"]
-    assert data_check([file, *dropping, "data.on_bad_row=skip"], None, model) == 1
+    assert data_check([file, *dropping, "data.on_bad_row=skip"], None, str(model)) == 1
     shown = capsys.readouterr().out
     assert "12 (are dropped)" in shown
-    assert "1 bad rows are skipped" in shown
+    assert "bad rows: 1 (skipped)" in shown
 
 
 def test_a_runs_settings_name_all_files(
@@ -92,12 +101,12 @@ def test_rows_that_the_template_refuses_are_named_as_those_that_cannot_be_read(
     )
     refused = {"prompt": [{"role": "tool", "content": "3"}], **TRUE}
     file = write(tmp_path / "a.jsonl", {"prompt": turn("1"), **TRUE}, {"prompt": 3}, refused)
-    assert data_check([file, "data.on_bad_row=skip"], None, model) == 1
+    assert data_check([file, "data.on_bad_row=skip"], None, str(model)) == 1
     shown = "".join(capsys.readouterr().out.split())
     for name in (
         f"bad: row 1 (line 2) of {file}: prompt must be text",
         f"bad: row 2 (line 3) of {file}: the chat template refuses it: no tools",
-        "2 bad rows are skipped",
+        "bad rows: 2 (skipped)",
     ):
         assert name.replace(" ", "") in shown
 
@@ -110,7 +119,7 @@ def test_rows_without_a_truth_name_the_columns_and_fail_the_check(
     shown = capsys.readouterr().out
     assert "note: no row has a ground truth; the columns are prompt, answer: " in shown
     assert "3 of 3 rows: no ground truth that exact_match:score reads, row 0: the row has" in shown
-    assert "3 rows that no reward reads would be tried broker.max_attempts times" in shown
+    assert "rows that no reward reads: 3 (would be tried broker.max_attempts times" in shown
     assert data_check([file, "data.ground_truth_column=answer"], None, None) == 0
     assert "note" not in capsys.readouterr().out
 
@@ -133,6 +142,22 @@ def test_every_row_is_read_by_the_reward_of_its_data_source(
     assert "1 of 2 rows: no ground truth that numeric:score reads, row 3: raised" in shown
     assert data_check([file, "reward.function=slipstream.broker.rewards.no:score"], None, None) == 0
     assert "note: no reward has read its rows: cannot load" in capsys.readouterr().out
+
+
+def test_a_reward_with_wrong_options_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write(tmp_path / "a.jsonl", {"prompt": "1", **TRUE})
+    for function, options, why in [
+        ("code:score", "{exakt = true}", "reward.options.exakt: slipstream.broker.rewards.code:"),
+        ("weighted:Weighted", "{}", "cannot be made with reward.options = {}: TypeError: "),
+        ("weighted:Weighted", "{parts = {a = {weight = 'x'}}}", "reward.options.parts.a: "),
+        ("judge:LlmJudge", "{template = 3}", "cannot be made with reward.options = "),
+    ]:
+        words = [f"reward.function=slipstream.broker.rewards.{function}"]
+        words.append(f"reward.options={options}")
+        assert data_check([file, *words], None, None) == 0
+        shown = capsys.readouterr().out
+        assert "note: no reward has read its rows: " in shown
+        assert why in shown
 
 
 def test_rows_that_environments_score_need_no_truth(
