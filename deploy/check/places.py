@@ -1,6 +1,6 @@
 """This host as the place of a run's processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.host_program import HostProgram, Post
@@ -22,6 +22,7 @@ class LocalPlaces:
         *,
         node: str = "localhost",
         address: str = _LOOPBACK,
+        progress: Callable[[str], None] = lambda _what: None,
     ) -> None:
         """Start them; on the main thread.
 
@@ -30,6 +31,7 @@ class LocalPlaces:
             plans: of its processes on this host.
             node: name of this host.
             address: at which others reach it.
+            progress: called with what the programs are about.
         """
         self.config = config
         self._programs: dict[bool, HostProgram] = {}  # whether it is the generators'
@@ -39,7 +41,9 @@ class LocalPlaces:
                 if is_engine not in self._programs:
                     # The one program of a host sees all of its GPUs.
                     seen = plan.environment if is_engine and not all(kinds) else {}
-                    self._programs[is_engine] = HostProgram(NODE_PROGRAM, environment=seen)
+                    self._programs[is_engine] = HostProgram(
+                        NODE_PROGRAM, environment=seen, progress=progress
+                    )
         except BaseException:
             self.close()
             raise

@@ -5,8 +5,9 @@ And one answer through the reward function.
 
 import asyncio
 import dataclasses
+import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -18,11 +19,13 @@ from slipstream.broker.reward_worker.choice import read_rows
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.host_program import PROGRESS
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection, model_folder
 
+_TOLD_ROWS = 1000  # from one line about progress to the next
 _ROWS = 64  # in which a prompt is looked for, where bad rows are skipped
 
 
@@ -65,7 +68,7 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
     if gives_all_rewards(environment, reward):
         return []
     try:
-        readings = read_rows(reward, prompts)
+        readings = read_rows(reward, _counted(prompts))
     except ConfigError as error:  # a worker elsewhere may have what is missing here
         return [warn("data", f"no reward has read its rows here: {error}", "reward.function")]
     return [
@@ -74,6 +77,16 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
         )
         for one in readings
     ]
+
+
+def _counted(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
+    """Yield prompts, and say to who has asked which one it is."""
+    for number, prompt in enumerate(prompts):
+        if number % _TOLD_ROWS == 0:
+            what = f"looking at the data: row {number:,} of {len(prompts):,}"
+            sys.stderr.write(f"{PROGRESS}{what}\n")
+            sys.stderr.flush()
+        yield prompt
 
 
 def observe_data(config: RunConfig) -> list[Fact]:

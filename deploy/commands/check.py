@@ -193,7 +193,7 @@ def _surveyed(
             places: Places = import_ray().RayPlaces(config, status.console, NODE_PROGRAM)
             stack.enter_context(signals.handled())  # Ray sets a handler of its own
         else:
-            places = LocalPlaces(config, plans)
+            places = LocalPlaces(config, plans, progress=progress)
         stack.callback(places.close)
         return [_report(facts), *survey(places, progress)]
 

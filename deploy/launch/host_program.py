@@ -1,6 +1,7 @@
 """A program that looks at a host before a run, as a child of this process: asked in lines of JSON.
 
-What it is asked is no business of this module.
+What it is asked is no business of this module. A line of its log that begins with PROGRESS says
+what it is about.
 """
 
 import os
@@ -19,6 +20,7 @@ from slipstream.wire.process.processes import bound_to_me, last_lines
 
 # A look leaves nothing beside the modules of a user; the bytecode that libraries have is read.
 _NO_FILES = {"PYTHONDONTWRITEBYTECODE": "1"}
+PROGRESS = "# "
 _IDLE_S = 60.0  # without a sign of life, besides the limit of what it waits for itself
 _END_S = 5.0  # to remove what it made; nothing that it would lose
 _POLL_S = 0.2
@@ -44,6 +46,7 @@ class HostProgram:
         *,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        progress: Callable[[str], None] = lambda _what: None,
     ) -> None:
         """Start it.
 
@@ -51,7 +54,9 @@ class HostProgram:
             module: of the program.
             environment: besides this process's.
             folder: to run in; None is this process's.
+            progress: called with what it is about, while it is asked.
         """
+        self._progress = progress
         self._scratch = Path(tempfile.mkdtemp(prefix="slipstream-check-"))
         self._log = self._scratch / "log"
         inherited = dict(os.environ)  # noqa: TID251 handed on to a child
@@ -94,8 +99,12 @@ class HostProgram:
                 if not part:
                     raise self._died("ended")
                 answer += part
-            elif patience.is_over():
+                continue
+            if patience.is_over():
                 raise self._died(patience.why)
+            last = last_lines(self._log, 1).strip()
+            if last.startswith(PROGRESS):
+                self._progress(last.removeprefix(PROGRESS))
         return answer
 
     def _died(self, why: str) -> ChildDiedError:

@@ -52,6 +52,12 @@ def test_the_first_row_that_is_not_read_is_named_with_the_reason():
     )
 
 
+def test_the_rows_that_are_read_are_counted_meanwhile(capsys: pytest.CaptureFixture[str]):
+    assert judged([READ] * 1001) == []
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"# looking at the data: row {n} of 1,001" for n in ("0", "1,000")]
+
+
 def test_a_prompt_that_ends_with_the_policys_own_turn_is_named(tmp_path: Path):
     file = tmp_path / "a.jsonl"
     turns = '{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}'

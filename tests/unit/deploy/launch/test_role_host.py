@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from slipstream.broker.server.keyring import holders
+from slipstream.deploy.launch.host_program import HostProgram
 from slipstream.deploy.launch.role_host import (
     PYTHON,
     SETTINGS,
@@ -25,12 +26,39 @@ from slipstream.deploy.launch.role_host import (
     _remove_those_of_the_dead,
 )
 from slipstream.wire.files.keys import ClientKey
+from tests.support.waiting import HANG_S
 
 SHOW = """
 import json, os, sys
 print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "x": os.environ.get("X"),
     "settings": open(sys.argv[1]).read(), "pid": os.getpid()}), flush=True)
 """
+
+
+ASKED = """
+import os, sys, time
+for line in sys.stdin:
+    print("a warning\\n# row 7", file=sys.stderr, flush=True)
+    while not os.path.exists("told"):
+        time.sleep(0.01)
+    print(line, end="", flush=True)
+"""
+
+
+def test_what_a_program_is_about_is_told_while_it_works(tmp_path: Path):
+    (tmp_path / "asked.py").write_text(ASKED)
+    told: list[str] = []
+
+    def progress(what: str) -> None:
+        told.append(what)
+        (tmp_path / "told").touch()
+
+    program = HostProgram("asked", folder=tmp_path, progress=progress)
+    try:
+        assert program.ask(b"{}", HANG_S) == b"{}\n"
+    finally:
+        program.close()
+    assert set(told) == {"row 7"}
 
 
 @pytest.fixture
