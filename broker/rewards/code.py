@@ -237,7 +237,7 @@ def _integer(digits: str) -> int | Decimal:
 
 def _lines(item: Any) -> str:  # noqa: ANN401
     """Return text; a list is its lines."""
-    return "\n".join(map(str, item)) if isinstance(item, list) else str(item)
+    return "\n".join(map(str, _given(item))) if isinstance(item, list) else str(item)
 
 
 def _arguments(item: Any) -> list[Json]:  # noqa: ANN401

@@ -39,6 +39,7 @@ _BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
 _PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")
 _STARS = re.compile(r"\*{2,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
+_TEXT_ALONE = re.compile(r"^\s*\\text[a-z]*\s*\{([^{}]*)\}\s*$")
 _TEXT_OR_SIGN = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{[^{}]*\}|\\[^a-zA-Z]")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _NUMBER = re.compile(r"\d(?:[\d.,]*\d)?(?:\s*/\s*\d+)?")
@@ -122,7 +123,7 @@ def score(
 def _readings(marked: str) -> list[list[Any]]:
     """Return what a marked answer or a truth may mean: mathematics, or the number in some words."""
     found = [_marked_value(marked)]
-    words = _TEXT_OR_SIGN.sub(" ", marked)
+    words = _TEXT_OR_SIGN.sub(" ", _TEXT_ALONE.sub(r"\1", marked))
     numbers = _NUMBER.findall(marked)
     if len(numbers) == 1 and _WORD.search(words) and not _NO_WORDS.search(words):
         found.append(_parse(words))

@@ -108,6 +108,7 @@ NAN = float("nan")
     [
         ({"inputs": ["1 2\n", None, "3 4\n"], "outputs": ["3\n", NAN, "7\n"]}, SUMS),
         ({**SUMS, "fn_name": NAN, "asserts": NAN}, SUMS),
+        ({"inputs": [["1 2\n", None], "3 4\n"], "outputs": [["3\n", NAN], "7\n"]}, SUMS),
         ({**CALLS, "inputs": [[1, 2], [3, 4], None], "outputs": [3, 7, None]}, CALLS),
         ({"asserts": ["assert add(1, 2) == 3\nassert add(3, 4) == 7", None]}, ASSERTS),
         ([None, {"input": "1 2\n", "output": "3\n", "fn_name": NAN, "metadata": NAN}, {}], None),
