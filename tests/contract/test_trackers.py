@@ -8,15 +8,17 @@ import importlib
 import importlib.util
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slipstream.broker.report.trackers.loading import IDS_FILE
+from slipstream.broker.report.trackers.loading import IDS_FILE, LOGGED_FILE
 from slipstream.broker.startup import start_trackers
 from tests.support.broker_starts import settings_in
+from tests.support.checkpoint_infos import write_checkpoint
 from tests.support.tracker_packages import stand_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -91,8 +93,9 @@ def live(name: str, tmp_path: Path) -> Callable[..., str]:
     more = [one.replace("FOLDER", str(folder)) for one in OPTIONS[name]]
     numbers = itertools.count(1)
 
-    def lives(value: float, *steps: int) -> str:
-        settings = settings_in(tmp_path, "run.name=run", trackers, *more)
+    def lives(value: float, *steps: int, saved: str = "") -> str:
+        resumed = f"run.resume_from={saved}"
+        settings = settings_in(tmp_path, "run.name=run", trackers, resumed, *more)
         running = asyncio.run(start_trackers(settings))
         for step in steps:
             running.log(abs(step), {NAMES[step < 0]: value})
@@ -124,3 +127,30 @@ def test_lives_of_a_run_are_one_run_that_has_each_step_once(
     newest = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 5.0]
     first = [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 5.0]
     assert values == (newest if name == "tensorboard" else first)
+
+
+def test_an_evaluation_is_shown_again_though_its_broker_was_killed_before_it(
+    name: str, live: Callable[..., str], read: Read | None
+):
+    """What a return took back counted as logged in the next life."""
+    live(1.0, 1, 2, -2, 3, 4, -4)
+    live(2.0, 2, -1, 3, 4)  # the learner went back to step 1; the broker was killed
+    live(3.0, 5, -2, -4, -1)
+    if read is not None:
+        newest = [(1, 2.0), (2, 3.0), (4, 3.0)]
+        first = [(1, 2.0), (2, 1.0), (4, 1.0)]
+        assert sorted(read()[NAMES[1]]) == (newest if name == "tensorboard" else first)
+
+
+def test_a_run_of_before_tracked_json_continues_after_its_checkpoint(
+    name: str, live: Callable[..., str], read: Read | None, tmp_path: Path
+):
+    live(1.0, 1, 2, -2, 3, 4, 5, -4)
+    (tmp_path / "run" / LOGGED_FILE).unlink()
+    saved = write_checkpoint(tmp_path / "run", 1, 3)
+    live(2.0, 4, 5, saved=str(saved))
+    shutil.rmtree(saved)  # as newer ones took its place
+    live(3.0, 6, -4, saved=str(saved))
+    if name == "tensorboard" and read is not None:
+        assert read()[NAMES[0]] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 3.0)]
+        assert read()[NAMES[1]] == [(2, 1.0), (4, 3.0)]

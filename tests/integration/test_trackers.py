@@ -20,13 +20,14 @@ OPTIONS = {
 }
 
 
-def log_life(run: RunSection, name: str, steps: range, *, resumed_at: int | None) -> None:
+def log_life(run: RunSection, name: str, steps: range) -> None:
     options = {k: v.format(folder=run.folder / "mlflow") for k, v in OPTIONS[name].items()}
     section = LoggingSection(trackers=(name,), **{name: options})
     settings = {"run": {"name": run.name}}
-    (tracker,) = load_trackers(section, run, settings, resumed_at=resumed_at)
+    tracker = load_trackers(section, run, settings)
     for step in steps:
-        tracker.log(step, {"reward/mean": step / 10, "eval/mean@1": 0.5})
+        tracker.log(step, {"reward/mean": step / 10})
+        tracker.log(step, {"eval/mean@1": 0.5})
     tracker.close()
 
 
@@ -39,9 +40,9 @@ def test_run_is_logged_and_resumes_under_its_id(
     pytest.importorskip(name)
     run = RunSection(name="first", dir=str(tmp_path))
     run.folder.mkdir()
-    log_life(run, name, range(3), resumed_at=None)
+    log_life(run, name, range(3))
     ids = (run.folder / "trackers.json").read_text()
-    log_life(run, name, range(3, 5), resumed_at=2)
+    log_life(run, name, range(3, 5))
     assert (run.folder / "trackers.json").read_text() == ids
     if name == "mlflow":
         run_id = json.loads(ids)["mlflow"]
@@ -65,4 +66,4 @@ def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(name: str
         pytest.skip("it is installed")
     run = RunSection(name="first", dir=str(tmp_path))
     with pytest.raises(ConfigError, match=rf"logging\.trackers names {name}.*pip install"):
-        load_trackers(LoggingSection(trackers=(name,)), run, {}, resumed_at=None)
+        load_trackers(LoggingSection(trackers=(name,)), run, {})

@@ -73,12 +73,11 @@ class BackgroundTrackers:
                 _log.warning("%s did not end in order: %r", type(tracker).__name__, error)
 
     def _put_down(self, step: int, figures: Mapping[str, float]) -> None:
-        if not self._logged.repeats(step, figures):
-            self._logged.add(step, figures)
-            try:
-                self._write(self._logged)
-            except OSError as error:
-                _log.warning("that trackers got step %d was not written: %s", step, error)
+        self._logged.add(step, figures)
+        try:
+            self._write(self._logged)
+        except OSError as error:
+            _log.warning("that trackers got step %d was not written: %s", step, error)
 
     def _lose(self, name: str, why: str) -> None:
         self.lost[name] += 1

@@ -29,6 +29,8 @@ class Logged(msgspec.Struct):
 
     step: int = -1  # the newest learner step
     evaluated: set[int] = msgspec.field(default_factory=set)
+    taken_back: set[int] = msgspec.field(default_factory=set)
+    """Evaluations of those that trackers which can have hidden, as the run went back."""
 
     def repeats(self, step: int, figures: Mapping[str, float]) -> bool:
         """True if there is such a point already."""
@@ -38,8 +40,11 @@ class Logged(msgspec.Struct):
         """Add a point."""
         if _is_evaluation(figures):
             self.evaluated.add(step)
+            self.taken_back.discard(step)
+        elif step > self.step:
+            self.step = step
         else:
-            self.step = max(self.step, step)
+            self.taken_back.update(one for one in self.evaluated if one >= step)
 
     def goes_back(self, step: int, figures: Mapping[str, float]) -> bool:
         """True if the run is at an earlier learner step again; forget the later points then."""

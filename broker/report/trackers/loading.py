@@ -3,10 +3,12 @@
 import importlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.report.trackers.base import Logged, TrackedRun, Tracker
 from slipstream.broker.report.trackers.verl_names import WithVerlNames
 from slipstream.wire.errors import ConfigError
@@ -24,32 +26,32 @@ def load_trackers(
     settings: Mapping[str, object],
     *,
     resumed_at: int | None = None,
-) -> list[Tracker]:
-    """Return the adapters that logging.trackers names.
+) -> BackgroundTrackers:
+    """Start the adapters that logging.trackers names, after what earlier lives logged.
 
     A tracker that has runs of its own gets the id it had in an earlier life, from trackers.json.
 
-    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the newest step
-    that earlier lives logged, None for what the run folder says.
+    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the step of the
+    checkpoint that the run resumes from, after which it goes on where tracked.json is not there.
 
     Raises:
-        ConfigError: a package is not installed, or the tracker refuses its options.
+        ConfigError: a package is not installed, the tracker refuses its options, or tracked.json
+            cannot be read.
     """
     trackers: list[Tracker] = []
     ids_file = run.folder / IDS_FILE
     ids: dict[str, str] = {}
     if ids_file.is_file():
         ids = json.loads(ids_file.read_text())
-    logged = read_logged(run.folder) if resumed_at is None else Logged(resumed_at)
+    logged = read_logged(run.folder) or Logged(-1 if resumed_at is None else resumed_at)
     for name in logging.trackers:
         if name == "tensorboard":
             from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
 
             begun = logged.step if logged.step >= 0 else None
             folder = run.folder / "tensorboard"
-            trackers.append(
-                TensorBoardTracker(folder, resumed_at=begun, evaluated=logged.evaluated)
-            )
+            shown = logged.evaluated - logged.taken_back
+            trackers.append(TensorBoardTracker(folder, resumed_at=begun, evaluated=shown))
             continue
         adapter = importlib.import_module(f"slipstream.broker.report.trackers.{name}")
         tracked = TrackedRun(
@@ -77,12 +79,12 @@ def load_trackers(
     if ids:
         replace_file(ids_file, json.dumps(ids, indent=2).encode() + b"\n")
     if logging.verl_names:
-        return [WithVerlNames(tracker) for tracker in trackers]
-    return trackers
+        trackers = [WithVerlNames(tracker) for tracker in trackers]
+    return BackgroundTrackers(trackers, logged, write=partial(write_logged, run.folder))
 
 
-def read_logged(run_folder: Path) -> Logged:
-    """Return what earlier lives of a run handed to its trackers.
+def read_logged(run_folder: Path) -> Logged | None:
+    """Return what earlier lives of a run handed to its trackers; None where no file says so.
 
     Raises:
         ConfigError: the file holds something else.
@@ -91,7 +93,7 @@ def read_logged(run_folder: Path) -> Logged:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Logged)
     except FileNotFoundError:
-        return Logged()
+        return None
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"cannot read {path}: {error}; put it back, or remove it") from error
 

@@ -35,7 +35,7 @@ def test_times_and_rates_have_verl_s_names():
 @pytest.mark.parametrize("wanted", [False, True])
 def test_they_are_logged_where_they_are_asked_for(tmp_path: Path, wanted: bool):
     run = RunSection(model="m", dir=str(tmp_path), name="a")
-    (tracker,) = load_trackers(LoggingSection(verl_names=wanted), run, {}, resumed_at=None)
+    tracker = load_trackers(LoggingSection(verl_names=wanted), run, {})
     tracker.log(1, FIGURES)
     tracker.close()
     events = EventAccumulator(str(run.folder / "tensorboard"))
