@@ -8,7 +8,9 @@ numbers which of the stored events its predecessor did not write any more.
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +22,7 @@ from slipstream.wire.files.replace import replace_file
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQd")  # length of the event, its number, unix time
 _SEGMENTS = 8
+_SYNC_EVERY_S = 1.0
 
 
 class Trail:
@@ -51,23 +54,36 @@ class CountedTrail(Trail):
     By that number a broker that starts knows whether its store still has them all.
     """
 
-    def __init__(self, path: Path, trail: Trail) -> None:
+    def __init__(
+        self, path: Path, trail: Trail, *, sync: Callable[[int], None] = os.fdatasync
+    ) -> None:
         """Continue to count, and hand events to ``trail``.
 
+        Args:
+            path: of the file.
+            trail: that keeps them.
+            sync: puts a file on disk, on a thread of its own, about once a second.
+
         Raises:
-            ConfigError: the file holds no number.
+            ConfigError: the file holds no number, or there is none and it cannot be written.
         """
         self._path = path
         self._trail = trail
         try:
-            counted = int(path.read_text("ascii"))
-        except FileNotFoundError:
-            counted = 0
+            counted = path.read_bytes() if path.exists() else b"0"
+            self.next_event = max(int(counted), trail.next_event)
+            if len(counted) != len(_digits(0)):
+                replace_file(path, _digits(self.next_event))
+            self._file = path.open("r+b", buffering=0)
         except ValueError as error:
             raise ConfigError(f"{path} holds no number: put it back, or remove it") from error
-        self.next_event = max(counted, trail.next_event)
-        replace_file(path, _digits(self.next_event))
-        self._file = path.open("r+b", buffering=0)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"cannot write {path}: {why}; make room in run.dir") from error
+        self._sync = sync
+        self._has_ended = threading.Event()
+        self._syncing = ThreadPoolExecutor(1, "num_events")
+        self._synced: Future[None] | None = None
 
     @override
     def note(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
@@ -82,6 +98,8 @@ class CountedTrail(Trail):
             os.pwrite(self._file.fileno(), _digits(self.next_event), 0)
         except OSError as error:
             _log.warning("%s is not up to date: %s", self._path, error)
+        if self._synced is None or self._synced.running() or self._synced.done():
+            self._synced = self._syncing.submit(self._put_on_disk)  # else it is yet to begin
         self._trail.write()
 
     @override
@@ -94,8 +112,17 @@ class CountedTrail(Trail):
     def close(self) -> None:
         """Write the noted events and close the files."""
         self.write()
+        self._has_ended.set()
+        self._syncing.shutdown()
         self._file.close()
         self._trail.close()
+
+    def _put_on_disk(self) -> None:
+        try:
+            self._sync(self._file.fileno())
+        except OSError as error:
+            _log.warning("%s may not be on disk: %s", self._path, error)
+        self._has_ended.wait(_SYNC_EVERY_S)
 
 
 def _digits(number: int) -> bytes:

@@ -1,6 +1,8 @@
 """A run has an identity: nothing of another run gets in, and nothing is given out twice."""
 
 import asyncio
+import queue
+import resource
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,7 +33,7 @@ from tests.support.checkpoint_infos import write_checkpoint
 from tests.support.ledger_driver import lease, make_ledger, make_ready, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
 from tests.support.running_broker import running
-from tests.support.waiting import until_async
+from tests.support.waiting import HANG_S, until_async
 
 RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
 
@@ -189,6 +191,32 @@ def test_a_count_of_events_that_is_none_is_named(tmp_path: Path):
     (tmp_path / NUM_EVENTS).write_text("many\n")
     with pytest.raises(ConfigError, match=r"num_events holds no number: put it back, or remove it"):
         CountedTrail(tmp_path / NUM_EVENTS, Trail())
+
+
+def test_the_count_of_events_is_put_on_disk_by_itself(tmp_path: Path):
+    """A crash of the machine took it back to what the kernel had written by chance."""
+    synced: queue.Queue[int] = queue.Queue()
+    file = tmp_path / NUM_EVENTS
+    counted = CountedTrail(file, Trail(), sync=lambda _: synced.put(int(file.read_text())))
+    counted.append(0, 1.0, [b"a", b"b"])
+    assert synced.get(timeout=HANG_S) == 2
+    counted.append(2, 1.0, [b"c"])
+    counted.append(3, 1.0, [b"d"])
+    counted.close()
+    assert synced.queue[-1] == 4
+
+
+def test_a_full_disk_is_named_where_events_are_counted_for_the_first_time(tmp_path: Path):
+    file, limits = tmp_path / NUM_EVENTS, resource.getrlimit(resource.RLIMIT_FSIZE)
+    CountedTrail(tmp_path / "before", Trail()).close()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        with pytest.raises(ConfigError, match=rf"cannot write {file}: File too large; make room"):
+            CountedTrail(file, Trail())
+        later = CountedTrail(tmp_path / "before", Trail())  # of a run that goes on
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    later.close()
 
 
 async def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_path: Path):
