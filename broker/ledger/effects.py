@@ -12,6 +12,7 @@ from slipstream.broker.ledger.evaluation import EvalAnswer, EvalRound
 from slipstream.broker.ledger.events import (
     DEATHS,
     FAULTS,
+    STRANDINGS_PER_ATTEMPT,
     BatchesHeld,
     Delivered,
     Dropped,
@@ -145,9 +146,12 @@ def _apply_generation(book: Book, event: Generated | Issued | Leased | LeaseEnde
             book.index.leave(group)
             book.end_lease(group)
             book.index.enter(group)
-            group.attempts += reason in FAULTS
+            group.strandings += reason == "stranded"
+            is_tenth = reason == "stranded" and group.strandings % STRANDINGS_PER_ATTEMPT == 0
+            is_attempt = reason in FAULTS or is_tenth
+            group.attempts += is_attempt
             group.deaths += reason in DEATHS
-            if reason in FAULTS:
+            if is_attempt:
                 why = f": {event.detail}" if event.detail else ""
                 why = f"its lease of generation {reason}{why}"[:MAX_REASON]
                 group.note(Failure(by=lease.holder, reason=why))

@@ -62,6 +62,7 @@ LeaseEnd = Literal[
     "orphaned",  # its work was of weights that a take-over abandoned
 ]
 FAULTS: tuple[LeaseEnd, ...] = ("lapsed", "restarted", "failed")  # count as an attempt
+STRANDINGS_PER_ATTEMPT = 10  # so that a group which ends whatever runs it is not begun for ever
 DEATHS: tuple[LeaseEnd, ...] = ("lapsed", "restarted")
 
 

@@ -29,6 +29,7 @@ class Group(msgspec.Struct, kw_only=True):
     bound: int = -1  # that was in force at its first lease, in learner steps; -1 is the run's own
     attempts: int = 0  # leases that ended without all siblings, by a fault
     deaths: int = 0  # of these, by death of the holder
+    strandings: int = 0  # leases that ended as what ran its trajectories was gone
     lease_id: int = NOBODY
     bound_to: int = NOBODY  # learner step whose batch it is in
     num_bytes: int = 0  # of its payloads and transcripts

@@ -9,7 +9,7 @@ import pytest
 from slipstream.broker.ledger.admission import NotYet
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
-from slipstream.broker.ledger.events import decode_event, encode_event
+from slipstream.broker.ledger.events import LeaseEnd, decode_event, encode_event
 from slipstream.broker.ledger.groups import Group, as_delivered
 from slipstream.broker.ledger.view import describe_wait
 from slipstream.wire.errors import RefusedError
@@ -935,6 +935,19 @@ def test_leaving_or_losing_the_grant_costs_no_attempt():
     ledger.release_all("generator-0", "left")
     assert ledger.book.state.dropped == {}
     assert [g.group_id for g in lease(ledger, max_sequences=4)] == [1, 0]
+
+
+@pytest.mark.parametrize("ends", [["stranded"] * 20, ["failed", *["stranded"] * 10]])
+def test_a_group_that_is_stranded_again_and_again_ends(ends: list[LeaseEnd]):
+    """A trajectory that kills its environment server had its prompt begun anew for ever."""
+    ledger = begun(max_attempts=2)
+    for reason in ends:
+        assert ledger.book.state.dropped == {}
+        (group,) = lease(ledger, max_sequences=2)
+        ledger.release("generator-0", group.lease_id, reason, "its server is lost")
+    assert ledger.book.state.dropped == {"lease_exhausted": 1}
+    letter = ledger.book.state.dead_letters[group.group_id]
+    assert letter.failures[-1].reason == "its lease of generation stranded: its server is lost"
 
 
 def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
