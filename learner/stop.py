@@ -9,10 +9,10 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from slipstream.wire.process.stopping import count_once, heeded_signals
+from slipstream.wire.process.stopping import STOP_SIGNALS, count_once, heeded_signals
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ class StopRequest:
         self.requested = False
         self._is_deferring = False
         self._signals: tuple[socket.socket, socket.socket] | None = None
-        self._num_arrived = 0
-        self._hung_up = False
+        self._arrived: list[int] = []
+        self._handled: list[int] = []
         self._lock = threading.Lock()
 
     def listen(self) -> None:
@@ -56,10 +56,10 @@ class StopRequest:
         """
         if self._signals is not None:
             with self._lock, suppress(BlockingIOError):
-                numbers = self._signals[0].recv(1024)
-                self._num_arrived += sum(n in {signal.SIGTERM, signal.SIGINT} for n in numbers)
-                self._hung_up |= signal.SIGHUP in numbers
-        return self._num_arrived + self._hung_up
+                for signum in self._signals[0].recv(1024):
+                    if signum in STOP_SIGNALS and _asks(signum, self._arrived):
+                        self._arrived.append(signum)
+        return len(self._arrived)
 
     @contextmanager
     def deferred(self, *, when: bool = True) -> Iterator[None]:
@@ -72,9 +72,20 @@ class StopRequest:
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         count_once(signum)
-        if signum == signal.SIGHUP and self.requested:
-            return  # the terminal of who asked to stop is closed
+        if not _asks(signum, self._handled):
+            return
+        self._handled.append(signum)
         if not self._is_deferring or self.requested:
             raise SystemExit(0)
         self.requested = True
         _log.info("%s: stopping; a second signal ends at once", signal.Signals(signum).name)
+
+
+def _asks(signum: int, earlier: Collection[int]) -> bool:
+    """True unless a signal only tells that the terminal is closed from which another one came.
+
+    Those that came during a collective are handled by number: SIGHUP before an earlier Ctrl-C.
+    """
+    if signum == signal.SIGHUP:
+        return not earlier
+    return signum != signal.SIGINT or signal.SIGHUP not in earlier

@@ -56,7 +56,11 @@ class Signals:
             self._raises = False
 
     def forget(self) -> None:
-        """Forget what has arrived so far: one Ctrl-C may reach this process twice."""
+        """Forget what has arrived: one Ctrl-C may come twice, and then its terminal may close.
+
+        That it does is not heeded any more.
+        """
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._received.clear()
 
     def raise_received(self) -> None:

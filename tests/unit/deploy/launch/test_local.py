@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,22 @@ def test_a_closed_terminal_stops_a_run_once_though_shell_and_kernel_send_its_sig
         with signals.raising():  # the learner saves
             send(signal.SIGHUP)
     assert (str(stopped.value), stopped.value.exit_code) == ("SIGHUP", 129)
+
+
+@pytest.mark.parametrize("first", [[signal.SIGINT], [signal.SIGTERM], []])
+def test_a_terminal_that_is_closed_does_not_cut_off_the_save(first: list[signal.Signals]):
+    """It counted as a second Ctrl-C, also where the run had failed by itself."""
+    signals = Signals()
+    with signals.handled():
+        with suppress(StopRequestedError), signals.raising():
+            for signum in first:
+                send(signum)
+        signals.forget()
+        with signals.raising():  # the learner saves
+            send(signal.SIGHUP)
+        with pytest.raises(StopRequestedError, match="SIGINT"), signals.raising():
+            send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("owner", ["this", "another", "none"])
