@@ -192,22 +192,23 @@ def test_the_program_is_the_block_that_reads_the_input(reads: str):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "program"),
     [
-        "```python\n" * 20_000,
-        "~~~a\n```b\n" * 20_000,
-        "```" * 100_000,
-        "\n".join("`" * n for n in range(3, 500)),
-        "```" + " " * 100_000,
-        "```" + " " * 100_000 + "`",
-        " " * 100_000 + "x```y z",
-        "```" + "a" * 100_000 + "`",
-        block("(" * 50_000) + block("-" * 50_000 + "1"),
-        block("x = '\0'") + block("x"),
+        ("```python\n" * 20_000, None),
+        ("~~~a\n```b\n" * 20_000, None),
+        ("```" * 100_000, None),
+        ("\n".join("`" * n for n in range(3, 500)), ""),
+        ("```" + " " * 100_000, None),
+        ("```" + " " * 100_000 + "`", None),
+        (" " * 100_000 + "x```y z", None),
+        ("```" + "a" * 100_000 + "`", None),
+        (block("(" * 50_000) + block("-" * 50_000 + "1"), "-" * 50_000 + "1"),
+        (block("x = '\0'") + block("x"), "x"),
     ],
+    ids=range(10),
 )
-def test_hostile_fences_are_soon_read(text: str):
-    find_program(text, {"f"})
+def test_the_search_for_a_program_among_hostile_fences_ends(text: str, program: str | None):
+    assert find_program(text, {"f"}) == program
 
 
 # ---- a row without a truth -------------------------------------------------------
