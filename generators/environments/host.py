@@ -574,11 +574,11 @@ async def read_message(
     return from_environment.decode(await reader.readexactly(length))
 
 
-def raw_disks() -> list[Path]:
+def raw_disks(folders: Iterable[Path] = _DEVICES) -> list[Path]:
     """Return devices in which hidden files could be read, if we may read all files."""
     if os.geteuid():
         return []
-    nodes = [node for folder in _DEVICES if folder.is_dir() for node in folder.iterdir()]
+    nodes = [node for folder in folders if folder.is_dir() for node in folder.iterdir()]
     return [one for one in nodes if one.is_block_device() or _PASSES_COMMANDS.match(one.name)]
 
 

@@ -6,9 +6,12 @@ python -m tests.support.hostile_run [attacks]
 import asyncio
 import json
 import logging
+import os
+import socket
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,9 +26,23 @@ HOSTILE = Path(__file__).parents[1] / "integration" / "environments" / "hostile.
 LIMITS = Limits(memory_mb=600, max_processes=64, connect_s=5.0)
 
 
-async def attacks(hidden: Path) -> dict[str, float]:
+@contextmanager
+def service() -> Iterator[Path]:
+    """Yield the socket of a program of this user, which lies where those of tmux do."""
+    folder = Path(f"/tmp/tmux-{os.geteuid()}")  # noqa: S108
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(own, "socket")
+        listener.bind(str(path))
+        listener.listen()
+        yield path
+    with suppress(OSError):  # tmux is in use
+        folder.rmdir()
+
+
+async def attacks(hidden: Path, asked: Path) -> dict[str, float]:
     """Return what one came to beside a neighbour that waits."""
-    options = {"hidden": str(hidden)}
+    options = {"hidden": str(hidden), "service": str(asked)}
     async with hosted(f"{HOSTILE}:Attacks", options, limits=LIMITS, hide=[hidden]) as host:
         begun = asyncio.Event()
         neighbour = asyncio.create_task(_waiting(host, begun))
@@ -77,7 +94,8 @@ async def code_of_the_policy() -> str:
 
 async def played(hidden: Path, *, all_of_them: bool) -> None:
     """Play all or the attacks, and print."""
-    found: dict[str, object] = {"attacks": await attacks(hidden)}
+    with service() as asked:
+        found: dict[str, object] = {"attacks": await attacks(hidden, asked)}
     if all_of_them:
         found |= {**await theft(), "code": await code_of_the_policy()}
     sys.stdout.write(f"{json.dumps(found)}\n")

@@ -36,8 +36,9 @@ _MOST_DESCRIPTORS = 64
 class Attacks(Environment):
     """Tries all, and says what it came to."""
 
-    def __init__(self, *, hidden: str) -> None:
+    def __init__(self, *, hidden: str, service: str) -> None:
         self._hidden = hidden
+        self._service = service
 
     async def reset(self, prompt: Prompt) -> str:
         return await self._wait() if prompt.text == "wait" else prompt.text
@@ -65,6 +66,8 @@ class Attacks(Environment):
         parts["uncover_as_its_own_root"] = float(_uncovered(self._hidden, ("unshare", "-Urm")))
         parts["read_disks"] = float(any(map(_opens_disk, Path("/dev").iterdir())))  # noqa: ASYNC240
         parts["reach_the_generators_socket"] = float(_reaches_socket())
+        parts["ask_a_service_of_the_user"] = float(_connects(self._service))
+        parts["write_cgroups"] = float(any(map(_is_writable, _mounts_below("/sys/fs/cgroup"))))
         parts["write_roots_files"] = float(os.access("/etc/passwd", os.W_OK))
         return Step(done=True, parts=parts)
 
@@ -134,6 +137,22 @@ def _reaches_socket() -> bool:
             if path and (os.access(path, os.W_OK) or os.access(Path(path).parent, os.W_OK)):
                 return True
     return False
+
+
+def _connects(path: str) -> bool:
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as one:
+        one.connect(path)
+        return True
+    return False
+
+
+def _mounts_below(folder: str) -> set[str]:
+    places = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    return {place for place in places if Path(place).is_relative_to(folder)}
+
+
+def _is_writable(mount: str) -> bool:
+    return not os.statvfs(mount).f_flag & os.ST_RDONLY
 
 
 _UNCOVER = """

@@ -1,9 +1,13 @@
 """Whose user ids trajectories may have, and what their filter refuses."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from slipstream.broker.sandbox import system_calls
 from slipstream.generators.environments.confinement import spare_ids
+from slipstream.generators.environments.host import raw_disks
 
 ROOT_STATUS = "Name:\tpython\nCapEff:\t000001ffffffffff\n"
 USER_STATUS = "Name:\tpython\nCapEff:\t0000000000000000\n"
@@ -13,6 +17,14 @@ WHOLE_HOST = "         0          0 4294967295\n"
 def test_root_gives_each_trajectory_an_id_that_nobody_has():
     ids = spare_ids(ROOT_STATUS, WHOLE_HOST)
     assert (ids.start, len(ids)) == (1_883_242_496, 1 << 22)
+
+
+def test_devices_that_pass_commands_to_a_disk_are_hidden_from_roots_trajectories(tmp_path: Path):
+    disks = {"sg0", "ng0n1", "nvme0", "mtd0ro", "raw1", "dax0.0", "0:0:0:0"}
+    for name in disks | {"null", "tty1", "sgx_enclave", "random"}:
+        (tmp_path / name).touch()
+    found = {node.name for node in raw_disks([tmp_path, tmp_path / "mapper"])}
+    assert found == (set() if os.geteuid() else disks)
 
 
 def test_root_of_a_container_gives_those_of_its_upper_half_but_nobodys():
