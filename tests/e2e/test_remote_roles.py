@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -17,9 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.server.keyring import make_client_key
-from slipstream.wire.files.run_folder import SUMMARY
+from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY
 from tests.e2e.hosts import Host, Roles, toml_of
 from tests.support.guide import fences
 from tests.support.tiny_run import ROOT, assert_complete, rows_of, tiny_inputs, tiny_settings
@@ -37,14 +39,11 @@ def texts_of(page: str, heading: str, kinds: list[str]) -> list[str]:
     return [text for _, text in found]
 
 
-def held_by_both(head: Host) -> list[dict[str, str]]:
+def held_by_both(folder: Path) -> list[Mapping[str, str]]:
     """Return digests of what engines held, by engine, for versions that both have adopted."""
-    summary = head.folder / "runs" / "tiny" / SUMMARY
-    figures = json.loads(summary.read_text()) if summary.exists() else {"last_publish": {}}
-    if not figures["last_publish"].get("engine_digests", {}).keys() >= BOTH:
-        return []  # a command takes longer than a look
-    view = json.loads(head.run("slipstream versions runs/tiny --json"))
-    digests = [one["engine_digests"] for one in view["publishes"]]
+    state = read_state(folder / PAGE_STATE)
+    assert state is not None
+    digests = [record.engine_digests for record in state.status.publish_history]
     return [digest for digest in digests if digest.keys() >= BOTH]
 
 
@@ -87,7 +86,6 @@ def test_a_generator_and_a_reward_worker_on_another_host_join_by_the_documented_
     assert "judge-1.key" in head.run(make_worker_key)
 
     shown: set[str] = set()
-    held: list[dict[str, str]] = []
 
     looks = count()
 
@@ -95,8 +93,6 @@ def test_a_generator_and_a_reward_worker_on_another_host_join_by_the_documented_
         if next(looks) % 5 == 0:  # it takes a tenth of a second of a core
             pids = [process.pid for process in roles.processes.values()]
             shown.update(arguments_and_environments(*pids))
-        if not held:
-            held.extend(held_by_both(head))
 
     with Roles() as roles:
         roles.start(head, "run", run_for_rewards)
@@ -111,17 +107,16 @@ def test_a_generator_and_a_reward_worker_on_another_host_join_by_the_documented_
         assert "scoring for run tiny with my_rewards.py:score" in roles.log("worker")
     (folder,) = (head.folder / "runs").glob("tiny*")
     assert_complete(folder, STEPS * 4)
-    assert_both_networks_carried_the_same(folder, held, bulk)
+    assert_both_networks_carried_the_same(folder, bulk)
     assert_scored_by_the_page_s_reward(folder)
     assert_no_secret(secrets_of(head.folder / "runs" / "keys"), shown, [head.folder, far.folder])
 
 
-def assert_both_networks_carried_the_same(
-    folder: Path, held: list[dict[str, str]], bulk: str
-) -> None:
+def assert_both_networks_carried_the_same(folder: Path, bulk: str) -> None:
     summary = json.loads((folder / SUMMARY).read_text())
     publishes = [one for one in summary[PUBLISHES] if FAR in one["adopted_by"]]
     assert {one["transports"][FAR] for one in publishes} == {"tcp", "collective"}
+    held = held_by_both(folder)
     assert held
     for digests in held:
         assert digests[FAR] == digests["generator-0"]

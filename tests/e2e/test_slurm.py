@@ -111,13 +111,15 @@ def submitted(folder: Path, **changed: object) -> Iterator[Job]:
         end(job.process)
 
 
+# Kills, stops and resumes of the same processes, without Slurm: tests/chaos.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signalled", "generators"),
     [
         ("the script", 1),
         # The script alone ends its steps itself; where they are signalled too, each ends the same
         # way. Places of several generators: tests/unit/deploy/render/test_slurm.py.
-        pytest.param("the script and all steps", 2, marks=pytest.mark.slow),
+        ("the script and all steps", 2),
     ],
 )
 def test_a_job_survives_a_generator_and_where_it_is_preempted_is_queued_again_and_completes(

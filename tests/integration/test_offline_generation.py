@@ -89,6 +89,7 @@ def test_every_prompt_is_answered_scored_and_recorded(tmp_path: Path):
     assert "a.trajectories exists and was generated with run.seed = 4, now it is 5" in other.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_leaves_no_process_behind(tmp_path: Path):
     command = write_run(tmp_path, length=900, shortest=900)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

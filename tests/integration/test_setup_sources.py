@@ -114,12 +114,14 @@ def test_torch_index_without_an_answer_is_left_for_the_package_index(
 @pytest.mark.parametrize(
     ("offered", "others", "broken", "why"),
     [
-        # The same question is asked above, of an index without an answer, and below.
+        # The same question is asked above, of an index without an answer.
         pytest.param(
             *("2.13.00.1+cpu", True, False, "does not answer or has no such torch"),
             marks=pytest.mark.slow,
         ),
-        (CPU, False, False, "does not answer or has no such torch"),
+        pytest.param(
+            *(CPU, False, False, "does not answer or has no such torch"), marks=pytest.mark.slow
+        ),
         (CPU, True, True, "failed"),
     ],
     ids=["another version", "torch alone", "broken"],
