@@ -39,7 +39,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
     from slipstream.learner.model.topology import destroy_topology, init_topology
 
     info = read_checkpoint_info(checkpoint)
-    fetch = Fetch(info.model, f"the model of {checkpoint}", default_cache())
+    fetch = Fetch(info.model, f"the model of {checkpoint}", default_cache(), info.content)
     source = found_model(fetch, with_weights=info.adapters is not None)
     if not (source / "config.json").is_file():
         raise ConfigError(

@@ -268,13 +268,15 @@ class Saver:
         """
         started_s = time.monotonic()
         model, run = self._policy.model, self._settings.run
+        content = run.contents.get(run.model, "")
         info = CheckpointInfo(
             format_revision=FORMAT_REVISION,
             run_name=run.name,
             run_id=self._run_id,
             version=version,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=run.model if is_fetched(run.model) else str(Path(run.model).resolve()),
+            model=run.model if is_fetched(run.model, content) else str(Path(run.model).resolve()),
+            content=content,
             architecture=architecture_of(model.hf_config),
             parameters=parameters_hash(model),
             dtype=dtype_name(model),

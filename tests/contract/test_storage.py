@@ -4,25 +4,37 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import CheckpointInfo, read_checkpoint_info
-from slipstream.wire.files.fetched import Fetch, content_hash, fetched_file, fetched_model
+from slipstream.wire.files.fetched import (
+    Fetch,
+    content_hash,
+    fetched_file,
+    fetched_model,
+    hub_model,
+)
 from slipstream.wire.files.remote import RemoteFolder, StorageError
 from slipstream.wire.files.remote_checkpoints import MANIFEST, RemoteCheckpoints
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import RunSection, model_folder
 from tests.support.checkpoint_infos import saved_checkpoint
+from tests.support.hub_server import Commits, hub_server
 from tests.support.stores import BUCKET, s3_server
 
 MODEL = {
+    "additional_chat_templates/tools.jinja": b"{{ tools }}",
     "config.json": b"{}",
+    "consolidated.safetensors": b"the same weights under names of Mistral's",
     "model.safetensors": b"w" * 100_000,
     "modeling.py": b"pass",
     "pytorch_model.bin": b"a pickle",
     "original/model.safetensors": b"not read",
 }
+SMALL = {"additional_chat_templates/tools.jinja", "config.json", "modeling.py"}
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +102,36 @@ def test_content_that_changed_is_another(url: str):
 def test_model_is_fetched_with_the_files_that_roles_read_alone(url: str, tmp_path: Path):
     put(url, MODEL)
     copy = fetch(url, tmp_path / "cache")
-    assert contents(copy) == {
-        name: MODEL[name] for name in ("config.json", "model.safetensors", "modeling.py")
-    }
+    assert contents(copy) == {name: MODEL[name] for name in (*SMALL, "model.safetensors")}
     assert copy.name == content_hash(url, "run.model", is_model=True)
-    assert set(contents(fetch(url, tmp_path / "cache", with_weights=False))) == {
-        "config.json",
-        "modeling.py",
-    }
+    assert set(contents(fetch(url, tmp_path / "cache", with_weights=False))) == SMALL
+
+
+@pytest.mark.integration
+def test_model_of_the_hub_is_fetched_with_the_files_that_roles_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    index = b'{"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}'
+    parts = {"model.safetensors.index.json": index, "part-1.safetensors": b"1"}
+    first, second = "1" * 40, "2" * 40
+    commits: Commits = {first: MODEL, second: MODEL | parts | {"part-2.safetensors": b"2"}}
+    commits[second].pop("model.safetensors")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    hub_model.cache_clear()
+    pinned = RunSection(model="org/tiny", contents={"org/tiny": first})
+    with hub_server("org/tiny", commits, monkeypatch) as downloads:
+        assert content_hash("org/tiny", "run.model", is_model=True) == second
+        assert set(downloads) == {*SMALL, "model.safetensors.index.json"}
+        newest = model_folder(RunSection(model="org/tiny"), with_weights=True)
+        assert set(contents(newest)) == {*SMALL, *parts, "part-2.safetensors"}
+        assert set(contents(model_folder(pinned))) == SMALL
+        whole = model_folder(pinned, with_weights=True)
+        assert contents(whole) == {name: MODEL[name] for name in (*SMALL, "model.safetensors")}
+        assert len(downloads) == len(set(downloads))
+    hub_model.cache_clear()
+    assert model_folder(pinned, with_weights=True) == whole  # where the hub does not answer
+    hub_model.cache_clear()
 
 
 def test_file_is_fetched_under_its_own_name(url: str, tmp_path: Path):

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.wire.files.checkpoints import newest_checkpoint
+from slipstream.wire.files.fetched import content_hash
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.codec import decode_payload
 from tests.integration.recorded import GROUPS, LAYOUTS, Replays, finish, rows, start_tool, weights
@@ -49,22 +50,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Replays, Path]:
     return replays, replays.train("a", *settings)
 
 
-def test_an_export_is_the_policy_that_the_learner_had(tmp_path: Path):
+def test_an_export_is_the_policy_that_the_learner_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     replays = Replays(tmp_path)
+    model = f"file://{replays.model}"
+    content = content_hash(model, "run.model", is_model=True)
     run = replays.train(
         "a",
         *LAYOUTS["tp2"],
+        f"run.model={model}",
+        f'run.contents={{ "{model}" = "{content}" }}',
         "run.steps=3",
         "checkpoint.every_steps=2",
         "checkpoint.export_at_end=true",
         "learner.rollouts_per_step=100",
     )
     newest, before = newest_checkpoint(run), run / "checkpoints" / "step-000002"
+    (replays.model / "of_a_newer_commit.json").write_text("{}")
     printed = slipstream("export", run, "--out", tmp_path / "out")
     assert printed == f"wrote {tmp_path / 'out'}: {newest}, step 3\n"
     exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights(run)
     assert exported.keys() == trained.keys()
     assert all(exported[name].equal(trained[name]) for name in trained)
+
+    assert not (tmp_path / "out" / "of_a_newer_commit.json").exists()
 
     slipstream("export", before, "--out", tmp_path / "two")
     third = [row for row in rollouts(run) if row["step"] == 2]  # trained by what it exported

@@ -38,6 +38,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
     model: str  # absolute path, URL or hub's name of the folder with config and tokenizer
+    content: str = ""  # of that URL or name, as in run.contents
     architecture: dict[str, int | float | bool | str]  # that decides the shape of the model
     parameters: str  # hash of all names and whole shapes
     dtype: str  # of the parameters

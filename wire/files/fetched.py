@@ -20,7 +20,14 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import COPIED_SUFFIXES, WEIGHTS_INDEX, copied_files
+from slipstream.wire.files.model_files import (
+    COPIED_SUFFIXES,
+    TEMPLATES,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    copied_files,
+    weight_files,
+)
 from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError, is_url
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.files.tokenizer_conversion import convert_tokenizer, written_otherwise
@@ -45,14 +52,18 @@ class Fetch:
     expected: str = ""  # hash that it must have, or commit; empty takes what is there
 
 
-def is_hub_name(text: str) -> bool:
-    """True if a setting names a model of the Hugging Face hub: ORGANIZATION/NAME, no path here."""
-    return _HUB_NAME.fullmatch(text) is not None and not Path(text).exists()
+def is_hub_name(text: str, expected: str = "") -> bool:
+    """True if a setting names a model of the Hugging Face hub: ORGANIZATION/NAME, no path here.
+
+    A run that began with the ``expected`` commit of one stays with it, whatever lies here by now.
+    """
+    is_name = _HUB_NAME.fullmatch(text) is not None
+    return is_name and (bool(expected) or not os.path.lexists(text))
 
 
-def is_fetched(text: str) -> bool:
+def is_fetched(text: str, expected: str = "") -> bool:
     """True if a setting names a model by URL or on the hub, and not by a path."""
-    return is_url(text) or is_hub_name(text)
+    return is_url(text) or is_hub_name(text, expected)
 
 
 def found_model(fetch: Fetch, *, with_weights: bool) -> Path:
@@ -67,7 +78,7 @@ def found_model(fetch: Fetch, *, with_weights: bool) -> Path:
     """
     if is_url(fetch.url):
         return fetched_model(fetch, with_weights=with_weights)
-    if is_hub_name(fetch.url):
+    if is_hub_name(fetch.url, fetch.expected):
         return hub_model(fetch, with_weights=with_weights)
     return Path(fetch.url)
 
@@ -89,7 +100,7 @@ def content_hash(url: str, setting: str, *, is_model: bool) -> str:
 def fetched_model(fetch: Fetch, *, with_weights: bool) -> Path:
     """Return the folder with a copy of a Hugging Face folder.
 
-    Files below the folder and those that no role reads are not fetched.
+    Files below the folder, but for chat templates, and those that no role reads are not fetched.
 
     Raises:
         ConfigError: there is none, it has changed, or it cannot be fetched or kept.
@@ -108,18 +119,17 @@ def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    suffixes = _MODEL_SUFFIXES if with_weights else COPIED_SUFFIXES
     reason = ""
     for is_offline in (False, True):
+        snapshot = functools.partial(snapshot_download, fetch.url, local_files_only=is_offline)
         try:
-            folder = snapshot_download(
-                fetch.url,
-                revision=fetch.expected or None,
-                allow_patterns=[f"*{suffix}" for suffix in suffixes],
-                ignore_patterns="*/*",
-                local_files_only=is_offline,
-            )
-            return Path(folder)
+            suffixes = [f"*{suffix}" for suffix in COPIED_SUFFIXES]
+            commit = fetch.expected or None
+            folder = Path(snapshot(revision=commit, allow_patterns=suffixes, ignore_patterns="*/*"))
+            others = [f"{TEMPLATES}/*.jinja"]
+            if with_weights:
+                others += _names_of_weights(folder, fetch.setting)
+            return Path(snapshot(revision=folder.name, allow_patterns=others))
         except Exception as error:  # noqa: BLE001 of its libraries, whatever they are
             reason = reason or without_secrets((str(error).splitlines() or [""])[0])
             _log.info("%s is not taken from the Hugging Face hub: %s", fetch.url, reason)
@@ -127,6 +137,13 @@ def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
         f"{fetch.url} is no folder here, and as a name of the Hugging Face hub it is neither in "
         f"its cache (HF_HOME) nor to be had: {reason} ({fetch.setting})"
     )
+
+
+def _names_of_weights(folder: Path, setting: str) -> list[str]:
+    """Return the names of the files that hold a model's weights; other files may hold them, too."""
+    if (folder / WEIGHTS_INDEX).is_file():
+        return [path.name for path in weight_files(folder, setting)]
+    return [WEIGHTS]
 
 
 def with_tokenizer(folder: Path, cache: Path, setting: str = "run.model") -> Path:
@@ -190,15 +207,19 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
         if fetch.expected not in {"", found}:
             raise ConfigError(
                 f"{fetch.setting} = {fetch.url} has changed: its content has hash {found}, "
-                f"expected {fetch.expected} (run.contents; run.contents={{}} takes the new content)"
+                f"expected {fetch.expected} (run.contents; run.contents={{}} takes the new content; "
+                "for an export, an empty content in checkpoint.json)"
             )
         copy = _place(fetch, found, with_weights=with_weights)
-        wanted = [one for one in files if with_weights or not one.name.endswith(_WEIGHTS)]
         fetch.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(copy):
             if not copy.is_dir():
                 with replacing_folder(copy) as unfinished:
-                    _download(folder, wanted, unfinished)
+                    small = [one for one in files if not one.name.endswith(_WEIGHTS)]
+                    _download(folder, small, unfinished)
+                    if is_model and with_weights:
+                        names = _names_of_weights(unfinished, fetch.setting)
+                        _download(folder, [one for one in files if one.name in names], unfinished)
                     if _listed(folder, is_model=is_model) != files:
                         raise StorageError(f"{fetch.url} changed while it was fetched")
         return copy
@@ -211,12 +232,17 @@ def _place(fetch: Fetch, content: str, *, with_weights: bool) -> Path:
 def _listed(folder: RemoteFolder, *, is_model: bool) -> list[RemoteFile]:
     files = folder.files()
     if is_model:
-        files = [one for one in files if one.name.endswith(_MODEL_SUFFIXES) and "/" not in one.name]
+        files = [one for one in files if _is_of_model(PurePosixPath(one.name))]
         if "config.json" not in {one.name for one in files}:
             raise ConfigError(f"no config.json in {folder.url} ({folder.setting})")
     elif [one.name for one in files] != [""]:
         raise ConfigError(f"{folder.url} is no file ({folder.setting})")
     return files
+
+
+def _is_of_model(path: PurePosixPath) -> bool:
+    """True if a role may read it: it lies in the folder itself, or is one of several templates."""
+    return path.name.endswith(_MODEL_SUFFIXES) and str(path.parent) in {".", TEMPLATES}
 
 
 def _hash(folder: RemoteFolder, files: Sequence[RemoteFile]) -> str:

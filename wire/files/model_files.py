@@ -12,7 +12,7 @@ from slipstream.wire.unreadable import UNREADABLE
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
-_TEMPLATES = "additional_chat_templates"  # folder of those beside the usual one
+TEMPLATES = "additional_chat_templates"  # folder of those beside the usual one
 _WEIGHTS_SUFFIX = ".safetensors"
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # is smaller
 
@@ -110,7 +110,7 @@ def copied_files(folder: Path) -> list[Path]:
         roots.append(real.parent.parent / "blobs")
     files = [
         path
-        for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")))
+        for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")))
         if path.suffix in COPIED_SUFFIXES and path.name != WEIGHTS_INDEX and path.is_file()
     ]
     for path in files:

@@ -207,7 +207,9 @@ def test_a_name_of_the_hub_is_no_path_here(tmp_path: Path, monkeypatch: pytest.M
     others = ("model", "/org/a", "./a", "../a", "a/b/c", "s3://a/b", "~/a", "a/..", "a\\b/c", "")
     assert [is_hub_name(text) for text in (*named, *others)] == [True] * 3 + [False] * len(others)
     (tmp_path / "org" / "a_b").mkdir(parents=True)
+    (tmp_path / "org" / "gone").symlink_to("nowhere")
     assert not is_hub_name("org/a_b")
+    assert not is_hub_name("org/gone")
 
 
 def test_a_model_of_the_hub_is_its_newest_snapshot_in_the_cache(hub: Path):
@@ -222,7 +224,10 @@ def test_a_model_of_the_hub_is_its_newest_snapshot_in_the_cache(hub: Path):
 def test_the_commit_that_a_run_began_with_stays(hub: Path):
     snapshot = cached(hub, "org/tiny", "f" * 40, newest=False)
     cached(hub, "org/tiny", COMMIT)
-    assert model_folder(RunSection(model="org/tiny", contents={"org/tiny": "f" * 40})) == snapshot
+    run = RunSection(model="org/tiny", contents={"org/tiny": "f" * 40})
+    assert model_folder(run) == snapshot
+    Path("org/tiny").mkdir(parents=True)  # appears beside the run
+    assert model_folder(run, with_weights=True) == snapshot
 
 
 @pytest.mark.parametrize("contents", [{}, {"org/tiny": COMMIT}], ids=["newest", "a commit"])
