@@ -39,7 +39,8 @@ class KlOptions(Options, frozen=True, kw_only=True):
     importance_weighted: bool = False
     """Weigh the estimate of a token by current / behavior: unbiased for stale tokens."""
     reference: str = ""
-    """Hugging Face folder of the reference policy; empty is run.model."""
+    """Hugging Face folder of the reference policy, its URL or its name on the Hugging Face hub;
+    empty is run.model."""
     renew_every: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Copy the policy into the reference every N learner steps; 0 is never."""
 
@@ -53,7 +54,8 @@ class TeacherOptions(Options, frozen=True, kw_only=True):
     coefficient: NotNegative = 0.0
     """Weight of the teacher's part of the advantage, added after whitening; 0 has no teacher."""
     model: str = ""
-    """Hugging Face folder of a teacher that the learner holds itself."""
+    """Hugging Face folder of a teacher that the learner holds itself, its URL or its name on the
+    Hugging Face hub."""
     endpoint: str = ""
     """URL of an SGLang server that serves the teacher, such as http://10.0.0.7:30000."""
     api_key_file: str = ""

@@ -186,9 +186,12 @@ def with_contents(config: RunConfig) -> RunConfig:
     files = {"data.file": data.file, "eval.file": evaluation.file}
     for setting, tables in (("data.sources", data.sources), ("eval.sets", evaluation.sets)):
         files |= {f"{setting}.{name}.file": table.file for name, table in tables.items()}
+    algo = config.learner.algo
+    models = {"run.model": run.model, "algo.kl.reference": str(algo.kl.get("reference", ""))}
+    models["algo.teacher.model"] = str(algo.teacher.get("model", ""))
     contents = dict(run.contents)
-    for setting, url in {"run.model": run.model, **files}.items():
-        is_model = setting == "run.model"
+    for setting, url in {**models, **files}.items():
+        is_model = setting in models
         if (is_fetched(url) if is_model else is_url(url)) and url not in contents:
             contents[url] = content_hash(url, setting, is_model=is_model)
     return config.with_settings("run", contents=contents) if contents else config

@@ -202,7 +202,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def base_is(self, reference: str) -> bool:
         """True if a reference policy (algo.kl.reference) is the policy without its adapters."""
-        return self.lora.is_on and reference in {"", self.run.model, str(self.model)}
+        return self.lora.is_on and reference in {"", self.run.model, str(model_folder(self.run))}
 
     @property
     def resume_from(self) -> Path | None:

@@ -27,6 +27,7 @@ from slipstream.learner.training.policy import Policy, ReferencePolicy, Teacher
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info, readable_checkpoints
+from slipstream.wire.settings.sections import local_model
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +91,10 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
     base_is_reference = choice.needs_reference and settings.base_is(choice.kl.reference)
     decay_steps = settings.lr_decay_steps
     if choice.needs_reference and not base_is_reference:
-        folder = Path(choice.kl.reference) if choice.kl.reference else settings.model
-        setting = "algo.kl.reference" if choice.kl.reference else "run.model"
+        folder, setting = settings.model, "run.model"
+        if choice.kl.reference:
+            setting = "algo.kl.reference"
+            folder = local_model(settings.run, choice.kl.reference, setting, with_weights=True)
         reference = frozen_policy(folder, setting)
         if not choice.kl.renew_every:
             frozen[folder.resolve()] = reference  # a teacher of this folder is the same model
@@ -106,7 +109,9 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
             choice.teacher, topology, vocab_size=hf.vocab_size, timeout_s=learner.timeout_s
         )
     elif choice.has_teacher:
-        teacher = frozen_policy(Path(choice.teacher.model), "algo.teacher.model")
+        setting = "algo.teacher.model"
+        folder = local_model(settings.run, choice.teacher.model, setting, with_weights=True)
+        teacher = frozen_policy(folder, setting)
     if choice.needs_values:
         lr = choice.critic.lr
         lr_min = lr * learner.lr_min / learner.lr if learner.lr > 0 else 0.0

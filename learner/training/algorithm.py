@@ -10,6 +10,7 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
+from slipstream.wire.settings.sections import local_model, model_folder
 from slipstream.wire.settings.words import wrong_value
 
 
@@ -23,11 +24,13 @@ def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfC
     Raises:
         ConfigError: one has no config.json that can be used.
     """
-    choice, folders, model = algorithm.choice, dict[Path, str](), settings.model
+    choice, run, folders = algorithm.choice, settings.run, dict[Path, str]()
     if choice.needs_reference and not settings.base_is(choice.kl.reference):
-        folders[Path(choice.kl.reference or model)] = "algo.kl.reference"
+        setting, name = "algo.kl.reference", choice.kl.reference
+        folders[local_model(run, name, setting) if name else model_folder(run)] = setting
     if choice.has_teacher and choice.teacher.model:
-        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
+        teacher = local_model(run, choice.teacher.model, "algo.teacher.model")
+        folders.setdefault(teacher, "algo.teacher.model")
     return [load_hf_config(folder, setting) for folder, setting in folders.items()]
 
 

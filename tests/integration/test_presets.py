@@ -50,7 +50,7 @@ QUICK = {
 }
 OVERRIDES = {
     **{name: (f"algo.critic.warmup_steps={steps}",) for name, steps in WARMUP.items()},
-    "distill": ("algo.teacher.model={teacher}",),
+    "distill": ("algo.teacher.model=file://{teacher}", "run.cache_dir={teacher}/../cache"),
 }
 
 

@@ -207,7 +207,7 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
         if fetch.expected not in {"", found}:
             raise ConfigError(
                 f"{fetch.setting} = {fetch.url} has changed: its content has hash {found}, "
-                f"expected {fetch.expected} (run.contents; run.contents={{}} takes the new content; "
+                f"expected {fetch.expected} (run.contents; run.contents={{}} takes the new one; "
                 "for an export, an empty content in checkpoint.json)"
             )
         copy = _place(fetch, found, with_weights=with_weights)

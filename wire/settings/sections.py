@@ -475,6 +475,15 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
     return with_tokenizer(folder, fetch.cache)
 
 
+def local_model(run: RunSection, name: str, setting: str, *, with_weights: bool = False) -> Path:
+    """Return the folder of a model beside the policy; that of a URL or of the hub is fetched.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
+    return found_model(_fetch(run, name, setting), with_weights=with_weights)
+
+
 def local_file(run: RunSection, name: str, setting: str) -> str:
     """Return the path of a file that a setting names; that of a URL is fetched.
 

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.config import free_name, run_config, write_resolved
+from slipstream.deploy.config import free_name, run_config, with_contents, write_resolved
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.fetched import content_hash
 from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.sections import RunSection
 from tests.support.blank_model import write_blank_model
@@ -126,6 +127,17 @@ def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
     again = run_config(load_table(path))
     found = (again.broker, again.generators, again.learner, again.deploy)
     assert found == (config.broker, config.generators, config.learner, config.deploy)
+
+
+def test_every_url_of_a_run_is_held_to_the_content_of_its_start(table: Table, tmp_path: Path):
+    url = f"file://{tmp_path}/model"
+    algo = {"kl": {"reference": url}, "teacher": {"model": f"{url}/"}}
+    (tmp_path / "train.jsonl").write_text("{}")
+    file = f"file://{tmp_path}/train.jsonl"
+    run = run_config(changed({**table, "algo": algo}, "data", file=file))
+    assert with_contents(run).run.contents == {
+        name: content_hash(name, "test", is_model=name != file) for name in (url, f"{url}/", file)
+    }
 
 
 def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):

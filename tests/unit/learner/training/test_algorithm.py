@@ -6,9 +6,10 @@ import pytest
 
 from slipstream.algos.compose import Algorithm
 from slipstream.learner.config import learner_settings
-from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.algorithm import algorithm_of, frozen_policies
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
+from tests.support.blank_model import write_blank_model
 
 
 @pytest.fixture
@@ -95,3 +96,18 @@ def test_rewards_of_turns_need_an_environment(model: str):
 
 def test_one_turn_may_be_an_action(model: str):
     assert algorithm(model, algo={"preset": "ppo", "advantage": {"over": "turns"}})
+
+
+def test_policies_beside_the_trained_one_may_be_urls(tmp_path: Path):
+    for layers, name in enumerate(("model", "reference", "teacher"), start=1):
+        write_blank_model(tmp_path / name, hidden=16, layers=layers)
+    table: Table = {
+        "run": {"model": str(tmp_path / "model"), "cache_dir": str(tmp_path / "cache")},
+        "algo": {
+            "kl": {"coefficient": 0.1, "reference": f"file://{tmp_path}/reference"},
+            "teacher": {"coefficient": 1.0, "model": f"file://{tmp_path}/teacher"},
+        },
+    }
+    settings = learner_settings(table)
+    frozen = frozen_policies(algorithm_of(settings), settings)
+    assert [hf.num_hidden_layers for hf in frozen] == [2, 3]

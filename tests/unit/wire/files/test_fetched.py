@@ -21,7 +21,7 @@ from slipstream.wire.files.fetched import (
     is_hub_name,
 )
 from slipstream.wire.files.remote import RemoteFolder
-from slipstream.wire.settings.sections import RunSection, model_folder
+from slipstream.wire.settings.sections import RunSection, local_model, model_folder
 from tests.support.faulty_store import FaultyStore, faulty_folder
 from tests.support.waiting import HANG_S, until
 
@@ -236,6 +236,14 @@ def test_a_model_that_is_nowhere_is_refused(hub: Path, contents: dict[str, str])
     why = r"org/tiny is no folder here, and .* neither in its cache .*HF_HUB_OFFLINE.*run\.model"
     with pytest.raises(ConfigError, match=why):
         model_folder(RunSection(model="org/tiny", contents=contents))
+
+
+def test_a_policy_beside_the_trained_one_may_be_a_model_of_the_hub(hub: Path):
+    snapshot = cached(hub, "org/teacher", "f" * 40, newest=False)
+    run = RunSection(model="org/tiny", contents={"org/teacher": "f" * 40})
+    assert local_model(run, "org/teacher", "algo.teacher.model", with_weights=True) == snapshot
+    with pytest.raises(ConfigError, match=r"org/other is no folder .*\(algo\.teacher\.model\)"):
+        local_model(run, "org/other", "algo.teacher.model")
 
 
 def test_a_snapshot_that_is_named_by_its_folder_is_taken(hub: Path):
