@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_files import copied_files, weight_files
+from slipstream.wire.files.tokenizer_conversion import pattern_of
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.settings.sections import RunSection, SamplingSection, model_folder
 from tests.support.ranks.run import outputs, start
@@ -84,6 +85,37 @@ def test_a_slow_tokenizer_of_a_vocabulary_and_merges_is_converted(tmp_path: Path
     assert ids(copy, "<|im_end|>") == [original.get_vocab_size()]
 
 
+def test_a_vocabulary_and_merges_need_no_config_of_their_own(tmp_path: Path):
+    write_vocabulary(tmp_path / "model")
+    whole = converted(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    added = config["added_tokens_decoder"].items()
+    numbers = {facts["content"]: int(number) for number, facts in added}
+    (tmp_path / "model" / "added_tokens.json").write_text(json.dumps(numbers))
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    copy = converted(tmp_path / "model")
+    texts = [*TEXTS, *numbers]
+    assert [ids(copy, text) for text in texts] == [ids(whole, text) for text in texts]
+
+
+def test_added_tokens_of_tiktoken_s_have_the_numbers_of_either_file(tmp_path: Path):
+    size = write_tiktoken(tmp_path / "model").get_vocab_size()
+    path = tmp_path / "model" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["added_tokens_decoder"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"no number is given for '<\|im_end\|>', in added_tok"):
+        converted(tmp_path / "model")
+    numbers = {"<|im_end|>": size + 1, "<think>": size + 2}
+    (tmp_path / "model" / "added_tokens.json").write_text(json.dumps(numbers))
+    copy = converted(tmp_path / "model")
+    assert ids(copy, "<think><|im_end|>") == [size + 2, size + 1]
+    assert TextCodec(copy, SamplingSection()).end_token_ids == (size + 1,)
+    path.write_text(json.dumps({key: one for key, one in config.items() if key != "eos_token"}))
+    (tmp_path / "model" / "added_tokens.json").unlink()
+    assert ids(converted(tmp_path / "model"), "1") == ids(copy, "1")  # there may be none
+
+
 def test_transformers_reads_what_was_made(tmp_path: Path):
     write_sentencepiece(tmp_path / "sentencepiece")
     write_tiktoken(tmp_path / "tiktoken")
@@ -112,6 +144,38 @@ def test_where_the_pattern_stands_does_not_matter(tmp_path: Path, name: str, cod
     write_tiktoken(tmp_path / "model", name=name, code=code)
     one, two, three = ids(converted(tmp_path / "model"), "123")
     assert len({one, two, three}) == 3
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'PAT_STR = r"a|b"\nEncoding("own", pat_str=PAT_STR)',
+        'class Own:\n    pat_str: str = r"a|b"',
+        'class Own:\n    def __init__(self):\n        self.pat_str = "a" "|b"',
+        'PARTS = ("a", "b")\nBAR = "|"\npat_str = BAR.join(PARTS)',
+        'LETTER = "a"\nENCODING = dict(pat_str=LETTER + r"|" + "b")',
+        'pat_str = "a|b"\nself.pat_str = re.compile(pat_str)\nEncoding(pat_str=pat_str)',
+        'class Own:\n    pat_str = "|".join([r"a", r"b"])\n    f(pat_str=self.pat_str)',
+    ],
+)
+def test_a_pattern_of_literals_and_names_is_read(code: str):
+    assert pattern_of(code) == "a|b"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'pat_str = "a|b"\nEncoding(pat_str=patterns.of("own"))',
+        'if OLD:\n    pat_str = "a"\nelse:\n    pat_str = "b"',
+        'pat_str = f"{LETTER}|b"',
+        "pat_str = pat_str",
+        'pat_str = "|".join(["a", other])',
+        'pattern = "a|b"',
+        "",
+    ],
+)
+def test_a_pattern_that_is_computed_or_one_of_several_is_none(code: str):
+    assert pattern_of(code) == ""
 
 
 def test_what_would_have_other_tokens_is_refused(tmp_path: Path):

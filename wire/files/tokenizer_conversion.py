@@ -7,7 +7,7 @@ import ast
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ _LIBRARIES = {
     "protobuf": "google",
 }
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of it: token and rank
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # of tokenizer_config.json
 _PROBES = (  # a conversion that goes wrong shows in one of them
     "The answer is 1234.56, isn't it?",
     "def f(x):\n    return x  +  1\t# ok",
@@ -44,8 +45,8 @@ def convert_tokenizer(source: Path, folder: Path, setting: str) -> None:
     Where it replaces code of the model's, tokenizer_config.json no longer names that code.
 
     Args:
-        source: file of the model's folder, beside tokenizer_config.json and config.json.
-        folder: a copy, of those two at least.
+        source: file of the model's folder, beside config.json.
+        folder: a copy, of the small files at least.
         setting: that names the model's folder, for errors.
 
     Raises:
@@ -59,12 +60,13 @@ def convert_tokenizer(source: Path, folder: Path, setting: str) -> None:
             f"{source.name} is not installed: pip install 'slipstream[conversion]' ({setting})"
         )
     try:
-        config = json.loads((source.parent / "tokenizer_config.json").read_bytes())
         with source.open("rb") as file:
             is_tiktoken = _TIKTOKEN.fullmatch(file.readline(1024)) is not None
-        tokenizer = _of_tiktoken(source, config) if is_tiktoken else _of_transformers(source)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        if is_tiktoken:
+        if not is_tiktoken:
+            _of_transformers(source).save(str(folder / "tokenizer.json"))
+        else:
+            config = json.loads((source.parent / "tokenizer_config.json").read_bytes())
+            _of_tiktoken(source, config).save(str(folder / "tokenizer.json"))
             config.pop("auto_map", None)
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -101,7 +103,7 @@ def _of_tiktoken(source: Path, config: Mapping[str, Any]) -> Any:  # noqa: ANN40
     converter = TikTokenConverter(str(source), **({"pattern": pattern} if pattern else {}))
     converter.load_tiktoken_bpe = lambda _file: ranks  # tiktoken's keeps what a path held before
     tokenizer = converter.converted()
-    added = {int(number): dict(one) for number, one in config["added_tokens_decoder"].items()}
+    added = _added_tokens(source.parent, config)
     for number in range(len(ranks), max(added, default=-1) + 1):
         facts = added.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
         facts = {key: value for key, value in facts.items() if not key.startswith("__")}
@@ -111,6 +113,27 @@ def _of_tiktoken(source: Path, config: Mapping[str, Any]) -> Any:  # noqa: ANN40
         if tokenizer.token_to_id(facts["content"]) != number:
             raise ValueError(f"{facts['content']!r} cannot have the number {number}")
     return tokenizer
+
+
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the tokens beside those of tiktoken's file: number and facts, as of AddedToken.
+
+    Raises:
+        ValueError: the end of an answer, or some such, is a token that no file gives a number.
+    """
+    if (decoder := config.get("added_tokens_decoder")) is not None:
+        return {int(number): dict(facts) for number, facts in decoder.items()}
+    path = folder / "added_tokens.json"
+    numbers: dict[str, int] = json.loads(path.read_bytes()) if path.is_file() else {}
+    named = [one for key, one in config.items() if key in _SPECIAL_TOKENS and one]
+    named += config.get("additional_special_tokens") or []
+    texts = {one["content"] if isinstance(one, dict) else one for one in named}
+    if missing := texts - numbers.keys():
+        raise ValueError(
+            f"no number is given for {min(missing)!r}, in added_tokens_decoder of "
+            "tokenizer_config.json or in added_tokens.json"
+        )
+    return {n: {"content": text, "special": text in texts} for text, n in numbers.items()}
 
 
 def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -129,16 +152,63 @@ def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
         return None
     for module in {one.partition(".")[0] for one in classes}:
         path = folder / f"{module}.py"
-        for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
-            match node:
-                case ast.Assign(targets=[ast.Name(id="pat_str")], value=ast.Constant(str(text))):
-                    return text
-                case ast.Assign(
-                    targets=[ast.Name(id="pat_str")],
-                    value=ast.Call(
-                        func=ast.Attribute(value=ast.Constant(str(separator)), attr="join"),
-                        args=[ast.List() as parts],
-                    ),
-                ):
-                    return separator.join(ast.literal_eval(parts))
+        if path.is_file() and (pattern := pattern_of(path.read_text())):
+            return pattern
     raise ValueError(f"the pattern of {classes or name} that splits texts is not found (pat_str)")
+
+
+def pattern_of(code: str) -> str:
+    """Return the pattern that code hands over as ``pat_str``, or calls so; empty if none is plain.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(ast.parse(code)):
+        for name, value in _named(node):
+            values.setdefault(name, []).append(value)
+    pattern = _value(ast.Name("pat_str=" if "pat_str=" in values else "pat_str"), values)
+    return pattern if isinstance(pattern, str) else ""
+
+
+def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """Return what a piece of code calls by a name; an argument's has ``=`` at its end."""
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            pass
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            targets = [target]
+        case ast.keyword(arg=str(name), value=value):
+            return [(f"{name}=", value)]
+        case _:
+            return []
+    names = [ast.unparse(one).rpartition(".")[2] for one in targets]  # of self.NAME, NAME
+    return [(name, value) for name in names]
+
+
+def _value(node: ast.expr, named: Mapping[str, list[ast.expr]]) -> str | tuple[str, ...] | None:
+    """Return the one text, or texts, that an expression of literals and names means, if it does."""
+    match node:
+        case ast.Constant(str(text)):
+            return text
+        case ast.Name(name) | ast.Attribute(attr=name):
+            others = {key: values for key, values in named.items() if key != name}
+            found = {_value(one, others) for one in named.get(name, ())} - {None}
+            return found.pop() if len(found) == 1 else None
+        case ast.List(parts) | ast.Tuple(parts):
+            return _texts(parts, named)
+        case ast.BinOp(left, ast.Add(), right):
+            both = _texts([left, right], named)
+            return "".join(both) if both else None
+        case ast.Call(ast.Attribute(separator, "join"), [joined]):
+            match _value(separator, named), _value(joined, named):
+                case str(between), tuple(texts):
+                    return between.join(texts)
+    return None
+
+
+def _texts(
+    nodes: Sequence[ast.expr], named: Mapping[str, list[ast.expr]]
+) -> tuple[str, ...] | None:
+    texts = [text for one in nodes if isinstance(text := _value(one, named), str)]
+    return tuple(texts) if len(texts) == len(nodes) else None
