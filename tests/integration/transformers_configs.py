@@ -35,7 +35,7 @@ def main(folder: str) -> None:
         whole = Path(f"{folder}-whole") / path.name
         whole.mkdir(parents=True)
         config.to_json_file(whole / "config.json", use_diff=False)
-    found["of generation"] = sorted(GenerationConfig._get_default_generation_params())
+    found["of generation"] = sorted(GenerationConfig().to_dict())
     sys.stdout.write(json.dumps(found))
 
 

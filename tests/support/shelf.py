@@ -1,7 +1,8 @@
 """A shelf of published models: facts of their config.json, by repository of the Hugging Face hub.
 
 The source of each is https://huggingface.co/REPOSITORY/blob/main/config.json, and of its size the
-number of parameters that its page shows (without layers that predict further tokens).
+number of parameters that its page shows (without layers that predict further tokens). Where
+a comment names another source, that was read instead.
 """
 
 from typing import Any, NamedTuple
@@ -251,6 +252,7 @@ def _glm_moe(*sizes: int, inner: int, **more: Any) -> Config:  # noqa: ANN401 JS
     }
 
 
+_LONG_BASE = {"eos_token_id": 151643, "max_position_embeddings": 131072, "sliding_window": 131072}
 _LLAMA_8B, _QWEN_7B = (4096, 14336, 32, 32, 8, 128256), (3584, 18944, 28, 28, 4, 152064)
 SHELF: dict[str, Published] = {
     "meta-llama/Llama-2-7b-hf": Published(
@@ -307,7 +309,9 @@ SHELF: dict[str, Published] = {
     "Qwen/Qwen2.5-3B": Published(3.09, _qwen2(2048, 11008, 36, 16, 2, 151936)),
     "Qwen/Qwen2.5-7B-Instruct": Published(7.62, _qwen2(*_QWEN_7B)),
     "Qwen/Qwen2.5-14B-Instruct": Published(14.77, _qwen2(5120, 13824, 48, 40, 8, 152064)),
-    "Qwen/Qwen2.5-32B": Published(32.76, _qwen2(5120, 27648, 64, 40, 8, 152064)),
+    "Qwen/Qwen2.5-32B": Published(  # its config.json, as printed by an article on its FLOPs
+        32.76, _qwen2(5120, 27648, 64, 40, 8, 152064) | _LONG_BASE | {"rms_norm_eps": 1e-05}
+    ),
     "Qwen/Qwen2.5-72B-Instruct": Published(72.71, _qwen2(8192, 29568, 80, 64, 8, 152064)),
     "Qwen/Qwen3-0.6B": Published(0.596, _qwen3(1024, 3072, 28, 16, 8, 151936)),
     "Qwen/Qwen3-1.7B": Published(1.72, _qwen3(2048, 6144, 28, 16, 8, 151936)),
@@ -324,17 +328,22 @@ SHELF: dict[str, Published] = {
     ),
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": Published(
         30.53,
+        # As transformers 4.57 prints the loaded config in a report on the model.
         _qwen3_moe(2048, 5472, 48, 32, 4, 151936, inner=768, max_position_embeddings=262144)
-        | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+        | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+        | {"max_window_layers": 28, "rope_theta": 10000000, "router_aux_loss_coef": 0.0},
     ),
     "Qwen/Qwen1.5-MoE-A2.7B": Published(
         14.32,
         _qwen2_moe(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
+        # As configuration_qwen.py in mindspore-lab/models has this model's.
+        | {"max_position_embeddings": 8192, "max_window_layers": 21}
         | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     ),
     "Qwen/Qwen2-57B-A14B": Published(
         57.41,
         _qwen2_moe(3584, 18944, 28, 28, 4, 151936, num_experts=64, num_experts_per_tok=8)
+        | _LONG_BASE  # QWEN2_57B_A14B_CONFIG in TensorRT-LLM's tests
         | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
     ),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": Published(
