@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-THINK, THINK_ENDS = "<think>", "</think>"
+from slipstream.wire.thoughts import split_thoughts
+
 ANSWER, ANSWER_ENDS = "<answer>", "</answer>"
 _HASHES = "####"
 _HEADING = re.compile(r"[\s*_]*[^\W\d_]{3,}")  # words after those, as Markdown has it
@@ -40,8 +41,8 @@ _BUILT_IN = frozenset(dir(builtins)) | {"__name__", "__file__"}
 
 def after_thought(text: str) -> str:
     """Return the text after the last ``</think>``; none of it while a thought is unfinished."""
-    rest = text.rpartition(THINK_ENDS)[2]
-    return "" if THINK in rest else rest
+    parts = split_thoughts(text)
+    return parts[-1].text if parts and parts[-1].thought is None else ""
 
 
 def marked_answer(text: str, *, hashes: bool = True) -> str | None:

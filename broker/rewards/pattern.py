@@ -8,8 +8,9 @@ options = { pattern = 'Final answer: (?P<number>\d+)\s*$' }
 import re
 from typing import Literal
 
-from slipstream.broker.rewards.final_answer import ANSWER, ANSWER_ENDS, THINK, THINK_ENDS
+from slipstream.broker.rewards.final_answer import ANSWER, ANSWER_ENDS
 from slipstream.broker.rewards.sdk import Transcript, reward
+from slipstream.wire.thoughts import THINK, THINK_ENDS
 
 
 @reward(version="1")

@@ -22,6 +22,7 @@ from slipstream.generators.environments.messages import (
 )
 from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.messages.trajectory import Json, Prompt
+from slipstream.wire.thoughts import THINK, THINK_ENDS
 
 EndedBy = Literal["environment", "turns", "tokens"]
 
@@ -227,7 +228,7 @@ def transcript_text(messages: Sequence[Json]) -> str:
     for message in messages:
         calls = message.get("tool_calls") or ()
         thought = message.get("reasoning_content")
-        said = [f"<think>{thought}</think>" if thought and isinstance(thought, str) else ""]
+        said = [f"{THINK}{thought}{THINK_ENDS}" if thought and isinstance(thought, str) else ""]
         said += [content_text(message.get("content"))]
         functions = [one["function"] for one in calls]
         said += [f"{one['name']}({one.get('arguments') or '{}'})" for one in functions]

@@ -26,13 +26,21 @@ from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
 from slipstream.generators.sglang.tool_calls import Call, Marks, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
 from slipstream.wire.errors import ConfigError, PublishError
+from slipstream.wire.thoughts import split_thoughts
 
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
 ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in config.json
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
 ADAPTERS_VARIABLE = "SLIPSTREAM_ADAPTERS"  # 1: versions are adapters
 RECEIVED_VARIABLE = adoption.RECEIVED_VARIABLE
-_CLOSING = re.compile(r"eo[mt]|end|close|suffix|separator", re.IGNORECASE)
+_WORD = re.compile(r"[a-z]+", re.IGNORECASE)
+_CHANNEL = re.compile(r"<\|\w+\|>")
+# What formats of channels write around a part, with the words between its marks.
+_HEADER = re.compile(
+    r"<\|(?:start|open|close|channel|message_model)\|>[^<]*(?=<\|)|<\|\w+\|>"
+    r"|\A to=\S+(?=<\|message\|>)|\s"
+)
+_CLOSING = re.compile(r"eo[mt]|end|close|suffix", re.IGNORECASE)
 _GROUP_TIMEOUT_S = 120.0  # where the agent names none
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
@@ -47,6 +55,7 @@ _LORA_MANAGER = "sglang.srt.lora.lora_manager"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _TOOL_PARSERS = "sglang.srt.function_call.function_call_parser"
+_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -84,6 +93,7 @@ def install() -> None:
         _TOKENIZER: adoption.adopt_in_tokenizer,
         _HTTP_SERVER: _freeze_nothing,
         _TOOL_PARSERS: keep_every_character,
+        _REASONING_PARSERS: cut_at_marks,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
@@ -132,7 +142,7 @@ def keep_every_character(module: ModuleType) -> None:
 
         def read(text: str, names: Collection[str]) -> list[Call]:
             try:
-                found = copy.copy(detector).detect_and_parse(text, tools_of(tuple(names)))
+                found = copy.deepcopy(detector).detect_and_parse(text, tools_of(tuple(names)))
             except Exception:  # noqa: BLE001 what cannot be read raises anything
                 return []
             return [Call(one.name or "", one.parameters) for one in found.calls]
@@ -146,11 +156,14 @@ def keep_every_character(module: ModuleType) -> None:
         }
         closing = {one for name, one in named if one and _CLOSING.search(name)}
         opening = {one for _, one in named if one[:1] in {"<", "["}} - closing
-        marks = Marks(opening, closing)
-        opener = detector.bot_token.strip() or "\0"  # without the blanks that a parser insists on
+        opener = detector.bot_token.strip()  # without the blanks that a parser insists on
+        written = sorted((one for one in opening if one in full_text), key=full_text.index)
+        tag = re.search(r"<[^<>\s]+>|$", full_text)
+        first = next(iter(written), "") or (tag and tag[0]) or "["
+        marks = Marks(opener or first, opening, closing)
 
         def looks_like_call(part: str) -> bool:
-            return opener in part or bool(detector.has_tool_call(part))
+            return bool(opener and opener in part) or bool(detector.has_tool_call(part))
 
         found = read_reply(full_text, read, looks_like_call, marks)
         calls = [
@@ -160,6 +173,39 @@ def keep_every_character(module: ModuleType) -> None:
         return found.text, calls + unread
 
     replace(module.FunctionCallParser, "parse_non_stream", parse_non_stream)
+
+
+def cut_at_marks(module: ModuleType) -> None:
+    """Have parsers of thoughts cut them where their marks are, and lose no other character.
+
+    SGLang's end a thought where a call begins in it, leave all but the first one in the text, and
+    drop text between channels.
+    """
+    parse = module.ReasoningParser.parse_non_stream
+
+    def parse_non_stream(parser: Any, full_text: str) -> tuple[str, str]:  # noqa: ANN401 SGLang's
+        """Return the thoughts of a reply and its text."""
+        detector = parser.detector
+        begin, end = detector.think_start_token, detector.think_end_token
+        if not begin or not end:
+            found: tuple[str, str] = parse(parser, full_text)  # by a template of the model's own
+            return found
+        # A closing mark without a word of the opening one ends other parts too.
+        is_shared = set(_WORD.findall(begin)).isdisjoint(_WORD.findall(end))
+        is_inside = (
+            getattr(detector, "force_reasoning", False)
+            and not is_shared
+            and not _CHANNEL.match(full_text)  # it begins with another part
+        )
+        parts = split_thoughts(full_text, begin, end, is_inside=is_inside, is_shared=is_shared)
+        thoughts = [part.thought for part in parts if part.thought is not None]
+        thought = "\n".join(one.removeprefix(detector.think_start_self_label) for one in thoughts)
+        outside = "".join(part.text for part in parts if part.thought is None)
+        detector._in_reasoning = False
+        said = detector.detect_and_parse(outside).normal_text  # without marks of channels
+        return thought, said if _HEADER.sub("", said) == _HEADER.sub("", outside) else outside
+
+    replace(module.ReasoningParser, "parse_non_stream", parse_non_stream)
 
 
 def _bound_waits_in_groups(module: ModuleType) -> None:

@@ -6,8 +6,10 @@ the text; all that is in no call remains text, also what looks like a call and c
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -20,14 +22,17 @@ _ENDS = re.compile(r"[\"'})\]\s]*")  # of JSON that a parser closes by itself
 _TAG = re.compile(r"<[^<>]*>")
 _NAME = re.compile(r"[\w.\-]+")
 _MOST_NAMES = 256  # that an unread part may hold
-_MOST_READ = 1 << 20  # characters that a parser is asked about for one reply, of all its parts
+_MOST_READ = 1 << 21  # characters that a parser is asked about for one reply, of all its parts
 _EACH_READ = 2_000  # characters that take as long as to ask at all
-# Words that formats write around a name and its arguments.
-_FORMAT = re.compile(
-    "_?(analysis|args?|arguments?|array|assistant|bool(ean)?|calls?|commentary|constrain|false|float|"
-    "functions?|id|index|int(eger)?|invoke|json|key|message|name|null|number|object|"
-    "param(eter)?s?|string|to|tools?|true|type|value|xml|_)+",
-    re.IGNORECASE,
+_PIECE = re.compile(r"\w+|[^\w\s{}\[\]()<>\"',:=/|\\]")
+_SEPARATORS = ",; \t\r\n"
+_LITERALS = {"true", "false", "null"}
+# What formats write within a call though it makes no difference: ids, types, who is spoken to.
+_UNSAID = (
+    r'"tool_call_id": *"\w*"|:\d+(?=<\|tool_call_argument_begin)|string="(?:true|false)"|'
+    r'index="\d+"|type="(?:string|number|integer|boolean|object|array|null)"|'
+    r"<\|start\|>assistant|<\|channel\|>commentary| to=(?:functions|tools)\b|<\|constrain\|>json|"
+    r"function(?=<｜tool▁sep｜>)"  # noqa: RUF001 marks of a format
 )
 
 
@@ -56,12 +61,13 @@ class Reading(NamedTuple):
 
 
 class _ReadEnoughError(Exception):
-    """A reply has so many calls that to find their places would take too long."""
+    """Finding the places of all calls in a reply would take too long."""
 
 
 class Marks(NamedTuple):
     """What a format writes around calls: it says nothing."""
 
+    opener: str  # the outermost
     opening: Collection[str]
     closing: Collection[str]
 
@@ -75,8 +81,7 @@ def read_reply(
 ) -> Reading:
     """Return the calls of a reply and all the rest of it.
 
-    One with so many calls that to find their places would take long remains text as a whole,
-    beside its calls.
+    Where finding the places of its calls would take long, all of it remains text, beside them.
 
     Args:
         text: the reply.
@@ -112,23 +117,65 @@ def _read_twice(
     return found
 
 
+class _Part(NamedTuple):
+    text: str  # of a call only if it does not say all of it
+    call: Call | None = None
+
+
 def _reading(
     text: str,
     read: Callable[[str], list[Call]],
     looks_like_call: Callable[[str], bool],
     marks: Marks,
 ) -> Reading:
-    calls, parts, more = list[Call](), list[str](), list[str]()
+    parts = _most(text, read, marks)
+    calls = [part.call for part in parts if part.call is not None]
+    kept = [part for part in parts if part.text.strip(_SEPARATORS) or not calls]
+    unread = [part.text for part in kept if part.call is None and looks_like_call(part.text)]
+    return Reading("".join(part.text for part in kept), calls, unread)
+
+
+def _most(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_Part]:
+    """Return the parts of a text, read from mark to mark where that gives more calls.
+
+    Many parsers read nothing where one call is broken, or the first of several sections alone.
+    """
+    whole = _parts(text, read, marks)
+    first, *sections = _split(text, marks.opener)
+    inside = re.match(rf"({re.escape(marks.opener)}\s*)(<[^<>\s]+)", "".join(sections))
+    if len(sections) > max(1, _num_calls(whole)):
+        apart = [_Part(first), *chain(*(_most(one, read, marks) for one in sections))]
+    elif len(sections) == 1 and inside is not None:  # calls that one mark opens together
+        head, *pieces = _split(sections[0], inside[2])
+        if len(pieces) <= max(1, _num_calls(whole)):
+            return whole
+        each = (_parts(one, lambda part: read(head + part), marks) for one in pieces)
+        apart = [_Part(first + head), *chain(*each)]
+    else:
+        return whole
+    return apart if _num_calls(apart) > _num_calls(whole) else whole
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """Return what stands before the first of such marks, and what each begins."""
+    first, *others = text.split(mark)
+    return [first, *(mark + one for one in others)]
+
+
+def _num_calls(parts: list[_Part]) -> int:
+    return sum(part.call is not None for part in parts)
+
+
+def _parts(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_Part]:
+    """Return calls, and what is in none, in their order."""
+    parts: list[_Part] = []
     after = 0
-    for call, start, end in _places(text, read, marks):
+    for call, start, end, says_all in _places(text, read, marks):
         if call.is_whole:
-            calls.append(call)
             before = text[after : max(after, start)]
             named = [f"{mark}{call.name}" for mark in marks.opening]
-            parts.append(_without(before, (*marks.opening, *named), str.endswith))
-            if not _says_all(call, text[start:end]):
-                more.append(text[start:end])
-                parts.append(text[start:end])
+            parts.append(_Part(_without(before, (*marks.opening, *named), str.endswith)))
+            parts.append(_Part("" if says_all else text[start:end], call))
             rest = text[end:]
             if (ends := _ENDS.match(rest)) and any(
                 map(rest[ends.end() :].startswith, marks.closing)
@@ -136,10 +183,7 @@ def _reading(
                 rest = rest[ends.end() :]
             rest = _without(rest, marks.closing, str.startswith)
             after = len(text) - len(rest)
-    parts.append(text[after:])
-    kept = [part for part in parts if part.strip()] if calls else parts
-    unread = [part for part in kept if looks_like_call(part) and part not in more]
-    return Reading("".join(kept), calls, unread)
+    return [*parts, _Part(text[after:])]
 
 
 def _without(text: str, marks: Collection[str], has: Callable[[str, str], bool]) -> str:
@@ -155,7 +199,7 @@ def _without(text: str, marks: Collection[str], has: Callable[[str, str], bool])
 
 def _places(
     text: str, read: Callable[[str], list[Call]], marks: Marks
-) -> list[tuple[Call, int, int]]:
+) -> list[tuple[Call, int, int, bool]]:
     """Return calls with their first and last places; one that shares them with another has none.
 
     A call ends where it is first read, and begins where it is last read. Places beside a mark are
@@ -164,13 +208,13 @@ def _places(
     opened = sorted({at for mark in marks.opening for at in _all(mark, text)}, reverse=True)
     closed = sorted({at + len(mark) for mark in marks.closing for at in _all(mark, text)})
     calls = read(text)
-    found: list[tuple[Call, int, int]] = []
+    found: list[tuple[Call, int, int, bool]] = []
     before = 0
     for count in range(1, len(calls) + 1):
-        wanted, head = calls[:count], text[:before]
+        is_same = partial(_is_same, read, calls[:count], text[:before])
 
-        def has(start: int, end: int, wanted: list[Call] = wanted, head: str = head) -> bool:
-            return read(head + text[start:end])[: len(wanted)] == wanted
+        def has(start: int, end: int, is_same: Callable[[str], bool] = is_same) -> bool:
+            return is_same(text[start:end])
 
         near = [one for one in closed if one >= before]
         last = next((one for one in near if has(before, one)), len(text))
@@ -179,9 +223,15 @@ def _places(
         if start < 0:
             fails = partial(_fails, has, end)
             start = max(before, before - 1 + bisect_left(range(before, end), True, key=fails))
-        found.append((calls[count - 1], start, end))
+        call = calls[count - 1]
+        says_all = call.is_whole and _says_all(call, text[start:end], is_same, marks)
+        found.append((call, start, end, says_all))
         before = end
     return found
+
+
+def _is_same(read: Callable[[str], list[Call]], wanted: list[Call], head: str, part: str) -> bool:
+    return read(head + part)[: len(wanted)] == wanted
 
 
 def _fails(has: Callable[[int, int], bool], end: int, start: int) -> bool:
@@ -192,10 +242,50 @@ def _all(mark: str, text: str) -> list[int]:
     return [one.start() for one in re.finditer(re.escape(mark), text)]
 
 
-def _says_all(call: Call, written: str) -> bool:
-    """Return whether a call has all the words that are written where it stands."""
+def _says_all(call: Call, written: str, is_same: Callable[[str], bool], marks: Marks) -> bool:
+    """Return whether no word that is written where a call stands is lost by reading it.
+
+    What is neither in the call nor a mark is looked at: where something else in its place makes no
+    difference (``is_same``), it says something of its own.
+    """
+    known = sorted([*marks.opening, *marks.closing], key=len, reverse=True)
+    unsaid = "|".join([_UNSAID, *map(re.escape, known)])
+    bare = re.sub(unsaid, lambda found: " " * len(found[0]), written)
+    pieces = list(_PIECE.finditer(bare))
+    found = Counter(one[0] for one in pieces)
     decoded = msgspec.json.decode(call.arguments or "{}")
-    said = f"{call.name} {call.arguments} {decoded}"
-    found = set(_WORD.findall(_TAG.sub(" ", written)))
-    words = {one for one in found if any(map(str.isalpha, one)) and not _FORMAT.fullmatch(one)}
-    return words <= set(_WORD.findall(said))
+    forms = call.arguments, " ".join(_texts(decoded))
+    left = min(
+        (found - Counter(_PIECE.findall(f"{call.name} {form}")) for form in forms),
+        key=Counter.total,
+    )
+    return not any(
+        is_same(written[: one.start()] + _other(one[0]) + written[one.end() :])
+        for one in pieces
+        if one[0] in left
+    )
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """Yield the keys and values within a value, as text."""
+    match value:
+        case dict():
+            for key, one in value.items():
+                yield key
+                yield from _texts(one)
+        case list():
+            for one in value:
+                yield from _texts(one)
+        case str():
+            yield value
+        case _:
+            yield msgspec.json.encode(value).decode()
+
+
+def _other(word: str) -> str:
+    """Return another word of the same kind: a number, a literal of JSON, a symbol or a name."""
+    if word[0].isdigit():
+        return "2" if word == "1" else "1"
+    if word in _LITERALS:
+        return "false" if word == "true" else "true"
+    return f"{word}z" if word[0].isalnum() or word[0] == "_" else "~"

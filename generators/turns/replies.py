@@ -3,17 +3,16 @@
 Every character of a reply ends up in one of them; nothing inside a thought is carried out.
 """
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.generators.engine import InferenceEngine
 from slipstream.wire.errors import ConfigError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.thoughts import THINK, THINK_ENDS, Part, split_thoughts
 
 _NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
-_BEGIN, _END = "<think>", "</think>"
-_THOUGHT = re.compile(rf"{_BEGIN}(.*?)(?:{_END}|\Z)", re.DOTALL)
+_REPLY = "a reply 4c5d"
 
 
 class ParsedReply(NamedTuple):
@@ -43,8 +42,8 @@ class ReplyParser:
         self._tools = tools
         self._reasoning = reasoning
         self._opening = opening
-        self._begins_inside: bool | None = None  # a thought, to the parser; None: not asked yet
-        self._is_inside = opening.rfind(_BEGIN) > opening.rfind(_END)
+        self._before: tuple[str, str, str] | None = None  # None: not asked yet
+        self._is_inside = opening.rfind(THINK) > opening.rfind(THINK_ENDS)
 
     async def check(self) -> None:
         """See that the engine knows the parsers.
@@ -70,50 +69,47 @@ class ReplyParser:
             EngineError: the engine does not answer.
         """
         thought, said = await self._separated(text) if self._reasoning else ("", text)
-        is_inside = self._is_inside and not self._reasoning
-        more, outside = without_thoughts(said, is_inside=is_inside)
+        parts = split_thoughts(said, is_inside=self._is_inside and not self._reasoning)
         if self._reasoning:
-            thought, said = thought + "".join(more), outside
-        if not tools or not self._tools:
-            return ParsedReply(thought, said, [])
+            thoughts = [thought, *(part.thought for part in parts if part.thought is not None)]
+            thought = "\n".join(filter(None, thoughts))
+            parts = [Part("".join(part.text for part in parts if part.thought is None))]
+        texts, calls, num_unreadable = list[str](), list[dict[str, Json]](), 0
+        for part in parts:
+            rest, found, unreadable = part.text, list[dict[str, Json]](), 0
+            if tools and self._tools and part.thought is None and rest.strip():
+                rest, found, unreadable = await self._called(rest, tools)
+            texts.append(rest)
+            calls += found
+            num_unreadable += unreadable
+        return ParsedReply(thought, "".join(texts), calls, num_unreadable)
+
+    async def _called(
+        self, text: str, tools: Sequence[Json]
+    ) -> tuple[str, list[dict[str, Json]], int]:
+        """Return a text without its calls, those, and how many cannot be read."""
         try:
-            rest, calls, unreadable = await self._engine.tool_calls(outside, tools, self._tools)
+            rest, calls, num_unreadable = await self._engine.tool_calls(text, tools, self._tools)
         except EngineRefusedError:
-            return ParsedReply(thought, said, [], 1)
-        if not calls:
-            return ParsedReply(thought, said, [], unreadable)
-        begun = ""
-        if more and not self._reasoning:
-            marked = "".join(f"{_BEGIN}{one}{_END}" for one in more)
-            begun = said.removesuffix(outside) if said.endswith(outside) else marked
-        return ParsedReply(thought, begun + rest, calls, unreadable)
+            return text, [], 1
+        return rest if calls else text, calls, num_unreadable
 
     async def _separated(self, text: str) -> tuple[str, str]:
         """Return the thought of a reply and the rest."""
-        opening = self._opening if await self._opens_a_thought() else ""
-        thought, rest = await self._engine.separate_reasoning(opening + text, self._reasoning)
-        if not text.endswith(rest):
-            rest = rest.strip()
-        at = text.rfind(rest) if rest else len(text)
-        thought = thought.removeprefix(opening).strip("\n") if opening else thought
-        if at < 0 or thought.strip() not in text or (not thought.strip() and text[:at].strip()):
-            return "", text  # it says something else than the policy
-        return thought, text[at:]
+        if self._before is None:
+            self._before = await self._marks_before()
+        before, its_thought, its_rest = self._before
+        thought, rest = await self._engine.separate_reasoning(before + text, self._reasoning)
+        return thought.removeprefix(its_thought), rest.removeprefix(its_rest)
 
-    async def _opens_a_thought(self) -> bool:
-        if self._begins_inside is None:
-            _, rest = await self._engine.separate_reasoning(self._opening + "x", self._reasoning)
-            self._begins_inside = not rest.endswith("x")
-        return self._begins_inside
+    async def _marks_before(self) -> tuple[str, str, str]:
+        """Return what a parser must see before a reply, and what comes back of it in either part.
 
-
-def without_thoughts(text: str, *, is_inside: bool = False) -> tuple[list[str], str]:
-    """Return what stands between ``<think>`` and ``</think>``, and the text outside of it.
-
-    A thought that is never closed reaches to the end; ``is_inside`` tells that the text begins in
-    one, as does an end without a beginning.
-    """
-    end, begin = text.find(_END), text.find(_BEGIN)
-    if is_inside or (end >= 0 and (begin < 0 or end < begin)):
-        text = _BEGIN + text
-    return _THOUGHT.findall(text), _THOUGHT.sub("", text)
+        That is where the template opens a thought, or has closed it.
+        """
+        known = self._opening + _REPLY
+        found = await self._engine.separate_reasoning(known, self._reasoning)
+        if known in found:
+            return "", "", ""
+        its_thought, its_rest = (part.removesuffix(_REPLY) for part in found)
+        return self._opening, its_thought, its_rest

@@ -1,4 +1,4 @@
-"""A call of each format that SGLang's parsers of tool calls read, as its models write it."""
+"""Calls and thoughts of each format that SGLang's parsers read, as its models write them."""
 
 # ruff: noqa: RUF001 marks of formats
 
@@ -117,3 +117,34 @@ FORMATS = {
 """By name of the parser: ``name`` of the tool, and ``value`` of its one argument ``at``, a text."""
 PROSE = {"muse": "<|start|>assistant to=user<|message|>{}<|eom|>"}
 """How text is written beside calls, by name of the parser; where it is not named, as it is."""
+THOUGHTS = {
+    **dict.fromkeys(
+        (
+            *("deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "gigachat35"),
+            *("glm45", "granite_thinking_parser", "hunyuan", "interns1", "iquest_q1", "kimi_k2"),
+            *("ling3", "mimo", "minimax", "minimax-append-think", "nanbeige", "nemotron_3"),
+            *("poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5"),
+        ),
+        ("<think>", "</think>"),
+    ),
+    "apertus2509": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "beam": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    "cohere_command4": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ("<|channel>", "<channel|>"),
+    "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
+    "inkling": ("<|content_thinking|>", "<|end_message|>"),
+    "k2_horizon": ("<ifm|think>", "</ifm|think>"),
+    "kimi": ("◁think▷", "◁/think▷"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "minimax-m3": ("<mm:think>", "</mm:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "muse": (" to=self<|message|>", "<|eom|>"),
+}
+"""Marks of a thought, by name of the parser."""
+CHANNELS = {"beam", "gpt-oss", "inkling", "muse"}
+"""Of those, where the mark that ends a thought ends other parts too."""
+FORCED = {
+    *("cohere_command4", "deepseek-r1", "gigachat35", "iquest_q1", "k2_horizon", "kimi_k3"),
+    *("minimax", "qwen3-thinking", "step3", "step3p5"),
+}
+"""Of those, where a reply begins in a thought, whether its mark is there or not."""

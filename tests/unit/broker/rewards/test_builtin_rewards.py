@@ -69,6 +69,8 @@ def test_the_answer_stands_after_the_thought():
         ("<think>7</think> 8 <think>9</think>10", "10"),
         ("<think>7", ""),
         ("<think>7</think> 8 <think>9", ""),
+        ("<think>6<think>7</think> 8</think> 9", " 9"),
+        ("<think>7</think>", ""),
     ]:
         assert after_thought(text) == after
 

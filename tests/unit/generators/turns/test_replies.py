@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 from typing_extensions import override
 
-from slipstream.generators.turns.replies import ParsedReply, ReplyParser, without_thoughts
+from slipstream.generators.turns.replies import ParsedReply, ReplyParser
 from slipstream.wire.errors import ConfigError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.thoughts import split_thoughts
 from tests.support.canned_engine import CannedEngine
 
 LOOK = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -31,58 +32,60 @@ class Parsing(CannedEngine):
     async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
         if parser != "known":
             raise EngineRefusedError("SGLang /separate_reasoning: 500")
-        if self.forces or "<think>" in text:
-            thought, _, rest = text.removeprefix("<think>").partition("</think>")
-            return thought, rest
-        return "", text
+        parts = split_thoughts(text, "[T]", "[/T]", is_inside=self.forces)
+        outside = "".join(part.text for part in parts if part.thought is None)
+        return "".join(part.thought or "" for part in parts), outside
 
 
 @pytest.mark.parametrize(
-    ("text", "is_inside", "thoughts", "rest"),
+    ("text", "rest", "num_calls"),
     [
-        ("so", False, [], "so"),
-        ("<think>a</think>b", False, ["a"], "b"),
-        ("a</think>b", False, ["a"], "b"),
-        ("a</think>b", True, ["a"], "b"),
-        ("a <think>b", False, ["b"], "a "),
-        ("a", True, ["a"], ""),
-        ("<think>a</think>b<think>c</think>d", False, ["a", "c"], "bd"),
-        ("a</think>b<think>c", False, ["a", "c"], "b"),
+        ("<think>CALL</think>so", "<think>CALL</think>so", 0),
+        ("<think>CALL", "<think>CALL", 0),
+        ("CALL</think>so", "CALL</think>so", 0),
+        ("<think>CALL</think>so CALL", "<think>CALL</think>so ", 1),
+        ("a CALL<think>CALL</think>b", "a <think>CALL</think>b", 1),
+        ("a CALL <think>un", "a  <think>un", 1),
+        ("<think>a<think>b</think>CALL</think>so", "<think>a<think>b</think>CALL</think>so", 0),
+        ("<think>a</think>CALL</think>so CALL", "<think>a</think>CALL</think>so ", 1),
     ],
 )
-def test_a_thought_ends_where_it_is_closed(
-    text: str, is_inside: bool, thoughts: list[str], rest: str
+async def test_nothing_inside_a_thought_is_carried_out_and_without_a_parser_it_stays_in_the_text(
+    text: str, rest: str, num_calls: int
 ):
-    assert without_thoughts(text, is_inside=is_inside) == (thoughts, rest)
-
-
-async def test_nothing_inside_a_thought_is_carried_out_and_without_a_parser_it_stays_in_the_text():
     parse = ReplyParser(Parsing(), tools="known")
-    for text, rest in (
-        ("<think>CALL</think>so", "<think>CALL</think>so"),
-        ("<think>CALL", "<think>CALL"),
-        ("CALL</think>so", "CALL</think>so"),
-    ):
-        assert await parse(text, TOOLS) == ParsedReply("", rest, [])
-    found = await parse("<think>CALL</think>so CALL", TOOLS)
-    assert found == ParsedReply("", "<think>CALL</think>so ", [LOOK])
-    found = await parse("a CALL<think>CALL</think>b BAD", TOOLS)
-    assert found == ParsedReply("", "<think>CALL</think>a b BAD", [LOOK], 1)
+    assert await parse(text, TOOLS) == ParsedReply("", rest, [LOOK] * num_calls)
+    found = await parse(f"{text} BAD", TOOLS)
+    assert found.num_unreadable == (0 if text.endswith(("<think>CALL", "un")) else 1)
     inside = ReplyParser(Parsing(), tools="known", opening="<|assistant|><think>\n")
     assert await inside("CALL", TOOLS) == ParsedReply("", "CALL", [])
 
 
-async def test_a_parser_of_thoughts_hands_them_over_apart():
-    parse = ReplyParser(Parsing(), tools="known", reasoning="known", opening="<|assistant|>")
-    found = await parse("<think>a CALL</think>so CALL", TOOLS)
-    assert found == ParsedReply("a CALL", "so ", [LOOK])
-    assert await parse("<think>a</think>so", []) == ParsedReply("a", "so", [])
-    assert await parse("so", TOOLS) == ParsedReply("", "so", [])
-    begun = ReplyParser(
-        Parsing(), tools="known", reasoning="known", opening="<|assistant|><think>\n"
+@pytest.mark.parametrize(
+    ("opening", "forces", "text", "found"),
+    [
+        ("", False, "[T]a CALL[/T]so CALL", ("a CALL", "so ", 1)),
+        ("", False, "so", ("", "so", 0)),
+        ("", False, "[T]a CALL", ("a CALL", "", 0)),
+        ("", False, "[T]a[/T]b<think>CALL</think>c", ("a\nCALL", "bc", 0)),
+        ("[T]\n", False, "a CALL[/T]so", ("a CALL", "so", 0)),
+        ("[T]\n", False, "a CALL", ("a CALL", "", 0)),
+        ("", True, "a CALL", ("a CALL", "", 0)),
+        ("[T]\n", True, "a[/T]so CALL", ("a", "so ", 1)),
+        ("[T][/T]\n", True, "so CALL", ("", "so ", 1)),
+    ],
+)
+async def test_a_parser_of_thoughts_hands_them_over_apart(
+    opening: str, forces: bool, text: str, found: tuple[str, str, int]
+):
+    engine = Parsing()
+    engine.forces = forces
+    parse = ReplyParser(engine, tools="known", reasoning="known", opening=f"<|assistant|>{opening}")
+    thought, rest, num_calls = found
+    assert await parse(text, TOOLS) == ParsedReply(thought, rest, [LOOK] * num_calls)
+    assert await parse(text.replace("CALL", "x"), []) == ParsedReply(
+        thought.replace("CALL", "x"), rest + "x" * num_calls, []
     )
-    assert await begun("a CALL</think>so", TOOLS) == ParsedReply("a CALL", "so", [])
-    assert await begun("a CALL", TOOLS) == ParsedReply("a CALL", "", [])
 
 
 async def test_what_the_engine_refuses_is_text_and_unknown_parsers_are_named():
