@@ -131,7 +131,6 @@ async def _one(
     booking = Lanes(Range(lowest=1, highest=1, step=1)).book(1)
     await booking.enter()
     began_s = time.monotonic()
-    turn_sampler.rewritten = ""
     try:
         async with booking.by_call() as lanes:
             message, _ = await turn_sampler.run(work, 0, lanes, heard)
@@ -149,6 +148,6 @@ async def _one(
         num_tokens=header.num_tokens,
         num_chosen=header.num_response_tokens,
         num_branches=1 + len(header.branches),
-        rewritten=turn_sampler.rewritten,
+        rewritten=turn_sampler.differences[-1],
         seconds=time.monotonic() - began_s,
     )

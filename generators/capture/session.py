@@ -253,7 +253,7 @@ class CaptureSession:
             size = num_characters(messages)
             size += max(0, num_characters(tools) - _TOOL_CHARACTERS)
             self._refuse(size, self._most_characters, "characters")
-        in_order = tuple(sorted(tools, key=_encoded))
+        in_order = tuple(map(msgspec.json.decode, sorted(map(_encoded, tools))))
         alike = numbered(messages)
         keys = _chain([{"tools": in_order}, *alike])
         try:
@@ -293,7 +293,7 @@ class CaptureSession:
         their digests.
         """
         by_length: dict[int, list[Reply]] = {}
-        for one in [one for one in reversed(self._kept) if one.histories][:_MOST_COMPARED]:
+        for one in self._newest:
             by_length.setdefault(len(one.said), []).append(one)
         for count in range(len(messages), 0, -1):
             reply = self._replies.get(keys[count])
@@ -327,18 +327,34 @@ class CaptureSession:
         return self._written(said, reply.tools) or ""
 
     def _compare(self, alike: Sequence[Mapping[str, Json]], tools: Sequence[Json]) -> None:
-        """Remember where the first history that begins a branch differs from the one before."""
-        known = next((one for one in reversed(self._kept) if one.histories), None)
-        if known is None or self.first_difference:
+        """Remember where the first history that begins a branch differs from one before.
+
+        That is the one that shares most with it. What begins with another message is another
+        conversation, as of another role of an agent.
+        """
+        if self.first_difference:
             return
-        before, now = self._written_of(known, True), self._written(alike, tools) or ""
-        pairs = enumerate(zip(before, now, strict=False))
-        at = next((place for place, (one, other) in pairs if one != other), None)
-        if at is not None:  # else it is asked again
+        now = self._written(alike, tools) or ""
+        shared, before = 0, ""
+        for known in self._newest:
+            if normalized(known.asked[0]) == alike[0]:
+                written = self._written_of(known, True)
+                pairs = enumerate(zip(written, now, strict=False))
+                at = next((place for place, (one, other) in pairs if one != other), None)
+                if at is None:
+                    return  # it is asked again
+                if at > shared:
+                    shared, before = at, written
+        if before:
             self.first_difference = (
-                f"after {before[max(0, at - _SHOWN) : at]!r} came {before[at : at + _SHOWN]!r}, "
-                f"and now {now[at : at + _SHOWN]!r}"
+                f"after {before[max(0, shared - _SHOWN) : shared]!r} came "
+                f"{before[shared : shared + _SHOWN]!r}, and now {now[shared : shared + _SHOWN]!r}"
             )
+
+    @property
+    def _newest(self) -> list[Reply]:
+        """The newest replies to messages that are compared, the newest first."""
+        return [one for one in reversed(self._kept) if one.histories][:_MOST_COMPARED]
 
     def _ids_of(self, prompt: str) -> list[int]:
         """Return the tokens of a text; of what was said in it before, those that were chosen."""

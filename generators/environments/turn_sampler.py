@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +37,7 @@ from slipstream.wire.settings.sections import EnvironmentSection, SamplingSectio
 _log = logging.getLogger(__name__)
 _LISTEN = "127.0.0.1"
 _MODEL = "policy"
+_REMEMBERED = 100  # trajectories
 _SERVER_PATIENCE_S = 120.0  # for the first environment server, without a sign of it
 _NOBODY_SCORES = (
     "no reward function scores the transcript (reward.workers = 0, reward.inline = false): start "
@@ -74,11 +75,23 @@ async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> E
     return await local_environments(settings, hide=hide)
 
 
+class Differences(deque[str]):
+    """Of the newest trajectories, where a history that began a branch first differs, or empty."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_REMEMBERED)
+
+    @property
+    def newest(self) -> str:
+        """The newest that there is; empty if none of those trajectories has one."""
+        return next(filter(None, reversed(self)), "")
+
+
 class TurnSampler:
     """Runs trajectories in an environment. Make one with ``running``."""
 
     rewritten = ""
-    """First difference of the newest history that began a branch; empty if none did."""
+    """First difference of the newest history that began a branch; empty if none did lately."""
 
     def __init__(
         self,
@@ -100,6 +113,7 @@ class TurnSampler:
         self._must_reward = must_reward
         self._num_abandoned = 0
         self._num_rejected = Counter[str]()
+        self.differences = Differences()
 
     @classmethod
     @asynccontextmanager
@@ -194,7 +208,8 @@ class TurnSampler:
         finally:
             self._num_abandoned += session.num_abandoned
             self._num_rejected += session.rejected
-            self.rewritten = session.first_difference or self.rewritten
+            self.differences.append(session.first_difference)
+            self.rewritten = self.differences.newest
 
     @property
     def counters(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from slipstream.broker.dashboard.rates import Rates
 from slipstream.generators.capture.session import Reply
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
-from slipstream.generators.environments.turn_sampler import TurnSampler
+from slipstream.generators.environments.turn_sampler import Differences, TurnSampler
 from slipstream.generators.lanes import CallLanes
 from slipstream.generators.rollout import Submission
 from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, ReleaseLease, RoleReport
@@ -231,3 +231,12 @@ async def test_a_worker_beside_an_engine_that_hangs_makes_no_progress_though_the
         await until_async(lambda: it.last_report().counters["trajectories"] == 2)
         idle = it.worker.signs()
         await until_async(lambda: it.worker.signs() != idle, "no progress without work")
+
+
+def test_a_rewritten_history_is_forgotten_once_none_has_been_for_a_hundred_trajectories():
+    differences = Differences()
+    assert differences.newest == ""
+    differences.extend(["after 'a'", "after 'b'", *[""] * 99])
+    assert differences.newest == "after 'b'"
+    differences.append("")
+    assert differences.newest == ""

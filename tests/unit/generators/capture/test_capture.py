@@ -229,7 +229,7 @@ SHOWS_IDS = (  # as templates of Mistral do, which want nine characters
     "{{ call.id }}: {{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-FORMS: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], None]] = {
+FORMS: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], object]] = {
     "as it came": lambda _reply, _tools: None,
     "ids of its own": lambda reply, _: reply["tool_calls"][0].update(id="mine"),
     "no ids": lambda reply, _: reply["tool_calls"][0].pop("id"),
@@ -238,6 +238,10 @@ FORMS: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], None]] = {
     "tools the other way round": lambda _, tools: tools.reverse(),
     "keys of tools in another order": lambda _, tools: tools.append(
         dict(reversed(tools.pop().items()))
+    ),
+    "keys of tools in another order, and trimmed": lambda reply, tools: (
+        tools.append(dict(reversed(tools.pop().items()))),
+        reply.update(content=reply["content"].strip()),
     ),
     "trimmed as by the template": lambda reply, _: reply.update(content=reply["content"].strip()),
     "arguments in another order": lambda reply, _: reply["tool_calls"][0]["function"].update(
@@ -306,6 +310,23 @@ async def test_a_history_whose_calls_were_changed_is_another_and_says_where(
         assert f"and now '{now}" in shown, shown
         await ask(it, [user("!")], tools=[LOOK])
         assert it.session.first_difference == shown, "the first one is kept"
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+async def test_a_role_of_an_agent_that_has_others_began_no_rewritten_history():
+    async with served("a plan", "work", "a better plan", "more work", "wrong") as it:
+        planner, worker = [system("You plan."), user("?")], [system("You work."), user("?")]
+        for _ in range(2):
+            for messages in (planner, worker):
+                messages += [(await ask(it, messages)).choices[0].message, user("and?")]
+        assert len(it.session.conversation.branches) == 1
+        assert it.session.first_difference == ""
+        await ask(it, [*planner[:2], {"role": "assistant", "content": "a plot"}, *planner[3:]])
+        assert "came 'an" in it.session.first_difference, it.session.first_difference
+        assert "now 'ot<" in it.session.first_difference
 
 
 async def test_results_in_another_order_than_their_calls_have_another_history():
