@@ -329,15 +329,14 @@ class CaptureSession:
     def _compare(self, alike: Sequence[Mapping[str, Json]], tools: Sequence[Json]) -> None:
         """Remember where the first history that begins a branch differs from one before.
 
-        That is the one that shares most with it. What begins with another message is another
-        conversation, as of another role of an agent.
+        That is the one that shares most with it, of those that it rewrites.
         """
         if self.first_difference:
             return
         now = self._written(alike, tools) or ""
         shared, before = 0, ""
         for known in self._newest:
-            if normalized(known.asked[0]) == alike[0]:
+            if _rewrites(alike, known):
                 written = self._written_of(known, True)
                 pairs = enumerate(zip(written, now, strict=False))
                 at = next((place for place, (one, other) in pairs if one != other), None)
@@ -366,6 +365,18 @@ class CaptureSession:
         rest = prompt[len(longest) :]
         said = [*reply.prompt_ids, *reply.completion.token_ids]
         return [*said, *(self._encode(rest) if rest else [])]
+
+
+def _rewrites(alike: Sequence[Mapping[str, Json]], known: Reply) -> bool:
+    """Return whether a history is another form of one with a reply.
+
+    It begins with the same message, or only that is another. All else is another conversation, as
+    of another role of an agent.
+    """
+    said = numbered([normalized(one) for one in known.said])
+    first, *others = ({**one, "reasoning_content": None} for one in said)
+    now = [{**one, "reasoning_content": None} for one in alike[: len(said)]]
+    return now[0] == first or now[1:] == others
 
 
 def num_characters(value: Json) -> int:

@@ -29,8 +29,8 @@ _SEPARATORS = ",; \t\r\n"
 _LITERALS = {"true", "false", "null"}
 # What formats write within a call though it makes no difference: ids, types, who is spoken to.
 _UNSAID = (
-    r'"tool_call_id": *"\w*"|:\d+(?=<\|tool_call_argument_begin)|string="(?:true|false)"|'
-    r'index="\d+"|type="(?:string|number|integer|boolean|object|array|null)"|'
+    r'"(?:tool_call_)?id": *"\w*"|"type": *"function"|:\d+(?=<\|tool_call_argument_begin)|'
+    r'string="(?:true|false)"|index="\d+"|type="(?:string|number|integer|boolean|object|array|null)"|'
     r"<\|start\|>assistant|<\|channel\|>commentary| to=(?:functions|tools)\b|<\|constrain\|>json|"
     r"function(?=<｜tool▁sep｜>)"  # noqa: RUF001 marks of a format
 )
@@ -211,7 +211,10 @@ def _places(
     found: list[tuple[Call, int, int, bool]] = []
     before = 0
     for count in range(1, len(calls) + 1):
-        is_same = partial(_is_same, read, calls[:count], text[:before])
+        wanted, head = calls[:count], text[:before]
+        if before and read(text[before:]) == calls[count - 1 :]:
+            wanted, head = wanted[-1:], ""  # it is read without those before it
+        is_same = partial(_is_same, read, wanted, head)
 
         def has(start: int, end: int, is_same: Callable[[str], bool] = is_same) -> bool:
             return is_same(text[start:end])

@@ -192,6 +192,9 @@ def test_what_is_beside_a_call_and_what_cannot_be_read_is_text(parsers: ModuleTy
             assert read(parsers, name, f"Let me see. {bad}")[0] == f"Let me see. {bad}"
         extra = good.replace('{"name"', '{"reason": "because", "name"')
         assert "because" in read(parsers, name, extra)[0]
+        assert "7" in read(parsers, name, good.replace("}}", '}, "count": 7}'))[0]
+        for unsaid in ('"id": "call_1", "name"', '"type": "function", "name"'):
+            assert read(parsers, name, good.replace('"name"', unsaid))[0] == ""
         assert read(parsers, name, f"{good}\n<tool_call>\n")[2] == ["\n<tool_call>\n"]
 
 

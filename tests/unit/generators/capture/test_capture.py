@@ -329,6 +329,14 @@ async def test_a_role_of_an_agent_that_has_others_began_no_rewritten_history():
         assert "now 'ot<" in it.session.first_difference
 
 
+async def test_the_time_in_a_system_message_rewrites_a_history():
+    async with served("a", "b") as it:
+        first = [system("It is 10:01."), user("?")]
+        reply = (await ask(it, first)).choices[0].message
+        await ask(it, [system("It is 10:02."), user("?"), reply, user("and?")])
+        assert "is 10:0' came '1." in it.session.first_difference, it.session.first_difference
+
+
 async def test_results_in_another_order_than_their_calls_have_another_history():
     """Which result is of which call is what ids say, whatever they are."""
     both = numbered(
