@@ -4,6 +4,7 @@ A parser says which calls a text has. Where each of them stands is found by aski
 the text; all that is in no call remains text, also what looks like a call and cannot be read.
 """
 
+import json
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -31,8 +32,8 @@ _LITERALS = {"true", "false", "null"}
 _UNSAID = (
     r'"(?:tool_call_)?id": *"\w*"|"type": *"function"|:\d+(?=<\|tool_call_argument_begin)|'
     r'string="(?:true|false)"|index="\d+"|type="(?:string|number|integer|boolean|object|array|null)"|'
-    r"<\|start\|>assistant|<\|channel\|>commentary| to=(?:functions|tools)\b|<\|constrain\|>json|"
-    r"function(?=<｜tool▁sep｜>)"  # noqa: RUF001 marks of a format
+    r"<\|start\|>assistant|<\|channel\|>commentary| to=(?:functions\.|tools\b)|<\|constrain\|>json|"
+    r"(?<=>)functions\.|function(?=<｜tool▁sep｜>)"  # noqa: RUF001 marks of a format
 )
 
 
@@ -257,7 +258,7 @@ def _says_all(call: Call, written: str, is_same: Callable[[str], bool], marks: M
     pieces = list(_PIECE.finditer(bare))
     found = Counter(one[0] for one in pieces)
     decoded = msgspec.json.decode(call.arguments or "{}")
-    forms = call.arguments, " ".join(_texts(decoded))
+    forms = call.arguments, " ".join(_texts(decoded)), json.dumps(decoded)
     left = min(
         (found - Counter(_PIECE.findall(f"{call.name} {form}")) for form in forms),
         key=Counter.total,

@@ -4,6 +4,8 @@ import json
 import re
 from collections.abc import Collection
 
+import pytest
+
 from slipstream.generators.sglang.tool_calls import Call, Marks, read_reply
 
 _CALL = re.compile(r"<call>(.*?)</call>", re.DOTALL)
@@ -36,8 +38,9 @@ def test_a_reply_of_very_many_calls_is_read_within_a_bound_and_loses_nothing():
     assert asked < 3 << 20
 
 
-def test_long_words_of_an_argument_are_soon_read():
-    text = f'<call>{{"name": "add", "arguments": {{"x": "{"_" * 20_000}"}}}}</call>'
+@pytest.mark.parametrize("value", ["_" * 20_000, "a\\n" * 5_000, "\\u00e9 " * 5_000])
+def test_long_arguments_are_soon_read(value: str):
+    text = f'<call>{{"name": "add", "arguments": {{"x": "{value}"}}}}</call>'
     found = read_reply(text, read, looks_like_call, MARKS)
     assert (found.text, len(found.calls)) == ("", 1)
 
@@ -45,7 +48,9 @@ def test_long_words_of_an_argument_are_soon_read():
 def read(part: str, _names: Collection[str]) -> list[Call]:
     try:
         found = [*map(json.loads, _CALL.findall(part))]
-        return [Call(one["name"], json.dumps(one["arguments"])) for one in found]
+        return [
+            Call(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in found
+        ]
     except (KeyError, ValueError):
         return []
 
