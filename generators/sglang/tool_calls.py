@@ -18,13 +18,12 @@ import msgspec
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
-_WORD = re.compile(r"\w+")
 _ENDS = re.compile(r"[\"'})\]\s]*")  # of JSON that a parser closes by itself
-_TAG = re.compile(r"<[^<>]*>")
 _NAME = re.compile(r"[\w.\-]+")
 _MOST_NAMES = 256  # that an unread part may hold
 _MOST_READ = 1 << 21  # characters that a parser is asked about for one reply, of all its parts
 _EACH_READ = 2_000  # characters that take as long as to ask at all
+# A word or symbol; brackets, quotes and such are of the format.
 _PIECE = re.compile(r"\w+|[^\w\s{}\[\]()<>\"',:=/|\\]")
 _SEPARATORS = ",; \t\r\n"
 _LITERALS = {"true", "false", "null"}
@@ -145,7 +144,8 @@ def _most(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_P
     first, *sections = _split(text, marks.opener)
     inside = re.match(rf"({re.escape(marks.opener)}\s*)(<[^<>\s]+)", "".join(sections))
     if len(sections) > max(1, _num_calls(whole)):
-        apart = [_Part(first), *chain(*(_most(one, read, marks) for one in sections))]
+        each = (_most(one, read, marks) for one in sections)
+        apart = [*_parts(first, read, marks), *chain(*each)]
     elif len(sections) == 1 and inside is not None:  # calls that one mark opens together
         head, *pieces = _split(sections[0], inside[2])
         if len(pieces) <= max(1, _num_calls(whole)):
