@@ -35,8 +35,8 @@ from benchmarks.bars import Bars
 from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.batches.plan import MinibatchPlan, plan_step
 from slipstream.learner.batches.schedule import pipeline_span
-from slipstream.learner.model.flops import SequenceCost
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.hf_config import HfConfig
 
 RECORDED = Path(__file__).parent / "recorded" / "sequence_lengths.json"
 QWEN2_5_7B = SequenceCost.of(

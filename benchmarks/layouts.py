@@ -14,8 +14,8 @@ from slipstream.deploy.launch.memory import GIB
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.memory import learner_stages, most_memory, total_bytes
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.sections import RunSection
 
 TOKENS = 16_384

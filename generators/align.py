@@ -13,7 +13,7 @@ import numpy as np
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.errors import EngineError
-from slipstream.wire.files.alignment import LOGPROBS, PARTS, point
+from slipstream.wire.models.alignment import LOGPROBS, PARTS, point
 
 _ARRAY = np.ndarray[Any, Any]
 _HOOK = "slipstream.generators.sglang.recording:recorder_of"

@@ -12,7 +12,7 @@ from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import AUTO, FALLBACK, chosen
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.families.registry import FAMILIES
+from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import LoraSection, lora_section

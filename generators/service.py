@@ -30,11 +30,11 @@ from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import ConfigError, QuarantineError, SlipstreamError
-from slipstream.wire.files.adapters import adapter_shapes
 from slipstream.wire.files.keys import read_client_key
-from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
+from slipstream.wire.models.adapters import adapter_shapes
+from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import Job, running, unless
 from slipstream.wire.process.stopping import stop_event

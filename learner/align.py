@@ -20,7 +20,7 @@ from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.command_ranks import topology_of
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
-from slipstream.wire.files.alignment import LOGPROBS, TOKENS, point, rows_of
+from slipstream.wire.models.alignment import LOGPROBS, TOKENS, point, rows_of
 from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from slipstream.learner.parallel import ParallelSizes
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import AdapterFacts, refuse_other_adapter
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
+from slipstream.wire.models.adapters import AdapterFacts, refuse_other_adapter
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import LoraSection, lora_section
 from slipstream.wire.settings.sections import (

@@ -15,7 +15,6 @@ from pathlib import Path
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from slipstream.algos.compose import Algorithm
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.batches.links import LeadingLink, RankLink
 from slipstream.learner.batches.payload_link import PayloadLink
@@ -28,7 +27,6 @@ from slipstream.learner.layout import Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
@@ -43,6 +41,8 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.net.interfaces import address_towards, interface_variables
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.wire.errors import ChildDiedError, ConfigError, text_of
+from slipstream.wire.models.hf_config import load_hf_config
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me

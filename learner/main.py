@@ -12,7 +12,7 @@ import msgspec
 from slipstream.broker.listening.health_port import serving
 from slipstream.learner.gpu_variables import gpu_variables
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_digests import short_digest
+from slipstream.wire.models.model_digests import short_digest
 from slipstream.wire.process.command_line import (
     add_health,
     load_arguments,
@@ -52,8 +52,8 @@ def _main() -> int:
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
             from slipstream.learner.model.division import refuse_layout
-            from slipstream.learner.model.hf_config import load_hf_config
             from slipstream.learner.training.algorithm import algorithm_of
+            from slipstream.wire.models.hf_config import load_hf_config
 
             algorithm_of(settings)
             hf = load_hf_config(model_folder(settings.run))

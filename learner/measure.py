@@ -23,7 +23,7 @@ from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pac
 from slipstream.learner.command_ranks import topology_of
 from slipstream.learner.config import LearnerSection, LearnerSettings, learner_settings
 from slipstream.learner.model import device
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:

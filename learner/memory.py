@@ -21,11 +21,11 @@ from math import prod
 
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model.division import section_for, stage_layers
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.offloaded_memory import CRITIC, KINDS, POLICY, Held, never_at_once
 from slipstream.learner.parallel import ParallelSizes
-from slipstream.wire.files.adapters import AdapterFacts, layer_of
-from slipstream.wire.files.families.parts import Parameter, Sizes, Table
+from slipstream.wire.models.adapters import AdapterFacts, layer_of
+from slipstream.wire.models.families.parts import Parameter, Sizes, Table
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 
 CHUNK_BYTES = 64 * 2**20  # as in slipstream.algos.linear_logprobs, which needs torch

@@ -5,7 +5,6 @@ import logging
 
 import zmq
 
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
@@ -13,6 +12,7 @@ from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import ServeHead
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.settings.sections import RunSection, part_name
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from slipstream.learner.model import device
 from slipstream.learner.model.collectives import broadcast_bytes
 from slipstream.learner.model.division import POLICY, section_for
 from slipstream.learner.model.gpt import build_model
-from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
 from slipstream.learner.model.hf_weights import load_hf_weights
 from slipstream.learner.model.lora import add_adapters
 from slipstream.learner.model.peft import hash_of_base, load_adapter
@@ -27,6 +26,7 @@ from slipstream.learner.training.policy import Policy, ReferencePolicy, Teacher
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info, readable_checkpoints
+from slipstream.wire.models.hf_config import load_hf_config, refuse_other_tokens
 from slipstream.wire.settings.sections import local_model
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from benchmarks.device.report import Report, run_stage
 from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
-from slipstream.learner.model.flops import SequenceCost, peak_tflops_of
 from slipstream.learner.training.step import train_step
+from slipstream.wire.models.flops import SequenceCost, peak_tflops_of
 from slipstream.wire.process.phases import PhaseClock
 from tests.support.ranks.policy import algorithm, random_outcomes, whole_plan
 
@@ -98,8 +98,8 @@ def _ours(
 ) -> float:
     """Return tokens per second of a learner step of one microbatch."""
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.training.policy import Policy
+    from slipstream.wire.models.hf_config import load_hf_config
 
     folder = out / "mfu-model"
     folder.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from slipstream.deploy.launch.memory import (
     kv_bytes_per_token,
     learner_memory,
 )
-from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.load import load_table
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights

@@ -18,8 +18,8 @@ from slipstream.deploy.config import run_config
 from slipstream.deploy.launch.memory import kv_bytes_per_token
 from slipstream.deploy.sizing.recipes import GB, Recipe, Recipes, fewest_gpus, memory_of, recipes
 from slipstream.generators.config import GeneratorSettings, generator_settings
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.offloaded_memory import KINDS
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.load import load_table
 from tests.e2e.hosts import toml_of
 from tests.support.blank_model import write_blank_model

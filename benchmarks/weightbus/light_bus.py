@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.broker.process import ROOT, cpu_s, work_folder
 from benchmarks.weightbus.agent import SIZES
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.model.shards import is_finite
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
@@ -21,6 +20,7 @@ from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
 _CONFIG = """

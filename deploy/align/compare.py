@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slipstream.wire.files.alignment import LOGPROBS, PARTS, rows_of
+from slipstream.wire.models.alignment import LOGPROBS, PARTS, rows_of
 
 _ARRAY = np.ndarray[Any, Any]
 _POINT = re.compile(r"layer (\d+) (\w+)")

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from slipstream.wire.files.alignment import LOGPROBS, TOKENS, point
+from slipstream.wire.models.alignment import LOGPROBS, TOKENS, point
 
 _ARRAY = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from slipstream.deploy.check.facts import Fact, fail, ok, warn
 from slipstream.deploy.check.memory import checkpoint_bytes, most_checkpoints
 from slipstream.deploy.config import RunConfig, nearest_folder
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.hf_config import HfConfig
 
 _SYNCS, _BLOCK_BYTES = 7, 4096
 _SLOW_SYNC_S = 0.02  # every commit of the broker waits for one

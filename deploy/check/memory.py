@@ -23,8 +23,8 @@ from slipstream.learner.memory import (
     learner_stages,
     total_bytes,
 )
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import CheckpointSection
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.deploy.check.facts import Fact, fail, ok
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError, EngineError
-from slipstream.wire.files.model_digests import model_digests
-from slipstream.wire.files.model_files import weight_files
-from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.model_digests import model_digests
+from slipstream.wire.models.model_files import weight_files
+from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 
 _SETTING = "run.model"
 

@@ -63,9 +63,9 @@ from slipstream.deploy.launch.memory import GIB, generator_memory, learner_memor
 from slipstream.deploy.launch.plan import kind_of
 from slipstream.learner.memory import MemoryPart
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.weightbus.config import weightbus_section
 from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from slipstream.wire.process.extras import missing_library
 from slipstream.wire.process.gpus import usable_gpus

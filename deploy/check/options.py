@@ -8,8 +8,8 @@ from slipstream.deploy.check.facts import Fact, fail, ok
 from slipstream.deploy.config import RunConfig
 from slipstream.generators.environments.local import local_environments
 from slipstream.generators.sglang.process import refused_flags
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 _OURS = "tensorboard"  # a dependency
 

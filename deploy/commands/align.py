@@ -33,12 +33,12 @@ from slipstream.generators.align import record, recording_flags
 from slipstream.generators.config import generator_settings
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError, SlipstreamError
-from slipstream.wire.files.alignment import TOKENS
 from slipstream.wire.files.fetched import is_hub_name
-from slipstream.wire.files.model_files import refuse_no_model
 from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.models.alignment import TOKENS
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
+from slipstream.wire.models.model_files import refuse_no_model
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
 from slipstream.wire.process.extras import missing_marks, refuse_missing
 from slipstream.wire.process.stopping import heeded_signals

@@ -25,9 +25,9 @@ from slipstream.deploy.sizing.options import policies_beside
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.learner.offloaded_memory import KINDS
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import model_folder

@@ -36,8 +36,8 @@ from slipstream.deploy.sizing.options import (
     run_and_shape,
 )
 from slipstream.deploy.terminal.console import make_console
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.command_line import print_json
 
 EXAMPLES = """examples:

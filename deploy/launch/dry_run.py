@@ -11,7 +11,7 @@ from slipstream.deploy.launch.memory import GIB, generator_memory, learner_memor
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.learner.memory import MemoryPart
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.sections import model_folder
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from slipstream.deploy.config import RunConfig
 from slipstream.generators.config import GeneratorsSection
 from slipstream.learner.memory import MemoryPart, learner_stages, most_memory
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.hf_config import HfConfig
 
 GIB = 2**30
 _DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache

@@ -40,7 +40,7 @@ from slipstream.deploy.simulate.world import simulate
 from slipstream.deploy.sizing.engine_law import EngineLaw
 from slipstream.deploy.sizing.gpus import Cluster, Gpu, gpu_named
 from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 _GPUS_PER_NODE = {"GB200": 4}
 _GPUS_PER_DOMAIN = {"GB200": 72}  # that NVLink connects

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from slipstream.deploy.sizing.gpus import Gpu
-from slipstream.learner.model.flops import SequenceCost
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.version.arithmetic import Cost
+from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.hf_config import HfConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from slipstream.deploy.simulate.scenario import Faults, Scenario
 from slipstream.deploy.sizing.engine_law import engine_law
 from slipstream.deploy.sizing.gpus import Cluster
 from slipstream.deploy.sizing.publishes import publish_cost
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 _WEIGHT_BYTES = 2
 

@@ -14,10 +14,10 @@ from slipstream.deploy.sizing.pools import Demand, Outcome, Split, best_splits, 
 from slipstream.deploy.sizing.proposals import Proposal, Question, gpu_counts, proposals
 from slipstream.deploy.sizing.publishes import publish_cost
 from slipstream.learner.memory import MemoryPart, learner_stages, most_memory
-from slipstream.learner.model.flops import num_multiplied_parameters
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.weightbus.version.arithmetic import Cost
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.hf_config import HfConfig
 
 _WEIGHT = 2
 _MOST_BOUND = 8  # staleness bounds that are looked at

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.load import Table
 
 Recompute = Literal["none", "selective", "full"]

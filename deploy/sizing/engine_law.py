@@ -18,8 +18,8 @@ from typing import Self
 
 from slipstream.deploy.launch.memory import GIB, kv_bytes_per_token, kv_copies
 from slipstream.deploy.sizing.gpus import Cluster, Gpu
-from slipstream.learner.model.flops import num_multiplied_parameters
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.hf_config import HfConfig
 
 _MESSAGE_S = 15e-6  # a small sum over an engine's ranks on one host
 _FAR_MESSAGE_S = 50e-6  # and over hosts

@@ -6,8 +6,8 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.memory import generator_memory, rank_kv_bytes
 from slipstream.deploy.sizing.gpus import Cluster
 from slipstream.learner.memory import MemoryPart
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 _FEWEST_SEQUENCES = 4  # of the longest kind that the cache of an engine must hold
 

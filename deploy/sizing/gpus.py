@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from slipstream.learner.model.flops import peak_tflops_of
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import peak_tflops_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Nothing overlaps in it, but the messages between pipeline stages, which are left out. Letters:
 
-    F    FLOPs of training on the step's trajectories (learner/model/flops.py)
+    F    FLOPs of training on the step's trajectories (wire/models/flops.py)
     R    ranks; t, p, c, e of them along tensor, pipeline, context and expert parallelism
     d    copies of a rank's weights, whose gradients are summed (d' of experts')
     m    microbatches of a replica in one update; v chunks of layers on a stage
@@ -19,8 +19,8 @@ from slipstream.deploy.sizing.gpus import Cluster
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.memory import copies_of, rank_parameters, updated_parameters
 from slipstream.learner.model.division import stage_layers
-from slipstream.learner.model.flops import SequenceCost, num_multiplied_parameters
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.flops import SequenceCost, num_multiplied_parameters
+from slipstream.wire.models.hf_config import HfConfig
 
 _ELEMENT = 2  # bytes of a weight or an activation: bfloat16
 _GRADIENT = 4

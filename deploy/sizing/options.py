@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import SamplingSection, model_folder
 

@@ -27,7 +27,7 @@ from slipstream.learner.memory import (
     total_bytes,
     updated_parameters,
 )
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.load import Table
 
 _LEAST_BYTES = 2 + 4  # of a parameter: a weight, its gradient

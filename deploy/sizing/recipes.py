@@ -26,8 +26,8 @@ from slipstream.deploy.sizing.shapes import shape_folder
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.memory import host_optimizer, learner_stages, rank_parameters, total_bytes
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 GB = 1e9
 _FILE = Path(__file__).parent / "recipes.toml"

@@ -6,15 +6,15 @@ Usage: python -m docs.generate.models > docs/models.md
 import sys
 from collections.abc import Iterator, Mapping
 
-from slipstream.learner.model.hf_config import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL, ROPE_RULES
-from slipstream.wire.files.families.parts import Family
-from slipstream.wire.files.families.registry import FAMILIES
+from slipstream.wire.models.families.parts import Family
+from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.hf_config import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL, ROPE_RULES
 from tests.support.family_models import IN_MAKE_TEST, MODELS
 from tests.support.shelf import SHELF
 
 _HEAD = """# Model families
 
-This page is generated from `wire/files/families/` and `tests/support/family_models.py`
+This page is generated from `wire/models/families/` and `tests/support/family_models.py`
 (`python -m docs.generate.models`).
 
 A policy is a folder of Hugging Face: config.json, safetensors, a tokenizer. `model_type` in its

@@ -5,9 +5,9 @@ from importlib.metadata import version
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang.start_order import server_flags
-from slipstream.wire.files.model_digests import model_digests
-from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.messages.broker import WIRE_REVISION
+from slipstream.wire.models.model_digests import model_digests
+from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 
 _PACKAGES = ("sglang", "torch")
 _OF_A_HOST = frozenset({"model_path", "host", "port", "api_key"})  # of SGLang's settings

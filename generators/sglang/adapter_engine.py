@@ -19,9 +19,9 @@ from slipstream.generators.engine import Completion, SamplingParams, Scores
 from slipstream.generators.sglang.adapter_versions import AdapterVersions
 from slipstream.generators.sglang.engine import SglangEngine, completion_of, scores_of
 from slipstream.wire.errors import EngineError
-from slipstream.wire.files.adapters import CONFIG, TENSORS, AdapterFacts, adapter_config
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.adapters import CONFIG, TENSORS, AdapterFacts, adapter_config
+from slipstream.wire.models.model_files import WEIGHTS
 
 _log = logging.getLogger(__name__)
 Checksums = dict[str, str]

@@ -20,7 +20,7 @@ import msgspec
 from slipstream.generators.sglang.replacing import replace
 from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.errors import EngineError
-from slipstream.wire.files.families.registry import checksum_name
+from slipstream.wire.models.families.registry import checksum_name
 
 RECEIVED_VARIABLE = "SLIPSTREAM_RECEIVED"
 """Names the folder with the versions that this host received, if an order comes from another."""

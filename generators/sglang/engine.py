@@ -32,10 +32,10 @@ from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError, EngineRefusedError
-from slipstream.wire.files.families.registry import checksum_name
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.families.registry import checksum_name
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)

@@ -2,5 +2,5 @@
 
 Knows ranks and devices, but no model's weights and no loss.
 Imported by learner.align, learner.coordinator, learner.launch, learner.loop, learner.measure,
-learner.part_link, learner.record and learner.training.
+learner.record and learner.training.
 """

@@ -8,13 +8,10 @@ from contextlib import suppress
 
 from typing_extensions import override
 
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.config import LearnerSettings
-from slipstream.learner.model.flops import SequenceCost
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.errors import ProtocolError, RefusedError, SlipstreamError
@@ -43,6 +40,9 @@ from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.status import REPORT_EVERY_S
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
+from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.hf_config import load_hf_config
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.usage import ProcessUsage
 

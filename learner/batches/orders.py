@@ -11,7 +11,6 @@ import msgspec
 
 from slipstream.learner.batches.plan import Indices, MinibatchPlan, plan_step
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.broker import (
     BatchDelivered,
@@ -21,6 +20,7 @@ from slipstream.wire.messages.broker import (
     RunComplete,
 )
 from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryKey
+from slipstream.wire.models.flops import SequenceCost
 
 
 class StepPlan(Message, frozen=True):

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from importlib.metadata import version as package_version
 
 from slipstream.broker.client import BrokerClient
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.prefetch import EarlyPlans, PayloadPrefetch
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.errors import ProtocolError, SlipstreamError
-from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.messages.broker import FetchPayloads, Payloads, Role
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.models.tokenizer_hash import tokenizer_hash
+from slipstream.wire.process.background import BackgroundLoop
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.05

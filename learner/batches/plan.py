@@ -20,8 +20,8 @@ from slipstream.learner.batches.bins import (
     spread,
 )
 from slipstream.learner.batches.schedule import pipeline_span
-from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import SequenceCost
 
 Indices = tuple[int, ...]
 

@@ -10,8 +10,6 @@ import msgspec
 
 from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.config import LearnerSettings
-from slipstream.learner.model.flops import SequenceCost
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     CheckpointInfo,
@@ -35,6 +33,8 @@ from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.trajectory import TrajectoryKey
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.hf_config import load_hf_config
 
 _log = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 import hashlib
 from pathlib import Path
 
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.hf_tensors import hf_shapes
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import AdapterFacts
 from slipstream.wire.files.checkpoints import CheckpointInfo
+from slipstream.wire.models.adapters import AdapterFacts
+from slipstream.wire.models.hf_config import HfConfig
 
 
 def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:

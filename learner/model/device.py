@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from slipstream.learner.model import cpu_shim
-from slipstream.learner.model.flops import peak_tflops_of
+from slipstream.wire.models.flops import peak_tflops_of
 
 # This project uses Megatron's fallbacks without Transformer Engine and Apex, and
 # megatron-core's default scope.

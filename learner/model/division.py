@@ -5,10 +5,10 @@ from collections.abc import Collection
 import msgspec
 
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import check_targets
+from slipstream.wire.models.adapters import check_targets
+from slipstream.wire.models.hf_config import HfConfig
 
 # Megatron's own ways to divide layers over stages, in [learner.megatron].
 _OF_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

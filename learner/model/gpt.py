@@ -31,7 +31,6 @@ from slipstream.learner.model.attention import PackedLayout, packed_layout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.expert_choices import ExpertChoices, choices_of_rank
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
@@ -39,6 +38,7 @@ from slipstream.learner.model.rotary import Rotary
 from slipstream.learner.model.routing import hand_on_choices
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 megatron_repairs.install()
 # Settings of [learner] that stand for names of Megatron's.

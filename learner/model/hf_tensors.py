@@ -8,12 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.families.parts import EMBEDDING, OUTPUT_LAYER
-from slipstream.wire.files.families.registry import SCALE_SUFFIX, layer_of
-from slipstream.wire.files.model_files import weight_files
+from slipstream.wire.models.families.parts import EMBEDDING, OUTPUT_LAYER
+from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of
+from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.model_files import weight_files
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
 _COMPARED_ROWS = 8192  # in memory at a time

@@ -19,7 +19,6 @@ from slipstream.learner.model.gathering import (
     split_of,
     with_adapter,
 )
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.hf_tensors import HfTensors
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import (
@@ -30,10 +29,11 @@ from slipstream.learner.model.shards import (
     write_shard,
 )
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
-from slipstream.wire.files.families.parts import Parameter
-from slipstream.wire.files.model_files import WEIGHTS, as_exported, copied_files
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.models.families.parts import Parameter
+from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.model_files import WEIGHTS, as_exported, copied_files
 
 
 def load_hf_weights(model: RankModel, folder: Path, setting: str = "run.model") -> None:

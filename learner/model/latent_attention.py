@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import PackedLayout
-from slipstream.learner.model.hf_config import HfConfig
+from slipstream.wire.models.hf_config import HfConfig
 
 
 def latent_config(hf: HfConfig) -> dict[str, object]:

@@ -16,10 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import VarlenCoreAttention
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.latent_attention import LatentAttention
 from slipstream.learner.model.norm import TorchRMSNorm
 from slipstream.learner.model.router import PolicyRouter
+from slipstream.wire.models.hf_config import HfConfig
 
 _Output = tuple[Tensor, Tensor | None]  # of attention or an MLP, and its bias
 

@@ -42,8 +42,8 @@ from slipstream.learner.model.hf_weights import geometry_of
 from slipstream.learner.model.low_rank import drawn
 from slipstream.learner.model.rank_model import ADAPTER, RankModel
 from slipstream.learner.model.shards import Geometry, Shard, fuse_gate_up, fuse_qkv
-from slipstream.wire.files.adapters import AdapterFacts, check_targets, layer_of, peft_names
-from slipstream.wire.files.families.parts import HfTensor, Parameter
+from slipstream.wire.models.adapters import AdapterFacts, check_targets, layer_of, peft_names
+from slipstream.wire.models.families.parts import HfTensor, Parameter
 
 _WEIGHT = ".weight"
 

@@ -13,15 +13,15 @@ from slipstream.learner.model.lora import LoraAdapters
 from slipstream.learner.model.low_rank import refuse_no_numbers
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import (
+from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.models.adapters import (
     CONFIG,
     TENSORS,
     adapter_config,
     adapter_shapes,
     refuse_other_tensors,
 )
-from slipstream.wire.files.model_files import weight_files
-from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.models.model_files import weight_files
 
 _PIECE_BYTES = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slipstream.wire.files.families.registry import SCALE_SUFFIX
+from slipstream.wire.models.families.registry import SCALE_SUFFIX
 
 FLOATS = ("BF16", "F16", "F32", "F64")  # types of safetensors that hold weights as they are
 QUANTIZED = "F8_E4M3"  # of blocks, each with a scale

@@ -16,8 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from slipstream.learner.model.hf_config import HfConfig
-from slipstream.wire.files.adapters import AdapterFacts
+from slipstream.wire.models.adapters import AdapterFacts
+from slipstream.wire.models.hf_config import HfConfig
 
 ADAPTER = "adapter"  # name of the adapter within its layer
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.learner.model.hf_config import HfConfig, RopeParameters
+from slipstream.wire.models.hf_config import HfConfig, RopeParameters
 
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # turns over the first training's context
 

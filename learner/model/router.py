@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.expert_choices import ExpertChoices
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.routing_rules import chosen_experts, scores_of
+from slipstream.wire.models.hf_config import HfConfig
 
 _SMALLEST_SUM = 1e-20  # of weights, which divide
 

@@ -6,7 +6,7 @@ Shapes: T tokens, E experts in n groups, k of which each token has.
 import torch
 from torch import Tensor
 
-from slipstream.wire.files.families.parts import Router
+from slipstream.wire.models.families.parts import Router
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:

@@ -6,7 +6,7 @@ from importlib.metadata import version as package_version
 import msgspec
 
 from slipstream.learner.config import LearnerSettings
-from slipstream.wire.files.model_digests import model_digests, short_digest
+from slipstream.wire.models.model_digests import model_digests, short_digest
 from slipstream.wire.process.cards import flat
 
 _OF_A_HOST = frozenset({"threads"})  # of [learner]: may differ between nodes

@@ -9,9 +9,9 @@ from slipstream.learner.model.hf_weights import hf_specs
 from slipstream.learner.model.peft import adapters_of
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import Shard
-from slipstream.wire.files.adapters import adapter_shapes
-from slipstream.wire.files.families.parts import HfTensor, Parameter
 from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.models.adapters import adapter_shapes
+from slipstream.wire.models.families.parts import HfTensor, Parameter
 
 
 class Contents(Protocol):

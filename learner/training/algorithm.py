@@ -7,9 +7,9 @@ from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.parts import OptionsError, PartError
 from slipstream.learner.config import LearnerSettings
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.sections import local_model, model_folder
 from slipstream.wire.settings.words import wrong_value
 

@@ -13,14 +13,14 @@ from slipstream.learner.batches.packing import ExpertSizes, PackedBatch, pack
 from slipstream.learner.batches.share import fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.device import device
-from slipstream.learner.model.flops import SequenceCost
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
 from slipstream.learner.record.throughput import StepWork
 from slipstream.learner.training.policy import Policy
 from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import batch_figures, step_data
+from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.phases import PhaseClock
 
 

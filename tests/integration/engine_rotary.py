@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from slipstream.generators.sglang import cpu
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.learner.model.rotary import Rotary
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from tests.support.tiny_models import SCALED, write_tiny_model
 
 POSITIONS = torch.arange(60)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang.srt.model_loader import weight_utils as engine
 
-from slipstream.wire.files.model_files import WEIGHTS
+from slipstream.wire.models.model_files import WEIGHTS
 
 
 def mapped_bytes(file: Path) -> int:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.weightbus.version.engine_checksums import expected_checksums
-from slipstream.wire.files.families.registry import FAMILIES
+from slipstream.wire.models.families.registry import FAMILIES
 from tests.integration.sglang_load import client_of
 from tests.support.commands import called
 from tests.support.families import write_family

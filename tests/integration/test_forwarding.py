@@ -22,11 +22,11 @@ from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.keys import ClientKey
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.followers import FetchedThere, FetchToo
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor, Receive, RelayAddress
+from slipstream.wire.models.model_files import WEIGHTS
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.bus.engine import digest_of
 from tests.support.bus.remote import (

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.batches.orders import Rejection, StepPlan
 from slipstream.learner.config import LearnerSettings, learner_settings
@@ -23,6 +22,7 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.phases import PhaseClock
 from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import eval_plan, make_ledger, make_rules

@@ -14,8 +14,6 @@ import psutil
 import pytest
 import torch
 
-from slipstream.learner.model.flops import SequenceCost
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.trajectory_file import RecordedGroup, TrajectoryFileWriter, read_groups
 from slipstream.wire.messages.broker import (
@@ -28,6 +26,8 @@ from slipstream.wire.messages.broker import (
     TakeOver,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.process.phases import PHASE_TIME
 from tests.integration.recorded import (
     GROUPS,

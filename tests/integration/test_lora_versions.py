@@ -22,9 +22,9 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
-from slipstream.wire.files.adapters import CONFIG, TENSORS, adapter_config, adapter_shapes
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
+from slipstream.wire.models.adapters import CONFIG, TENSORS, adapter_config, adapter_shapes
 from tests.integration.sglang_load import until_load
 from tests.support.blank_model import write_blank_model
 from tests.support.bus.published import Published, subscriber_of

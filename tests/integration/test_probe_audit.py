@@ -32,11 +32,11 @@ from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.wire.errors import QuarantineError
-from slipstream.wire.files.adapters import adapter_shapes
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
+from slipstream.wire.models.adapters import adapter_shapes
+from slipstream.wire.models.model_files import WEIGHTS
 from tests.support.blank_model import write_blank_model
 from tests.support.bus.published import Published, subscriber_of
 from tests.support.random_llama import write_random_weights

@@ -18,12 +18,12 @@ from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import make_sampler, sampling_by_item
 from slipstream.generators.text.codec import TextCodec
-from slipstream.wire.files.families.registry import FAMILIES
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.model_files import WEIGHTS
 from tests.integration.sglang_load import client_of, until_load
 from tests.support.blank_model import write_blank_model
 from tests.support.families import write_family

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.learner.model.hf_config import IGNORED_KEYS, HfConfig, load_hf_config
+from slipstream.wire.models.hf_config import IGNORED_KEYS, HfConfig, load_hf_config
 from tests.support.ranks.run import outputs, start
 from tests.support.shelf import SHELF
 

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer
 
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import copied_files, weight_files
-from slipstream.wire.files.tokenizer_conversion import pattern_of
-from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.models.model_files import copied_files, weight_files
+from slipstream.wire.models.tokenizer_conversion import pattern_of
+from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 from slipstream.wire.settings.sections import RunSection, SamplingSection, model_folder
 from tests.support.ranks.run import outputs, start
 from tests.support.written_otherwise import (

@@ -23,10 +23,10 @@ from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.relay.transports import disk
 from slipstream.weightbus.version.engine_checksums import differing, expected_checksums
 from slipstream.weightbus.version.snapshot import WeightSnapshot
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
+from slipstream.wire.models.model_files import WEIGHTS
 from tests.integration.sglang_load import client_of, until_load
 from tests.support.bus.published import Published, subscriber_of
 from tests.support.tiny_run import sglang_server, write_policy

@@ -41,9 +41,9 @@ class LearnersModels:
         from torch.distributed import HashStore  # type: ignore[attr-defined]
 
         from slipstream.learner.model.gpt import build_model
-        from slipstream.learner.model.hf_config import load_hf_config
         from slipstream.learner.model.hf_weights import load_hf_weights
         from slipstream.learner.model.topology import init_topology
+        from slipstream.wire.models.hf_config import load_hf_config
 
         self._barred = barred
         self._models: dict[str, Any] = {}

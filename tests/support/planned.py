@@ -7,7 +7,7 @@ from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.sizing.learner_step import Work
 from slipstream.deploy.sizing.proposals import Question
 from slipstream.deploy.sizing.shapes import shape_folder
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 H100 = Cluster(gpu=gpu_named("H100"))
 

@@ -27,10 +27,10 @@ from slipstream.weightbus.version.delta import BucketDelta, apply_delta, num_byt
 from slipstream.weightbus.version.disk import check_digest
 from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header
 from slipstream.wire.errors import PublishError
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.model_files import WEIGHTS
 
 _log = logging.getLogger(__name__)
 _MEMORY = "memory"  # link to the descriptor

@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 
 from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.families.registry import SCALE_SUFFIX, engine_tensor, layer_of
 from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
+from slipstream.wire.models.families.registry import SCALE_SUFFIX, engine_tensor, layer_of
 
 _OPTIONAL = {"lm_head.weight"}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.weightbus.version.engine_checksums import Holder, expected_checksums, host_checksum
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
-from slipstream.wire.files.families.registry import checksum_name
+from slipstream.wire.models.families.registry import checksum_name
 
 _NAME = re.compile(r"(.+\.)(\w+)(\.lora_[AB]\.weight)")
 # The engine's name of a fused layer, its parts in their order, and the part that has the shape of

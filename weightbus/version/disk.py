@@ -11,9 +11,9 @@ from pathlib import Path
 from slipstream.weightbus.version.digests import difference
 from slipstream.weightbus.version.layout import safetensors_header, tensor_offsets
 from slipstream.wire.errors import PublishError
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+from slipstream.wire.models.model_files import WEIGHTS
 
 _UNFINISHED = ".unfinished"
 _COPY = "-"

@@ -1,7 +1,7 @@
 """The answer of SGLang's weights checker if an engine holds exactly our tensors.
 
 SGLang keeps query, key and value as one tensor, gate and up as another, pads some with zeros, and
-splits most over its ranks (wire/files/families/). On a GPU its checksum is a hash of words
+splits most over its ranks (wire/models/families/). On a GPU its checksum is a hash of words
 (gpu_hash.py; sglang 0.5.23), on a CPU xxh3-128 of the raw bytes, as in the manifest: its own sha256
 would be several times slower than the wire (generators/sglang/patches.py replaces it).
 """
@@ -16,9 +16,9 @@ import xxhash
 
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.errors import PublishError
-from slipstream.wire.files.families.parts import EMBEDDING, OUTPUT_LAYER
-from slipstream.wire.files.families.registry import EngineTensor, checksum_name, engine_tensor
 from slipstream.wire.messages.weightbus import Join
+from slipstream.wire.models.families.parts import EMBEDDING, OUTPUT_LAYER
+from slipstream.wire.models.families.registry import EngineTensor, checksum_name, engine_tensor
 
 _ROWS_AT_A_TIME = 256
 

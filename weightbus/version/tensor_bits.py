@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.weightbus.version.disk import data_start
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
+from slipstream.wire.models.model_files import WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import AdapterFacts
 from slipstream.wire.messages.status import EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.adapters import AdapterFacts
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)

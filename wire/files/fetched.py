@@ -20,7 +20,9 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import (
+from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError, is_url
+from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.models.model_files import (
     COPIED_SUFFIXES,
     TEMPLATES,
     WEIGHTS,
@@ -28,9 +30,7 @@ from slipstream.wire.files.model_files import (
     copied_files,
     weight_files,
 )
-from slipstream.wire.files.remote import RemoteFile, RemoteFolder, StorageError, is_url
-from slipstream.wire.files.replace import replacing_folder
-from slipstream.wire.files.tokenizer_conversion import convert_tokenizer, written_otherwise
+from slipstream.wire.models.tokenizer_conversion import convert_tokenizer, written_otherwise
 from slipstream.wire.redaction import without_secrets
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import AdapterFacts
+from slipstream.wire.models.adapters import AdapterFacts
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import Positive
 

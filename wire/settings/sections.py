@@ -13,11 +13,11 @@ from slipstream.wire.files.fetched import (
     found_model,
     with_tokenizer,
 )
-from slipstream.wire.files.model_files import copied_files, refuse_no_model
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.weightbus import RelayAddress
+from slipstream.wire.models.model_files import copied_files, refuse_no_model
 from slipstream.wire.settings.load import Section, Table, section
 
 AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]

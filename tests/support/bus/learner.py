@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.relay_link import RelayLink
@@ -18,8 +17,9 @@ from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
-from slipstream.wire.files.model_digests import short_digest
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.model_digests import short_digest
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.sections import RunSection
 from tests.support.bus.engine import random_tensors

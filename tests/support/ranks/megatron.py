@@ -21,12 +21,12 @@ from tests.support.tiny_models import sequences
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     topology = join_ranks(work, rank, world_size, section_of(layout))
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import (
         export_hf_weights,
         load_hf_weights,
         save_hf_folder,
     )
+    from slipstream.wire.models.hf_config import load_hf_config
 
     # Under sequence parallelism Megatron's finalization sums gradients of norms, and is not here.
     learner = section_of(layout, sequence_parallel=False)

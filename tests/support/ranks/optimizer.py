@@ -26,11 +26,11 @@ SCHEDULES: dict[str, dict[str, object]] = {
 def main(folder: Path, work: Path) -> None:
     topology = join_ranks(work, 0, 1, LearnerSection())
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import export_hf_weights, load_hf_weights
     from slipstream.learner.training.critic import Critic, with_value_head
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step
+    from slipstream.wire.models.hf_config import load_hf_config
     from slipstream.wire.process.phases import PhaseClock
 
     everything = train_sequences()

@@ -27,8 +27,8 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.learner.training.step_data import StepData
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.model_files import WEIGHTS
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RoutingReplay
 from tests.support.published_parts import written_tensors
@@ -37,9 +37,9 @@ from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
 
 if TYPE_CHECKING:
-    from slipstream.learner.model.hf_config import HfConfig
     from slipstream.learner.model.topology import Topology
     from slipstream.learner.training.policy import Policy
+    from slipstream.wire.models.hf_config import HfConfig
 
 ENDS = (5, 9)
 REPLAYS: dict[str, RoutingReplay] = {"kept": "R3", "sequences": "R3", "group": "R2", "critic": "R2"}
@@ -276,9 +276,9 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     # A large epsilon: Adam amplifies rounding where the second moment is tiny.
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
+    from slipstream.wire.models.hf_config import load_hf_config
 
     hf = load_hf_config(folder)
     everything = with_experts(train_sequences(), hf)

@@ -15,7 +15,6 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
@@ -23,6 +22,7 @@ from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import StepCommitted
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.load import load_table

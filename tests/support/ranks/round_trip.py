@@ -24,13 +24,13 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
     learner = section_of(layout)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import (
         export_hf_weights,
         load_hf_weights,
         save_hf_folder,
     )
     from slipstream.learner.publish.weight_writer import WeightWriter
+    from slipstream.wire.models.hf_config import load_hf_config
 
     report = {}
     for name in names:

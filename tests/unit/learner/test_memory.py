@@ -17,9 +17,9 @@ from slipstream.learner.memory import (
     rank_parameters,
     total_bytes,
 )
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import RunSection
 

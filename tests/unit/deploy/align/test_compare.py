@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from slipstream.deploy.align.compare import compare, difference, whole
-from slipstream.wire.files.alignment import LOGPROBS, point, rows_of
+from slipstream.wire.models.alignment import LOGPROBS, point, rows_of
 
 OUTPUT = np.array([[3.0, 4.0], [0.0, 5.0]])
 

@@ -8,7 +8,7 @@ from slipstream.deploy.check.memory import (
     versions_bytes,
 )
 from slipstream.deploy.config import run_config
-from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import CheckpointSection
 from tests.support.tiny_run import tiny_inputs

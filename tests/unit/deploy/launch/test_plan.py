@@ -16,8 +16,8 @@ from slipstream.deploy.launch.memory import (
     learner_memory,
 )
 from slipstream.deploy.launch.plan import plan_roles
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table
 from tests.support.checkpoint_infos import write_checkpoint
 

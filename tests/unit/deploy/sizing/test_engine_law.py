@@ -5,7 +5,7 @@ import pytest
 from slipstream.deploy.launch.memory import kv_bytes_per_token, kv_copies
 from slipstream.deploy.sizing.engine_law import EngineLaw, engine_law
 from slipstream.deploy.sizing.gpus import gpu_named
-from slipstream.learner.model.flops import num_multiplied_parameters
+from slipstream.wire.models.flops import num_multiplied_parameters
 from tests.support.planned import H100, shape_of
 
 HF = shape_of("Qwen3-30B-A3B")

@@ -5,7 +5,7 @@ import pytest
 from slipstream.deploy.sizing.figure import total
 from slipstream.deploy.sizing.learner_step import Work, step_figures
 from slipstream.learner.config import LearnerSettings
-from slipstream.learner.model.flops import SequenceCost
+from slipstream.wire.models.flops import SequenceCost
 from tests.support.planned import H100, config_of, shape_of
 
 QWEN = shape_of("Qwen3-30B-A3B")

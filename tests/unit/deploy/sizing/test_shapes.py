@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.sizing.shapes import shape_folder, shipped_names
-from slipstream.learner.model.flops import num_multiplied_parameters
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.hf_config import load_hf_config
 
 
 @pytest.mark.parametrize(

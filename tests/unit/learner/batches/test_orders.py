@@ -6,8 +6,8 @@ from slipstream.learner.batches.orders import (
     plan_batch,
 )
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
+from slipstream.wire.models.flops import SequenceCost
 from tests.support.delivered_groups import groups
 
 

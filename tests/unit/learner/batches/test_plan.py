@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.learner.batches.plan import MinibatchPlan, plan_step
-from slipstream.learner.model.flops import SequenceCost
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import SequenceCost
 
 ATTENTION = SequenceCost(linear=1.0, quadratic=1 / 50)  # as much as the rest at a length of 50
 

@@ -5,8 +5,8 @@ import pytest
 
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.division import refuse_layout, section_for, stage_layers
-from slipstream.learner.model.hf_config import HfConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 DENSE = HfConfig(
     model_type="qwen3",

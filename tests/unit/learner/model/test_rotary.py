@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.learner.model.hf_config import HfConfig, RopeParameters
 from slipstream.learner.model.rotary import Rotary
+from slipstream.wire.models.hf_config import HfConfig, RopeParameters
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from slipstream.learner.model.shards import (
     is_finite,
     write_shard,
 )
-from slipstream.wire.files.families.registry import FAMILIES
+from slipstream.wire.models.families.registry import FAMILIES
 
 GENERATOR = torch.Generator().manual_seed(5)
 HIDDEN = 6

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.models.hf_config import load_hf_config
 from tests.support.shelf import SHELF
 
 

@@ -16,9 +16,9 @@ from slipstream.weightbus.relay.deltas import renewed, shortest
 from slipstream.weightbus.version.delta import BucketDelta
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
-from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.model_files import WEIGHTS
 
 NAMES = ("a", "b", "c")
 NUM_BUCKETS = 3

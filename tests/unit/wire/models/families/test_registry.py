@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import pytest
 
-from slipstream.learner.model.hf_config import load_hf_config
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.families.parts import Family, FusionKind, HfTensor, Parameter, Size
-from slipstream.wire.files.families.registry import (
+from slipstream.wire.models.families.parts import Family, FusionKind, HfTensor, Parameter, Size
+from slipstream.wire.models.families.registry import (
     FAMILIES,
     EngineTensor,
     engine_tensor,
     engine_tensors,
 )
+from slipstream.wire.models.hf_config import load_hf_config
 
 QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]
 V3, GLM4 = FAMILIES["deepseek_v3"], FAMILIES["glm4"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import load_hf_config, refuse_other_tokens
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],

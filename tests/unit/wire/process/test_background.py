@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.wire.errors import PeerLostError
+from slipstream.wire.process.background import BackgroundLoop
 
 
 async def answer() -> tuple[int, str]:

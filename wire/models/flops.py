@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-from slipstream.learner.model.hf_config import HfConfig
-from slipstream.wire.files.adapters import AdapterFacts, adapter_shapes
+from slipstream.wire.models.adapters import AdapterFacts, adapter_shapes
+from slipstream.wire.models.hf_config import HfConfig
 
 # A product of [tokens, k] and [k, n] is 2 k n operations for each token; its backward pass is two
 # such products, one for the gradient of each factor.

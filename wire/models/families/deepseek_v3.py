@@ -6,13 +6,13 @@ a gradient: it stays what it was, and is published with the rest. Layers that pr
 (section 2.2) are left out.
 """
 
-from slipstream.wire.files.families.deepseek_v2 import DEEPSEEK_IGNORED, DEEPSEEK_KEYS
-from slipstream.wire.files.families.latent import (
+from slipstream.wire.models.families.deepseek_v2 import DEEPSEEK_IGNORED, DEEPSEEK_KEYS
+from slipstream.wire.models.families.latent import (
     COMPRESSED_QUERIES,
     LATENT_ATTENTION,
     WHOLE_QUERIES,
 )
-from slipstream.wire.files.families.parts import (
+from slipstream.wire.models.families.parts import (
     ENDS,
     EXPERTS,
     MLP,

@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6: DeepSeek-V3's experts behind grouped-query attention."""
 
-from slipstream.wire.files.families.parts import (
+from slipstream.wire.models.families.parts import (
     ENDS,
     EXPERTS,
     GROUPED_ATTENTION,

@@ -3,13 +3,13 @@
 DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.2 (attention) and 2.2 (experts).
 """
 
-from slipstream.wire.files.families.latent import (
+from slipstream.wire.models.families.latent import (
     COMPRESSED_QUERIES,
     LATENT_ATTENTION,
     LATENT_KEYS,
     WHOLE_QUERIES,
 )
-from slipstream.wire.files.families.parts import ENDS, EXPERTS, MLP, SHARED_EXPERTS, Family, Router
+from slipstream.wire.models.families.parts import ENDS, EXPERTS, MLP, SHARED_EXPERTS, Family, Router
 
 # Of training, of the device-limited routing of its own code, and of code that is not run.
 DEEPSEEK_IGNORED = frozenset(

@@ -1,6 +1,6 @@
 """GLM-4 (0414): norms after attention and MLP too, and half of a head's channels turn, in pairs."""
 
-from slipstream.wire.files.families.parts import (
+from slipstream.wire.models.families.parts import (
     ENDS,
     GROUPED_ATTENTION,
     INNER_MULTIPLE,

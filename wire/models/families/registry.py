@@ -5,18 +5,18 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from slipstream.wire.files.families.deepseek_v2 import DEEPSEEK_V2
-from slipstream.wire.files.families.deepseek_v3 import DEEPSEEK_V3
-from slipstream.wire.files.families.glm4 import GLM4
-from slipstream.wire.files.families.glm4_moe import GLM4_MOE
-from slipstream.wire.files.families.latent import FUSED_BY_ENGINE, FUSED_NAME
-from slipstream.wire.files.families.llama import LLAMA
-from slipstream.wire.files.families.mixtral import MIXTRAL
-from slipstream.wire.files.families.parts import EMBEDDING, Family, Split, without_expert
-from slipstream.wire.files.families.qwen2 import QWEN2
-from slipstream.wire.files.families.qwen2_moe import QWEN2_MOE
-from slipstream.wire.files.families.qwen3 import QWEN3
-from slipstream.wire.files.families.qwen3_moe import QWEN3_MOE
+from slipstream.wire.models.families.deepseek_v2 import DEEPSEEK_V2
+from slipstream.wire.models.families.deepseek_v3 import DEEPSEEK_V3
+from slipstream.wire.models.families.glm4 import GLM4
+from slipstream.wire.models.families.glm4_moe import GLM4_MOE
+from slipstream.wire.models.families.latent import FUSED_BY_ENGINE, FUSED_NAME
+from slipstream.wire.models.families.llama import LLAMA
+from slipstream.wire.models.families.mixtral import MIXTRAL
+from slipstream.wire.models.families.parts import EMBEDDING, Family, Split, without_expert
+from slipstream.wire.models.families.qwen2 import QWEN2
+from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE
+from slipstream.wire.models.families.qwen3 import QWEN3
+from slipstream.wire.models.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -5,7 +5,7 @@ a compressed vector of each token, and the channels that turn with the position 
 that all query heads share. Queries may be compressed too.
 """
 
-from slipstream.wire.files.families.parts import NORMS, HfTensor, Option, Parameter, Table, copy
+from slipstream.wire.models.families.parts import NORMS, HfTensor, Option, Parameter, Table, copy
 
 LATENT_ATTENTION: Table = {
     **NORMS,

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.adapters import (
+from slipstream.wire.models.adapters import (
     CONFIG,
     AdapterFacts,
     adapter_config,
@@ -13,7 +13,7 @@ from slipstream.wire.files.adapters import (
     refuse_other_adapter,
     refuse_other_tensors,
 )
-from slipstream.wire.files.families.registry import FAMILIES
+from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.settings.lora import LINEAR_LAYERS
 
 FACTS = AdapterFacts(rank=4, alpha=8.0, targets=("o_proj", "q_proj"))

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 
 CONTENT = {
     "version": "1.0",

@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in every layer."""
 
-from slipstream.wire.files.families.parts import (
+from slipstream.wire.models.families.parts import (
     ENDS,
     EXPERTS,
     GROUPED_ATTENTION,
@@ -9,8 +9,8 @@ from slipstream.wire.files.families.parts import (
     UNTIED,
     Family,
 )
-from slipstream.wire.files.families.qwen2 import WINDOW_KEYS
-from slipstream.wire.files.families.qwen2_moe import EVERY_LAYER, QWEN_MOE_KEYS
+from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
+from slipstream.wire.models.families.qwen2_moe import EVERY_LAYER, QWEN_MOE_KEYS
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.model_files import (
+from slipstream.wire.models.model_files import (
     as_exported,
     copied_files,
     refuse_no_model,

@@ -1,14 +1,14 @@
 import msgspec
 import pytest
 
-from slipstream.learner.model.flops import (
+from slipstream.wire.models.adapters import AdapterFacts
+from slipstream.wire.models.flops import (
     SequenceCost,
     num_adapter_parameters,
     num_multiplied_parameters,
     peak_tflops_of,
 )
-from slipstream.learner.model.hf_config import HfConfig
-from slipstream.wire.files.adapters import AdapterFacts
+from slipstream.wire.models.hf_config import HfConfig
 
 QWEN2_5_HALF_B = HfConfig(
     model_type="qwen2",

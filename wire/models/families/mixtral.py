@@ -1,6 +1,6 @@
 """Mixtral: Mistral's attention without a window, eight experts of which a token has two."""
 
-from slipstream.wire.files.families.parts import (
+from slipstream.wire.models.families.parts import (
     ENDS,
     GROUPED_ATTENTION,
     MLP,

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.families.parts import Family, Parameter, Sizes
-from slipstream.wire.files.families.registry import FAMILIES
-from slipstream.wire.files.model_files import refuse_no_model
-from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
+from slipstream.wire.models.families.parts import Family, Parameter, Sizes
+from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.model_files import refuse_no_model
+from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
 
 DEFAULT_ROPE_THETA = 10_000.0

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from slipstream.wire.files.model_digests import model_digests, short_digest
+from slipstream.wire.models.model_digests import model_digests, short_digest
 
 
 def write_model(folder: Path, weights: bytes) -> Path:
