@@ -19,11 +19,11 @@ import msgspec
 from yarl import URL
 
 from benchmarks.bars import Bars
-from slipstream.broker.dashboard.columns import StoredState, encode_json, write_state
-from slipstream.broker.dashboard.history import History
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Recorder
 from slipstream.broker.dashboard.web import Dashboard
+from slipstream.broker.history.columns import StoredState, encode_json, write_state
+from slipstream.broker.history.history import History
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.wire.files.run_folder import PAGE_STATE

@@ -7,11 +7,11 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.advisories.view import Advisory
-from slipstream.broker.dashboard.columns import HistoryColumns, encode_json
+from slipstream.broker.advisories.view import Advisory
 from slipstream.broker.dashboard.recorder import Snapshot, shown_status
-from slipstream.broker.dashboard.table import Row
-from slipstream.broker.dashboard.trajectories import Letter
+from slipstream.broker.history.columns import HistoryColumns, encode_json
+from slipstream.broker.history.table import Row
+from slipstream.broker.history.trajectories import Letter
 from slipstream.wire.messages.status import RunStatus
 
 _KEPT_S = 1.0  # an encoded state, for further requests of the same

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.broker.dashboard.stretches import MAX_STRETCHES, drawn
-from slipstream.broker.dashboard.trajectories import Found, Item, Letter, Row, Sibling, Trajectory
+from slipstream.broker.history.trajectories import Found, Item, Letter, Row, Sibling, Trajectory
 from slipstream.broker.store.item_history import groups_at, trace_group
 from slipstream.wire.files.run_folder import TRAIL, TRAINED
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from slipstream.broker.dashboard.advisories.view import Advisory
+from slipstream.broker.advisories.view import Advisory
 from slipstream.wire.messages.metrics import MetricName
 from slipstream.wire.messages.status import RunStatus
 

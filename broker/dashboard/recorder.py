@@ -15,19 +15,19 @@ from typing import TypeAlias
 
 import msgspec
 
-from slipstream.broker.dashboard.advisories.advise import advise, is_ready
-from slipstream.broker.dashboard.advisories.view import Advisory, Trends
-from slipstream.broker.dashboard.columns import (
+from slipstream.broker.advisories.advise import advise, is_ready
+from slipstream.broker.advisories.view import Advisory, Trends
+from slipstream.broker.dashboard.items import shown_letters
+from slipstream.broker.history.columns import (
     HistoryColumns,
     StoredState,
     claim_state,
     trends_of,
     write_state,
 )
-from slipstream.broker.dashboard.history import History, steady_time
-from slipstream.broker.dashboard.items import shown_letters
-from slipstream.broker.dashboard.table import Row
-from slipstream.broker.dashboard.trajectories import Letter
+from slipstream.broker.history.history import History, steady_time
+from slipstream.broker.history.table import Row
+from slipstream.broker.history.trajectories import Letter
 from slipstream.broker.report.telemetry import with_newest_steps
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import RunStatus

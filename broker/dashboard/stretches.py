@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slipstream.broker.dashboard.trajectories import Row, Stretch, Token
+from slipstream.broker.history.trajectories import Row, Stretch, Token
 from slipstream.wire.files.trained_parts import Part, called_tools, excerpt, parts_of
 
 MAX_DRAWN = 20_000  # tokens of one trajectory

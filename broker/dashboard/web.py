@@ -11,8 +11,6 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.compare.runs import sampling_of
-from slipstream.broker.dashboard.compare.settings_diff import read_settings
 from slipstream.broker.dashboard.encoding import EventEncoder, Source, StateEncoder
 from slipstream.broker.dashboard.expected import Expected
 from slipstream.broker.dashboard.items import RecordedItems
@@ -20,6 +18,8 @@ from slipstream.broker.dashboard.logs import newest_lines
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import Snapshot
 from slipstream.broker.dashboard.site import FolderReader, Site, abort, answer, json_answer, number
+from slipstream.broker.history.compare.runs import sampling_of
+from slipstream.broker.history.compare.settings_diff import read_settings
 
 _PATIENCE_S = 10.0  # for a browser that does not read
 _CHUNK = 64 * 1024

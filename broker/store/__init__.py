@@ -1,6 +1,6 @@
 """Durability: events, snapshots and payloads in Redis, and the event log in the run folder.
 
 Knows the ledger's types, decides nothing.
-Imported by broker.dashboard, broker.report, broker.run_ledger, broker.server, broker.service,
-broker.startup, deploy.check and deploy.commands.
+Imported by broker.dashboard, broker.history, broker.report, broker.run_ledger, broker.server,
+broker.service, broker.startup, deploy.check and deploy.commands.
 """

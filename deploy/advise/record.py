@@ -10,7 +10,7 @@ from statistics import fmean, median
 import msgspec
 
 from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.columns import StepColumns, StoredState, TimeColumns, read_state
+from slipstream.broker.history.columns import StepColumns, StoredState, TimeColumns, read_state
 from slipstream.deploy.config import DeploySection
 from slipstream.generators.config import GeneratorsSection
 from slipstream.learner.config import LearnerSection

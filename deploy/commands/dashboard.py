@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.columns import StoredState, read_state
-from slipstream.broker.dashboard.compare.runs import is_run, runs_in
-from slipstream.broker.dashboard.compare.web import Comparison
+from slipstream.broker.dashboard.comparison import Comparison
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
+from slipstream.broker.history.columns import StoredState, read_state
+from slipstream.broker.history.compare.runs import is_run, runs_in
 from slipstream.deploy.commands.options import chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (

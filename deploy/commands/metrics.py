@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.broker.dashboard.compare.curves import AXES
-from slipstream.broker.dashboard.compare.run_table import Columns
-from slipstream.broker.dashboard.compare.runs import ComparedRun, named
-from slipstream.broker.dashboard.compare.web import cell
+from slipstream.broker.dashboard.comparison import cell
+from slipstream.broker.history.compare.curves import AXES
+from slipstream.broker.history.compare.run_table import Columns
+from slipstream.broker.history.compare.runs import ComparedRun, named
 from slipstream.deploy.commands.options import add_json, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError

@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from slipstream.broker.dashboard.columns import read_state
+from slipstream.broker.history.columns import read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console

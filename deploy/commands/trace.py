@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from slipstream.broker.dashboard.columns import read_state
+from slipstream.broker.history.columns import read_state
 from slipstream.broker.ledger.events import decode_event
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.store.event_log import read_trail

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from slipstream.broker.dashboard.columns import StoredState, write_state
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.columns import StoredState, write_state
+from slipstream.broker.history.history import History
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.summary import write_summary

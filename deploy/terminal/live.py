@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.live import Live
 
-from slipstream.broker.dashboard.columns import read_state
+from slipstream.broker.history.columns import read_state
 from slipstream.deploy.terminal.figures import one_line
 from slipstream.deploy.terminal.observe import page_line
 from slipstream.deploy.terminal.recent import Recent, recent_of

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.columns import StoredState
+from slipstream.broker.history.columns import StoredState
 from slipstream.deploy.terminal.figures import age
 from slipstream.wire.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS, SETTINGS

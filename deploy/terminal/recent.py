@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slipstream.broker.dashboard.advisories.advise import advise
-from slipstream.broker.dashboard.advisories.view import Advisory, Column
-from slipstream.broker.dashboard.columns import HistoryColumns, StoredState, trends_of
-from slipstream.broker.dashboard.history import History, steady_time
-from slipstream.broker.dashboard.rates import Seen
+from slipstream.broker.advisories.advise import advise
+from slipstream.broker.advisories.view import Advisory, Column
+from slipstream.broker.history.columns import HistoryColumns, StoredState, trends_of
+from slipstream.broker.history.history import History, steady_time
+from slipstream.broker.history.rates import Seen
 from slipstream.deploy.terminal.observe import broker_of_folder, saved_status, status_now
 from slipstream.wire.errors import PeerLostError
 from slipstream.wire.messages.status import RunStatus

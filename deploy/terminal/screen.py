@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.text import Text
 
-from slipstream.broker.dashboard.advisories.view import Advisory
+from slipstream.broker.advisories.view import Advisory
 from slipstream.deploy.terminal.figures import (
     MEMBER_COLORS,
     age,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from slipstream.broker.dashboard.columns import HistoryColumns
+from slipstream.broker.history.columns import HistoryColumns
 from slipstream.broker.ledger.events import (
     Dropped,
     Generated,

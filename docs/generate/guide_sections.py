@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from slipstream.broker.dashboard.advisories.advise import RULES
+from slipstream.broker.advisories.advise import RULES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "operations.md"
 _HEADING = re.compile(r"^#+ (.+)$", flags=re.MULTILINE)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from slipstream.broker.dashboard.columns import HistoryColumns
-from slipstream.broker.dashboard.compare.web import Comparison
+from slipstream.broker.dashboard.comparison import Comparison
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Snapshot
-from slipstream.broker.dashboard.trajectories import Found, Letter, Trajectory
 from slipstream.broker.dashboard.web import Dashboard
+from slipstream.broker.history.columns import HistoryColumns
+from slipstream.broker.history.trajectories import Found, Letter, Trajectory
 from tests.browser import samples
 
 _EVERY_S = 0.5

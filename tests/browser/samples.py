@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.dashboard.advisories.advise import advise
-from slipstream.broker.dashboard.advisories.view import Advisory
-from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns, trends_of
+from slipstream.broker.advisories.advise import advise
+from slipstream.broker.advisories.view import Advisory
 from slipstream.broker.dashboard.stretches import drawn
-from slipstream.broker.dashboard.trajectories import (
+from slipstream.broker.history.columns import HistoryColumns, StepColumns, TimeColumns, trends_of
+from slipstream.broker.history.trajectories import (
     Item,
     Letter,
     Row,
@@ -24,7 +24,7 @@ from slipstream.broker.dashboard.trajectories import (
     Trajectory,
     TurnTokens,
 )
-from slipstream.broker.dashboard.trajectories import Run as VersionRun
+from slipstream.broker.history.trajectories import Run as VersionRun
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.messages.status import (
     EvalFigures,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from slipstream.broker.dashboard.advisories.advise import RULES
-from slipstream.broker.dashboard.trajectories import Item
+from slipstream.broker.advisories.advise import RULES
+from slipstream.broker.history.trajectories import Item
 from tests.browser import samples
 from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver, resize
 from tests.browser.driving import (

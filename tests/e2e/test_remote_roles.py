@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.broker.dashboard.columns import read_state
+from slipstream.broker.history.columns import read_state
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.server.keyring import make_client_key
 from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from yarl import URL
 
-from slipstream.broker.dashboard.compare.web import Comparison
+from slipstream.broker.dashboard.comparison import Comparison
 from slipstream.broker.dashboard.encoding import Source
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.web import Dashboard

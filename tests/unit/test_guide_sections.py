@@ -6,7 +6,7 @@ from importlib.resources import files
 import pytest
 
 from docs.generate.guide_sections import reference, sections
-from slipstream.broker.dashboard.advisories.advise import RULES
+from slipstream.broker.advisories.advise import RULES
 
 
 def test_texts_of_the_page_are_those_of_the_guide():

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from docs.generate.metrics import reference
-from slipstream.broker.dashboard.advisories.view import Advisory
+from slipstream.broker.advisories.view import Advisory
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.wire.messages.metrics import MetricName
 from tests.support.wire_samples import STATUS

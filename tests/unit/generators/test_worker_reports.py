@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from slipstream.broker.dashboard.rates import Rates
+from slipstream.broker.history.rates import Rates
 from slipstream.generators.capture.session import Reply
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import Differences, TurnSampler

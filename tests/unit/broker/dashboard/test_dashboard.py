@@ -23,8 +23,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from slipstream.broker.dashboard.advisories.view import Advisory
-from slipstream.broker.dashboard.columns import (
+from slipstream.broker.advisories.view import Advisory
+from slipstream.broker.dashboard.items import RecordedItems
+from slipstream.broker.dashboard.metrics import render_metrics
+from slipstream.broker.dashboard.recorder import FinishedRun, Recorder, Snapshot, fsync_of
+from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
+from slipstream.broker.history.columns import (
     HistoryColumns,
     StepColumns,
     StoredState,
@@ -32,13 +36,9 @@ from slipstream.broker.dashboard.columns import (
     read_state,
     write_state,
 )
-from slipstream.broker.dashboard.history import History
-from slipstream.broker.dashboard.items import RecordedItems
-from slipstream.broker.dashboard.metrics import render_metrics
-from slipstream.broker.dashboard.recorder import FinishedRun, Recorder, Snapshot, fsync_of
-from slipstream.broker.dashboard.table import Row
-from slipstream.broker.dashboard.trajectories import Found, Letter
-from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
+from slipstream.broker.history.history import History
+from slipstream.broker.history.table import Row
+from slipstream.broker.history.trajectories import Found, Letter
 from slipstream.broker.ledger.events import Trained, encode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.listening.host_names import name_of

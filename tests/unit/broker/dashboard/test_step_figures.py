@@ -14,7 +14,7 @@ from slipstream.algos.diagnostics import (
     diagnostic_sums,
     figures_of,
 )
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.history import History
 from slipstream.broker.report.trackers.base import step_figures
 from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.training.step_data import batch_figures

@@ -9,7 +9,7 @@ from slipstream.broker.dashboard.stretches import (
     MAX_STRETCHES,
     drawn,
 )
-from slipstream.broker.dashboard.trajectories import Row, Run, Stretch, TurnTokens
+from slipstream.broker.history.trajectories import Row, Run, Stretch, TurnTokens
 from slipstream.wire.files.trained_parts import Excerpt
 
 OBSERVATION = 8 << 20  # characters

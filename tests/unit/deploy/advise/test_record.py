@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.dashboard.columns import (
+from slipstream.broker.history.columns import (
     HistoryColumns,
     StepColumns,
     StoredState,

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.broker.config import BrokerSection, DashboardTable
-from slipstream.broker.dashboard.columns import StoredState
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.columns import StoredState
+from slipstream.broker.history.history import History
 from slipstream.deploy.commands.dashboard import (
     add_arguments,
     described,

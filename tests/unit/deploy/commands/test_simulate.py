@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.dashboard.columns import read_state
+from slipstream.broker.history.columns import read_state
 from slipstream.deploy.commands import simulate
 from slipstream.deploy.commands.options import take_config
 from slipstream.deploy.simulate.lengths import Fixed, Recorded

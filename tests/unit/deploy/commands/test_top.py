@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.dashboard.columns import StoredState, write_state
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.columns import StoredState, write_state
+from slipstream.broker.history.history import History
 from slipstream.deploy.commands.status import main as status
 from slipstream.deploy.commands.top import ends_in_order, keys_of, top
 from slipstream.deploy.terminal.observe import outcome_of, trouble_of

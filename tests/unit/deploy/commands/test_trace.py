@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from slipstream.broker.dashboard.columns import StoredState, write_state
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.columns import StoredState, write_state
+from slipstream.broker.history.history import History
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.report.summary import write_summary

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from slipstream.broker.dashboard.columns import HistoryColumns
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.columns import HistoryColumns
+from slipstream.broker.history.history import History
 from slipstream.deploy.terminal.recent import Recent
 from slipstream.wire.messages.status import RunStatus, StepPoint
 from tests.support.clock import Clock

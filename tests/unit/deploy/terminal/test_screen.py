@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.broker.dashboard.advisories.view import Advisory
+from slipstream.broker.advisories.view import Advisory
 from slipstream.deploy.terminal.layout import Block, Screen, fit
 from slipstream.deploy.terminal.screen import lines_of
 from slipstream.wire.messages.status import RoleStatus, RunStatus, ThrottleChange, ThrottleStatus

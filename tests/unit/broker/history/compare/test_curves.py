@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from slipstream.broker.dashboard.compare.curves import Curve, overlaid, smoothed
-from slipstream.broker.dashboard.table import shown
+from slipstream.broker.history.compare.curves import Curve, overlaid, smoothed
+from slipstream.broker.history.table import shown
 
 
 def curve(values: list[float], *, every: int = 1, seconds: float = 2.0) -> Curve:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.broker.dashboard.compare.run_table import RunTable, read_rounds
-from slipstream.broker.dashboard.compare.settings_diff import read_settings
+from slipstream.broker.history.compare.run_table import RunTable, read_rounds
+from slipstream.broker.history.compare.settings_diff import read_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import BROKER_LOCK, SETTINGS, SUMMARY, answers_file
 from slipstream.wire.messages.status import EvalPoint

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from slipstream.broker.dashboard.advisories.view import Column, Trends
-from slipstream.broker.dashboard.table import Numbers, shown
-from slipstream.broker.dashboard.trajectories import Letter
+from slipstream.broker.advisories.view import Column, Trends
+from slipstream.broker.history.table import Numbers, shown
+from slipstream.broker.history.trajectories import Letter
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.unreadable import UNREADABLE

@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns
-from slipstream.broker.dashboard.rates import Rates
-from slipstream.broker.dashboard.table import Row, Rows, Table
+from slipstream.broker.history.columns import HistoryColumns, StepColumns, TimeColumns
+from slipstream.broker.history.rates import Rates
+from slipstream.broker.history.table import Row, Rows, Table
 from slipstream.wire.messages.status import RunStatus, StepPoint
 
 EVERY_S = 2.0  # of a new run

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.broker.dashboard.columns import StoredState, write_state
-from slipstream.broker.dashboard.compare.curves import Curve
-from slipstream.broker.dashboard.compare.run_table import RunTable
-from slipstream.broker.dashboard.history import History
+from slipstream.broker.history.columns import StoredState, write_state
+from slipstream.broker.history.compare.curves import Curve
+from slipstream.broker.history.compare.run_table import RunTable
+from slipstream.broker.history.history import History
 from slipstream.wire.messages.status import StepPoint
 from tests.support.run_folders import write_run
 from tests.support.wire_samples import STATUS

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from slipstream.broker.dashboard.table import Numbers
+from slipstream.broker.history.table import Numbers
 
 RESAMPLES = 10_000
 LEVEL = 0.95

@@ -13,7 +13,7 @@ from typing import TypeAlias, overload
 import numpy as np
 from typing_extensions import override
 
-from slipstream.broker.dashboard.advisories.view import Column
+from slipstream.broker.advisories.view import Column
 
 MAX_ROWS = 2_000
 MAX_SERIES = 512  # names in a table

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from statistics import StatisticsError, correlation, fmean, pstdev
 
-from slipstream.broker.dashboard.advisories.view import (
+from slipstream.broker.advisories.view import (
     FIGURE_STEPS,
     LEARNING_STEPS,
     Column,

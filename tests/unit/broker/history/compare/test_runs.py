@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.dashboard.compare.runs import (
+from slipstream.broker.history.compare.runs import (
     ComparedRun,
     FinalScores,
     Missing,

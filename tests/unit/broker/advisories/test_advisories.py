@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from slipstream.broker.dashboard import advisories
-from slipstream.broker.dashboard.advisories.advise import RULES, advise
-from slipstream.broker.dashboard.advisories.view import (
-    NUM_WINDOWS,
-    WINDOW_S,
-    Advisory,
-    Column,
-    Trends,
-)
+from slipstream.broker import advisories
+from slipstream.broker.advisories.advise import RULES, advise
+from slipstream.broker.advisories.view import NUM_WINDOWS, WINDOW_S, Advisory, Column, Trends
 from slipstream.wire.messages.status import RoleStatus, RunStatus, SlowStep
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
@@ -518,7 +512,13 @@ def test_every_setting_that_is_named_exists():
     source = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
     sections = "run|data|reward|learner|algo|generators|broker|weightbus|sampling|checkpoint"
     named = set(re.findall(rf"\b(?:{sections})\.[a-z_]+(?:\.[a-z_]+)?\b", source))
-    named = {name for name in named if not name.startswith(("broker.dashboard", "data.sources"))}
+    named = {
+        name
+        for name in named
+        if not name.startswith(
+            ("broker.advisories", "broker.dashboard", "broker.history", "data.sources")
+        )
+    }
     named = {
         "generators.sglang" if name.startswith("generators.sglang.") else name for name in named
     }

@@ -2,7 +2,7 @@
 
 import random
 
-from slipstream.broker.dashboard.compare.bootstrap import difference_of_means
+from slipstream.broker.history.compare.bootstrap import difference_of_means
 
 
 def scores(mean: float, count: int = 200, first: int = 0) -> dict[int, float]:

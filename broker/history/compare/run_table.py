@@ -10,9 +10,9 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from slipstream.broker.dashboard.columns import read_state
-from slipstream.broker.dashboard.compare.curves import AXES, Curve
-from slipstream.broker.dashboard.table import Numbers
+from slipstream.broker.history.columns import read_state
+from slipstream.broker.history.compare.curves import AXES, Curve
+from slipstream.broker.history.table import Numbers
 from slipstream.broker.report.trackers.base import eval_figures
 from slipstream.wire.files.run_folder import EVAL, METRICS, PAGE_STATE
 from slipstream.wire.messages.status import EvalPoint

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slipstream.broker.dashboard.compare.bootstrap import LEVEL, RESAMPLES, difference_of_means
-from slipstream.broker.dashboard.compare.curves import AXES, Axis, Curve, overlaid, smoothed
-from slipstream.broker.dashboard.compare.runs import ComparedRun, Missing, named, runs_in
-from slipstream.broker.dashboard.compare.settings_diff import differences
 from slipstream.broker.dashboard.site import FolderReader, Site, json_answer
-from slipstream.broker.dashboard.table import shown
+from slipstream.broker.history.compare.bootstrap import LEVEL, RESAMPLES, difference_of_means
+from slipstream.broker.history.compare.curves import AXES, Axis, Curve, overlaid, smoothed
+from slipstream.broker.history.compare.runs import ComparedRun, Missing, named, runs_in
+from slipstream.broker.history.compare.settings_diff import differences
+from slipstream.broker.history.table import shown
 
 MAX_OVERLAID = 16  # runs in one chart
 _READ_S = 30.0  # for the run folders

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from slipstream.broker.dashboard.table import Numbers, is_maximum
+from slipstream.broker.history.table import Numbers, is_maximum
 
 Axis: TypeAlias = Literal["step", "wall_s", "trained_tokens"]
 AXES: tuple[Axis, ...] = ("step", "wall_s", "trained_tokens")

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from slipstream.broker.dashboard.compare.web import MAX_OVERLAID, Comparison
+from slipstream.broker.dashboard.comparison import MAX_OVERLAID, Comparison
 from tests.support.run_folders import write_run
 
 Get = Callable[[str], Awaitable[tuple[int, str]]]

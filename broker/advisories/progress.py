@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from slipstream.broker.dashboard.advisories.view import WINDOW_S, Finding, Rules, View, duration
+from slipstream.broker.advisories.view import WINDOW_S, Finding, Rules, View, duration
 
 RULES = Rules()
 DROPPED_STEPS = 2  # learner steps' groups that are dropped while none gets ready

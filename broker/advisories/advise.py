@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from slipstream.broker.dashboard.advisories import communication, progress, resources, stability
-from slipstream.broker.dashboard.advisories.view import Advisory, Level, Rules, Trends, View
+from slipstream.broker.advisories import communication, progress, resources, stability
+from slipstream.broker.advisories.view import Advisory, Level, Rules, Trends, View
 from slipstream.wire.messages.status import RunStatus
 
 RULES = Rules(progress.RULES | resources.RULES | communication.RULES | stability.RULES)

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from slipstream.broker.dashboard.advisories.view import FIGURE_STEPS, Finding, Rules, View, known
+from slipstream.broker.advisories.view import FIGURE_STEPS, Finding, Rules, View, known
 
 WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything

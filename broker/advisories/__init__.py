@@ -1,5 +1,5 @@
 """Plain sentences about a run: what is wrong, by how much, and which setting changes it.
 
 Pure: a state of the run and its newest history in, sentences out.
-Imported by broker.dashboard and deploy.terminal.
+Imported by broker.dashboard, broker.history and deploy.terminal.
 """

@@ -1,13 +1,6 @@
 """Rules about publishes, engines, lost work. Pure."""
 
-from slipstream.broker.dashboard.advisories.view import (
-    NUM_WINDOWS,
-    Finding,
-    Level,
-    Rules,
-    View,
-    reading,
-)
+from slipstream.broker.advisories.view import NUM_WINDOWS, Finding, Level, Rules, View, reading
 from slipstream.wire.messages.weightbus import PublishRecord
 
 PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.broker.dashboard.columns import (
+from slipstream.broker.history.columns import (
     StoredState,
     claim_state,
     encode_json,
@@ -18,8 +18,8 @@ from slipstream.broker.dashboard.columns import (
     trends_of,
     write_state,
 )
-from slipstream.broker.dashboard.history import History, steady_time
-from slipstream.broker.dashboard.table import MAX_ROWS, Table
+from slipstream.broker.history.history import History, steady_time
+from slipstream.broker.history.table import MAX_ROWS, Table
 from slipstream.wire.messages.status import RunStatus, StepPoint
 from tests.support.wire_samples import STATUS
 

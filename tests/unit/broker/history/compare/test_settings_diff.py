@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.broker.dashboard.compare.settings_diff import Difference, differences, read_settings
+from slipstream.broker.history.compare.settings_diff import Difference, differences, read_settings
 from tests.support.run_folders import write_run
 
 
