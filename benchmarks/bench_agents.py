@@ -28,11 +28,11 @@ from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
 from benchmarks.run_measurement import write_inputs
 from benchmarks.sglang_server import sglang_server
-from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes import Booking, Lanes
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Booking, Lanes
 from slipstream.generators.rollout import Sampler, run_rollouts
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess

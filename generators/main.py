@@ -117,8 +117,8 @@ def _main() -> int:
 
 
 def _offline(arguments: argparse.Namespace) -> int:
-    from slipstream.generators.offline import generate
-    from slipstream.generators.offline_config import offline_settings
+    from slipstream.generators.tools.offline import generate
+    from slipstream.generators.tools.offline_config import offline_settings
 
     try:
         table = load_arguments(arguments)

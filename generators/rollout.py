@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.text.codec import TextCodec, sibling_seed
-from slipstream.generators.version_runs import version_runs
+from slipstream.generators.versions.version_runs import version_runs
 from slipstream.wire.messages.arrays import DType, PackedArray, narrowest
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
 from slipstream.wire.messages.codec import decode_payload, decode_texts, encode

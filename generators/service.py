@@ -12,17 +12,17 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes import lanes_of
+from slipstream.generators.lanes.lanes import lanes_of
 from slipstream.generators.nodes.leader import Leader, leading
 from slipstream.generators.nodes.place import NodePlace
-from slipstream.generators.probe_audit import ProbeAudit
-from slipstream.generators.probe_noise import Noise
-from slipstream.generators.received import room_for
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch_all
 from slipstream.generators.text.codec import TextCodec
-from slipstream.generators.weights import take_weights
+from slipstream.generators.versions.probe_audit import ProbeAudit
+from slipstream.generators.versions.probe_noise import Noise
+from slipstream.generators.versions.received import room_for
+from slipstream.generators.versions.weights import take_weights
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber

@@ -17,9 +17,8 @@ from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes import Booking, Lanes
-from slipstream.generators.pace import EnginePace
-from slipstream.generators.probe_audit import ProbeAudit
+from slipstream.generators.lanes.lanes import Booking, Lanes
+from slipstream.generators.lanes.pace import EnginePace
 from slipstream.generators.rollout import (
     Sampler,
     Submission,
@@ -29,6 +28,7 @@ from slipstream.generators.rollout import (
     submitted_transcript,
 )
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
+from slipstream.generators.versions.probe_audit import ProbeAudit
 from slipstream.wire.errors import EngineError, RefusedError
 from slipstream.wire.messages.bounds import finite, shortened
 from slipstream.wire.messages.broker import (

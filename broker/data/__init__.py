@@ -2,5 +2,5 @@
 
 Knows no lease and no store.
 Imported by broker.main, broker.rewards, broker.run_ledger, broker.service, broker.startup, deploy,
-generators.environments.adapters and generators.offline.
+generators.environments.adapters and generators.tools.offline.
 """

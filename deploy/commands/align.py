@@ -29,8 +29,8 @@ from slipstream.deploy.align.compare import Comparison, Difference, compare, who
 from slipstream.deploy.commands.options import add_json, add_overrides
 from slipstream.deploy.launch.ranks import run_ranks
 from slipstream.deploy.terminal.console import make_console
-from slipstream.generators.align import record, recording_flags
 from slipstream.generators.config import generator_settings
+from slipstream.generators.tools.align import record, recording_flags
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model.division import refuse_layout
 from slipstream.wire.errors import ConfigError, SlipstreamError

@@ -22,7 +22,7 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:
-    from slipstream.generators.trial import Said, TriedTrajectory
+    from slipstream.generators.tools.trial import Said, TriedTrajectory
 
 EXIT_FAILED = 1
 _COLORS = {"assistant": "green", "tool": "yellow", "system": "magenta"}
@@ -67,7 +67,9 @@ def main(arguments: argparse.Namespace) -> int:
     if not settings.environment.is_named:
         raise ConfigError("name an environment: FILE.py:NAME, or environment.function")
     prompts = _prompts(settings, arguments)
-    from slipstream.generators.trial import try_environment  # tokenizers and jinja2, of an extra
+    from slipstream.generators.tools.trial import (
+        try_environment,  # tokenizers and jinja2, of an extra
+    )
 
     start_logging("env")
     screen = _Screen(None if arguments.json else make_console(), len(prompts))

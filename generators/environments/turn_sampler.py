@@ -20,7 +20,7 @@ from slipstream.generators.environments.rollout import (
     run_trajectory,
     transcript_text,
 )
-from slipstream.generators.lanes import CallLanes
+from slipstream.generators.lanes.lanes import CallLanes
 from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.turns.conversation import Conversation

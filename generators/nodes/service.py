@@ -18,10 +18,10 @@ from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S
 from slipstream.generators.nodes.limits import MOST_TEXT
 from slipstream.generators.nodes.place import NodePlace
 from slipstream.generators.nodes.verdict import is_of_peers
-from slipstream.generators.received import room_for
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
+from slipstream.generators.versions.received import room_for
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, text_of
 from slipstream.wire.files.keys import read_client_key

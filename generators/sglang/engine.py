@@ -28,7 +28,7 @@ from slipstream.generators.engine import (
     Scores,
 )
 from slipstream.generators.sglang.adoption import ALL_STEPS, AdoptionAnswer, AdoptionOrder, Step
-from slipstream.generators.version_runs import version_starts
+from slipstream.generators.versions.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError, EngineRefusedError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.broker.client import BrokerClient
 from slipstream.generators.config import GeneratorSettings, generator_settings
-from slipstream.generators.lanes import lanes_of
+from slipstream.generators.lanes.lanes import lanes_of
 from slipstream.generators.sglang.running import make_sampler
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.worker import GeneratorWorker

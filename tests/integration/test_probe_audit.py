@@ -22,12 +22,12 @@ from typing_extensions import override
 
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
-from slipstream.generators.probe_audit import ProbeAudit
-from slipstream.generators.probe_noise import CALIBRATION, Noise
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import engine_of
+from slipstream.generators.versions.probe_audit import ProbeAudit
+from slipstream.generators.versions.probe_noise import CALIBRATION, Noise
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors

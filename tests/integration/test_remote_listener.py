@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.generators.weights import take_weights
+from slipstream.generators.versions.weights import take_weights
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import FindRelay, RelayPlace
 from slipstream.wire.messages.versions import PolicyVersion

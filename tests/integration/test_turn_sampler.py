@@ -8,11 +8,11 @@ import pytest
 from typing_extensions import override
 
 from slipstream.broker.server.generation import most_bytes
-from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes import Lanes
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.rollout import Sampler, Submission
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.generators.concurrency import (
+from slipstream.generators.lanes.concurrency import (
     GROW_BELOW,
     TRIM_FROM,
     Concurrency,

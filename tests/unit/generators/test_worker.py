@@ -10,9 +10,9 @@ import pytest
 
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.reward_worker.scorer import Rewards
-from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
-from slipstream.generators.lanes import Lanes
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.worker import GeneratorWorker

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.generators.concurrency import Range
-from slipstream.generators.lanes import Lanes
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Lanes
 from slipstream.wire.messages.broker import (
     GroupsLeased,
     Heartbeat,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.generators.probe_audit import ProbeAudit
-from slipstream.generators.probe_noise import Noise
 from slipstream.generators.service import _work
+from slipstream.generators.versions.probe_audit import ProbeAudit
+from slipstream.generators.versions.probe_noise import Noise
 from slipstream.wire.errors import QuarantineError
 from slipstream.wire.messages.broker import (
     EngineQuarantined,
@@ -17,7 +17,7 @@ from slipstream.wire.messages.broker import (
     SubmitTrajectory,
 )
 from tests.support.waiting import until_async
-from tests.unit.generators.test_probe_audit import Scoring, probe
+from tests.unit.generators.versions.test_probe_audit import Scoring, probe
 from tests.unit.generators.working import ledger_of, working
 
 

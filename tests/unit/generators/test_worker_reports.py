@@ -11,7 +11,7 @@ from slipstream.broker.history.rates import Rates
 from slipstream.generators.capture.session import Reply
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import Differences, TurnSampler
-from slipstream.generators.lanes import CallLanes
+from slipstream.generators.lanes.lanes import CallLanes
 from slipstream.generators.rollout import Submission
 from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, ReleaseLease, RoleReport
 from slipstream.wire.process.phases import ACT, WAIT

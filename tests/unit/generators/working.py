@@ -12,13 +12,13 @@ from typing_extensions import override
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.reward_worker.scorer import Rewards
-from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes import Lanes
-from slipstream.generators.probe_audit import ProbeAudit
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.versions.probe_audit import ProbeAudit
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.broker import (

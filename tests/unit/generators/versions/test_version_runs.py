@@ -1,6 +1,6 @@
 import pytest
 
-from slipstream.generators.version_runs import Span, version_runs, version_starts
+from slipstream.generators.versions.version_runs import Span, version_runs, version_starts
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.trajectory import VersionRun
 from slipstream.wire.messages.versions import PolicyVersion

@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from slipstream.generators.concurrency import Range
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import EngineLoad
-from slipstream.generators.lanes import CallLanes, Lanes, MeanCount, lanes_of
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import CallLanes, Lanes, MeanCount, lanes_of
 from tests.support.waiting import HANG_S
 
 WITHIN = Range(lowest=4, highest=32, step=4)

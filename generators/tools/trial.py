@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from slipstream.generators.capture.session import Reply
-from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler, rendering_of
-from slipstream.generators.lanes import Lanes
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.messages.broker import LeasedGroup

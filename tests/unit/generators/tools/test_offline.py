@@ -14,13 +14,13 @@ from slipstream.broker.data.sources import load_training_prompts
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.rewards.loading import load_function
 from slipstream.broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
-from slipstream.generators import offline
 from slipstream.generators.engine import Completion, SamplingParams
-from slipstream.generators.offline import Generation, answered_positions
-from slipstream.generators.offline_config import OfflineSettings, offline_settings
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.generators.text.codec import TextCodec
+from slipstream.generators.tools import offline
+from slipstream.generators.tools.offline import Generation, answered_positions
+from slipstream.generators.tools.offline_config import OfflineSettings, offline_settings
 from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.trajectory_file import NOT_TRAINED, TrajectoryFileWriter, read_groups
 from slipstream.wire.messages.broker import ScoringItem

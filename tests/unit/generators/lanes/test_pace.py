@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from slipstream.generators.pace import EnginePace
+from slipstream.generators.lanes.pace import EnginePace
 
 
 class Engine:

@@ -7,9 +7,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from slipstream.generators.concurrency import Concurrency, Observation, Range, decide, first_limit
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import EngineLoad
+from slipstream.generators.lanes.concurrency import (
+    Concurrency,
+    Observation,
+    Range,
+    decide,
+    first_limit,
+)
 
 _log = logging.getLogger(__name__)
 _MEAN_S = 3.0  # over which the number of trajectories outside the engine is averaged

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.generators.engine import Scores
-from slipstream.generators.probe_noise import Difference, Noise, difference
+from slipstream.generators.versions.probe_noise import Difference, Noise, difference
 from slipstream.wire.errors import EngineError, QuarantineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion

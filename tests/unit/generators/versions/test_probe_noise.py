@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from slipstream.generators.probe_noise import CALIBRATION, Difference, Noise, difference
+from slipstream.generators.versions.probe_noise import CALIBRATION, Difference, Noise, difference
 
 ALARMS = 10_000  # publishes without a false one
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from slipstream.generators.engine import Scores
-from slipstream.generators.probe_audit import ProbeAudit
-from slipstream.generators.probe_noise import Noise
+from slipstream.generators.versions.probe_audit import ProbeAudit
+from slipstream.generators.versions.probe_noise import Noise
 from slipstream.wire.errors import EngineError, QuarantineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion

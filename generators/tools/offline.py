@@ -19,14 +19,14 @@ from slipstream.broker.config import private_folders
 from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.data.sources import load_training_prompts, local_data
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.generators.concurrency import Range
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes import Lanes
-from slipstream.generators.offline_config import OfflineSettings
+from slipstream.generators.lanes.concurrency import Range
+from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError, TextCodec
+from slipstream.generators.tools.offline_config import OfflineSettings
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.trajectory_file import (
     NOT_TRAINED,
