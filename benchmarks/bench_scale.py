@@ -1,7 +1,7 @@
 """Scale: published runs predicted by the simulator, its account, and the planner, as bars.
 
-The simulator runs the ledger of production in virtual time (deploy/simulate); what is published is
-in deploy/simulate/published with its sources. Nothing here is a measurement of GPUs.
+The simulator (deploy/predict/simulate) runs the ledger of production in virtual time; what is
+published is in benchmarks/scale/published with its sources. Nothing here is a measurement of GPUs.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from benchmarks.bars import Bars
 from benchmarks.scale.advisor import advisor_bars
+from benchmarks.scale.calibration import Predicted, fit, systems
 from benchmarks.scale.controller import controller_bars
 from benchmarks.scale.planner import planner_bars
-from benchmarks.scale.published import (
+from benchmarks.scale.predictions import (
     all_predictions,
     losing,
     markdown,
@@ -22,13 +23,12 @@ from benchmarks.scale.published import (
     plain,
     svg,
 )
-from slipstream.deploy.simulate.calibration import Predicted, fit, systems
-from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
-from slipstream.deploy.simulate.lengths import LogNormal
-from slipstream.deploy.simulate.random_scenarios import random_scenario
-from slipstream.deploy.simulate.scenario import Scenario
-from slipstream.deploy.simulate.world import simulate
-from slipstream.deploy.sizing.engine_law import EngineLaw
+from benchmarks.scale.random_scenarios import random_scenario
+from slipstream.deploy.predict.laws.engine_law import EngineLaw
+from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
+from slipstream.deploy.predict.simulate.lengths import LogNormal
+from slipstream.deploy.predict.simulate.scenario import Scenario
+from slipstream.deploy.predict.simulate.world import simulate
 
 _SCHEDULES = 100_000
 _SAID_EVERY = 10_000

@@ -10,9 +10,9 @@ import sys
 from typing import Any, NamedTuple
 
 from slipstream.algos.section import AlgoSection
-from slipstream.deploy.launch.memory import GIB
+from slipstream.deploy.predict.memory.gpu import GIB
+from slipstream.deploy.predict.memory.learner_rank import learner_stages, most_memory, total_bytes
 from slipstream.learner.config import LearnerSection, LearnerSettings
-from slipstream.learner.memory import learner_stages, most_memory, total_bytes
 from slipstream.learner.model.division import refuse_layout
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.models.hf_config import HfConfig

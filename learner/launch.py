@@ -32,8 +32,8 @@ from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
 from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective
 from slipstream.learner.nodes.watch import NodeWatch
-from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.head_door import HeadDoor
+from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.learner.starting_policy import start_policy
 from slipstream.learner.stop import StopRequest

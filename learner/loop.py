@@ -35,8 +35,8 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model import device
 from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.contents import AdaptersAlone, Contents, WholeModel
+from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publishing import Publishing
 from slipstream.learner.record.profiling import StepProfiler
 from slipstream.learner.record.rollout_log import open_rollout_log

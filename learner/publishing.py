@@ -4,8 +4,8 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.contents import Contents
+from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publish.weight_writer import WeightWriter
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.probe import ProbeLogprobs

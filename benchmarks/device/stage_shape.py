@@ -12,7 +12,7 @@ from benchmarks.device.loops import run_loop
 from benchmarks.device.report import ON_A_CPU, Report, Skipped, run_stage
 from slipstream.deploy.config import run_config
 from slipstream.deploy.examples.addition import prepare
-from slipstream.deploy.launch.memory import (
+from slipstream.deploy.predict.memory.gpu import (
     GIB,
     generator_memory,
     kv_bytes_per_token,

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.bars import Bars
-from slipstream.deploy.advise.expect import advise
-from slipstream.deploy.advise.record import Record, record_of
+from slipstream.deploy.predict.advise.expect import advise
+from slipstream.deploy.predict.advise.record import Record, record_of
 from tests.support.paced_run import paced_run
 
 _NEEDS = 15.0  # per cent

@@ -9,12 +9,12 @@ import random
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from slipstream.deploy.simulate.closed_form import oldest_staleness, token_staleness
-from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
-from slipstream.deploy.simulate.lengths import LogNormal
-from slipstream.deploy.simulate.scenario import Scenario
-from slipstream.deploy.simulate.world import simulate
-from slipstream.deploy.sizing.engine_law import EngineLaw
+from benchmarks.scale.staleness_law import oldest_staleness, token_staleness
+from slipstream.deploy.predict.laws.engine_law import EngineLaw
+from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
+from slipstream.deploy.predict.simulate.lengths import LogNormal
+from slipstream.deploy.predict.simulate.scenario import Scenario
+from slipstream.deploy.predict.simulate.world import simulate
 
 _GROUP = 4
 _TOKEN_S = 0.01

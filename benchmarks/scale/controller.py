@@ -5,11 +5,11 @@ from itertools import pairwise
 
 from benchmarks.bars import Bars
 from slipstream.broker.ledger.throttle import StalenessTarget
-from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
-from slipstream.deploy.simulate.lengths import LogNormal
-from slipstream.deploy.simulate.scenario import Change, Scenario
-from slipstream.deploy.simulate.world import simulate
-from slipstream.deploy.sizing.engine_law import EngineLaw
+from slipstream.deploy.predict.laws.engine_law import EngineLaw
+from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
+from slipstream.deploy.predict.simulate.lengths import LogNormal
+from slipstream.deploy.predict.simulate.scenario import Change, Scenario
+from slipstream.deploy.predict.simulate.world import simulate
 
 TARGET, BOUND, STEPS, LATE = 2, 6, 250, 60
 _RUN = Scenario(

@@ -1,7 +1,8 @@
 """The planner beside what is published and what is measured: bars of `benchmarks.bench_scale`.
 
-Published are memory and fewest GPUs of verl's recipes (deploy/sizing/recipes.toml); measured are,
-on this host's CPU, tensors of a learner's ranks, the growth of a process, and an engine's cache.
+Published are memory and fewest GPUs of verl's recipes (recipes.toml beside this file); measured
+are, on this host's CPU, tensors of a learner's ranks, the growth of a process, and an engine's
+cache.
 """
 
 import asyncio
@@ -12,13 +13,13 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from benchmarks.scale.recipes import GB, Recipe, Recipes, fewest_gpus, memory_of, recipes
 from benchmarks.sglang_server import sglang_server
 from slipstream.deploy.commands.memory import RSS, MeasuredRank, measured
 from slipstream.deploy.config import run_config
-from slipstream.deploy.launch.memory import kv_bytes_per_token
-from slipstream.deploy.sizing.recipes import GB, Recipe, Recipes, fewest_gpus, memory_of, recipes
+from slipstream.deploy.predict.memory.gpu import kv_bytes_per_token
+from slipstream.deploy.predict.memory.offloaded import KINDS
 from slipstream.generators.config import GeneratorSettings, generator_settings
-from slipstream.learner.offloaded_memory import KINDS
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.load import load_table
 from tests.e2e.hosts import toml_of

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.weightbus.version.arithmetic import Setup, cost_of
+from slipstream.deploy.predict.laws.publish_cost import Setup, cost_of
 from tests.e2e.hosts import end, several_hosts, shape
 from tests.support.bus import far_process
 from tests.support.waiting import until

@@ -2,5 +2,5 @@
 
 Knows the ledger's types, decides nothing.
 Imported by broker.dashboard, broker.history, broker.report, broker.run_ledger, broker.server,
-broker.service, broker.startup, deploy.check and deploy.commands.
+broker.service, broker.startup, deploy.preflight.check and deploy.commands.
 """

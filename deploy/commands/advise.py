@@ -10,9 +10,9 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.deploy.advise.expect import Advice, Expected, advise, span
-from slipstream.deploy.advise.record import record_of
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
+from slipstream.deploy.predict.advise.expect import Advice, Expected, advise, span
+from slipstream.deploy.predict.advise.record import record_of
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.process.command_line import print_json
 

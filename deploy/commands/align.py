@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.deploy.align.compare import Comparison, Difference, compare, whole
 from slipstream.deploy.commands.options import add_json, add_overrides
 from slipstream.deploy.launch.ranks import run_ranks
+from slipstream.deploy.preflight.align.compare import Comparison, Difference, compare, whole
 from slipstream.deploy.terminal.console import make_console
 from slipstream.generators.config import generator_settings
 from slipstream.generators.tools.align import record, recording_flags
@@ -230,14 +230,14 @@ def _of_learner(
     settings: LearnerSettings, file: Path, overrides: Sequence[str], folder: Path
 ) -> _Arrays:
     ranks = settings.learner.ranks
-    run_ranks("slipstream.learner.align", folder, file, overrides, ranks)
+    run_ranks("slipstream.learner.tools.align", folder, file, overrides, ranks)
     tokens = msgspec.json.decode((folder / TOKENS).read_bytes(), type=list[list[int]])
     arrays = [_read(folder / f"learner.{rank}.npz") for rank in range(ranks)]
     return whole(arrays, sum(map(len, tokens)))
 
 
 def _of_transformers(model: Path, folder: Path, dtype: str) -> _Arrays:
-    module = "slipstream.deploy.align.reference"
+    module = "slipstream.deploy.preflight.align.reference"
     done = subprocess.run(  # noqa: S603 our own program
         [sys.executable, "-m", module, str(model), str(folder), dtype],
         capture_output=True,

@@ -14,10 +14,6 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from slipstream.deploy.check.facts import Fact, HostReport, exit_code, fail
-from slipstream.deploy.check.places import NODE_PROGRAM, LocalPlaces
-from slipstream.deploy.check.run_folder import judge_folder, judge_roles, see_folder
-from slipstream.deploy.check.survey import Places, survey
 from slipstream.deploy.commands.options import (
     add_config,
     add_json,
@@ -30,6 +26,10 @@ from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.hosts import addressed, print_check_commands
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
+from slipstream.deploy.preflight.check.facts import Fact, HostReport, exit_code, fail
+from slipstream.deploy.preflight.check.places import NODE_PROGRAM, LocalPlaces
+from slipstream.deploy.preflight.check.run_folder import judge_folder, judge_roles, see_folder
+from slipstream.deploy.preflight.check.survey import Places, survey
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.run_folder import SETTINGS
@@ -173,10 +173,10 @@ def _surveyed(
         status.update(Text(what))
 
     if meets is not None:  # torch: a signal raised in its import can be lost
-        importlib.import_module("slipstream.deploy.check.meeting")
+        importlib.import_module("slipstream.deploy.preflight.check.meeting")
     with ExitStack() as stack, signals.raising():
         if meets is not None:
-            from slipstream.deploy.check.meeting import FirstHost, answer_first_host
+            from slipstream.deploy.preflight.check.meeting import FirstHost, answer_first_host
 
             node, rendezvous = meets
             if not 0 <= node < len(config.deploy.hosts):

@@ -27,8 +27,8 @@ from slipstream.broker.data.sources import (
     training_sources,
 )
 from slipstream.broker.reward_worker.choice import Reading, read_rows
-from slipstream.deploy.check.trial import gives_all_rewards, odd_shapes
 from slipstream.deploy.commands.options import add_config, add_overrides
+from slipstream.deploy.preflight.check.trial import gives_all_rewards, odd_shapes
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt

@@ -19,10 +19,10 @@ import tomli_w
 
 from slipstream.deploy.commands.options import add_json
 from slipstream.deploy.config import run_config
+from slipstream.deploy.interop.verl.hydra import Given, after_program, of_file, overrides_of
+from slipstream.deploy.interop.verl.shell import MOST_DEPTH, read_script
+from slipstream.deploy.interop.verl.translate import Told, Translation, translate
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.verl.hydra import Given, after_program, of_file, overrides_of
-from slipstream.deploy.verl.shell import MOST_DEPTH, read_script
-from slipstream.deploy.verl.translate import Told, Translation, translate
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 

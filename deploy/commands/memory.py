@@ -19,13 +19,18 @@ from rich.table import Table
 
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.launch.memory import GIB
 from slipstream.deploy.launch.ranks import run_ranks
-from slipstream.deploy.sizing.options import policies_beside
+from slipstream.deploy.predict.memory.gpu import GIB
+from slipstream.deploy.predict.memory.learner_rank import (
+    HOST_OPTIMIZER,
+    MemoryPart,
+    learner_stages,
+    total_bytes,
+)
+from slipstream.deploy.predict.memory.offloaded import KINDS
+from slipstream.deploy.predict.size.options import policies_beside
 from slipstream.deploy.terminal.console import make_console
-from slipstream.learner.memory import HOST_OPTIMIZER, MemoryPart, learner_stages, total_bytes
 from slipstream.learner.model.division import refuse_layout
-from slipstream.learner.offloaded_memory import KINDS
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.process.command_line import print_json
@@ -33,7 +38,7 @@ from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import model_folder
 
 if TYPE_CHECKING:
-    from slipstream.learner.measure import Measured
+    from slipstream.learner.tools.measure import Measured
 
 EXAMPLES = """examples:
   slipstream memory run.toml                               by pipeline stage and kind
@@ -116,7 +121,7 @@ def print_stages(hf: HfConfig, stages: Sequence[Sequence[MemoryPart]], console: 
         table.add_row(same[0].what, *sizes, same[0].formula)
     table.add_row("in all", *(f"{total_bytes(parts) / GIB:.3f}" for parts in stages), style="bold")
     console.print(table)
-    console.print(f"{_LETTERS}; learner/memory.py has the reasons\n", style="dim")
+    console.print(f"{_LETTERS}; reasons: deploy/predict/memory/learner_rank.py\n", style="dim")
 
 
 def print_measured(ranks: Sequence[MeasuredRank], console: Console) -> None:
@@ -144,14 +149,18 @@ def measured(
         ConfigError: this host's memory is too small for them.
         SlipstreamError: a rank failed.
     """
-    from slipstream.learner.measure import Measured  # torch
+    from slipstream.learner.tools.measure import Measured  # torch
 
     stages = learner_stages(hf, config.learner, on_gpu=False)
     refuse_too_large(stages, config.learner.learner.ranks, int(psutil.virtual_memory().available))
     with tempfile.TemporaryDirectory(prefix="slipstream-memory-") as name:
         folder = Path(name)
         run_ranks(
-            "slipstream.learner.measure", folder, settings, overrides, config.learner.learner.ranks
+            "slipstream.learner.tools.measure",
+            folder,
+            settings,
+            overrides,
+            config.learner.learner.ranks,
         )
         found = [
             msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=Measured)

@@ -3,7 +3,7 @@
 Prints parameters, the memory of a GPU by kind for the settings as they are, the learner's layouts
 that fit (only those that it accepts), the seconds of the best one, what a publish costs, and how to
 split the GPUs between learner and generators. Nothing is measured: laws with their letters are in
-deploy/sizing/, rates are those of data sheets. It needs the model's config.json, and no weights.
+deploy/predict/, rates are those of data sheets. It needs the model's config.json, and no weights.
 """
 
 import argparse
@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.launch.memory import GIB
-from slipstream.deploy.sizing.answer import Answer, Asked, answer
-from slipstream.deploy.sizing.options import (
+from slipstream.deploy.predict.laws.publish_cost import Cost
+from slipstream.deploy.predict.memory.gpu import GIB
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
+from slipstream.deploy.predict.size.answer import Answer, Asked, answer
+from slipstream.deploy.predict.size.options import (
     add_hardware,
     add_model,
     cluster_of,
@@ -25,11 +27,9 @@ from slipstream.deploy.sizing.options import (
     refuse_numbers,
     run_and_shape,
 )
-from slipstream.deploy.sizing.pools import Outcome
-from slipstream.deploy.sizing.proposals import Proposal
+from slipstream.deploy.predict.size.pools import Outcome
+from slipstream.deploy.predict.size.proposals import Proposal
 from slipstream.deploy.terminal.console import make_console
-from slipstream.learner.memory import MemoryPart, total_bytes
-from slipstream.weightbus.version.arithmetic import Cost
 from slipstream.wire.process.command_line import print_json
 
 EXAMPLES = """examples:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.deploy.check.needs import refuse_without_extras
 from slipstream.deploy.commands.options import add_overrides, add_resume
 from slipstream.deploy.commands.run import run
 from slipstream.deploy.config import run_config
 from slipstream.deploy.examples import addition, sums
+from slipstream.deploy.preflight.check.needs import refuse_without_extras
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.config import run_config
-from slipstream.deploy.render.compose import COMPOSE_FILE, PREPARE, render_compose
-from slipstream.deploy.render.kubernetes import KEYS_SCRIPT, NOT_APPLIED, render_kubernetes
-from slipstream.deploy.render.settings_file import elsewhere
-from slipstream.deploy.render.skypilot import KEYS_SCRIPT as SKY_KEYS
-from slipstream.deploy.render.skypilot import TASK_FILE, render_skypilot
-from slipstream.deploy.render.slurm import JOB_FILE, render_slurm
+from slipstream.deploy.interop.render.compose import COMPOSE_FILE, PREPARE, render_compose
+from slipstream.deploy.interop.render.kubernetes import KEYS_SCRIPT, NOT_APPLIED, render_kubernetes
+from slipstream.deploy.interop.render.settings_file import elsewhere
+from slipstream.deploy.interop.render.skypilot import KEYS_SCRIPT as SKY_KEYS
+from slipstream.deploy.interop.render.skypilot import TASK_FILE, render_skypilot
+from slipstream.deploy.interop.render.slurm import JOB_FILE, render_slurm
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.deploy.check.needs import refuse_without_extras
 from slipstream.deploy.commands.check import look_at, print_reports
 from slipstream.deploy.commands.options import (
     add_config,
@@ -17,12 +16,13 @@ from slipstream.deploy.commands.options import (
     placed_overrides,
 )
 from slipstream.deploy.config import RunConfig, free_name, run_config, with_contents
-from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.hosts import print_host_commands
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.deploy.launch.resume import find_resume_point, refuse_taken, resumed_table
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
+from slipstream.deploy.preflight.check.needs import refuse_without_extras
+from slipstream.deploy.preflight.dry_run import print_dry_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS

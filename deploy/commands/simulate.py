@@ -15,18 +15,18 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.deploy.advise.fit import lengths_of
-from slipstream.deploy.advise.record import record_of
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.simulate.lengths import Fixed, Lengths, LogNormal, cut
-from slipstream.deploy.simulate.of_run import Hardware, Imagined, scenario_of
-from slipstream.deploy.simulate.outcome import Outcome, StepRecord
-from slipstream.deploy.simulate.run_folder import SimulatedFolder
-from slipstream.deploy.simulate.scenario import Faults, Scenario
-from slipstream.deploy.simulate.world import World
-from slipstream.deploy.sizing.learner_step import passes_of
-from slipstream.deploy.sizing.options import (
+from slipstream.deploy.predict.advise.fit import lengths_of
+from slipstream.deploy.predict.advise.record import record_of
+from slipstream.deploy.predict.laws.learner_step import passes_of
+from slipstream.deploy.predict.simulate.lengths import Fixed, Lengths, LogNormal, cut
+from slipstream.deploy.predict.simulate.of_run import Hardware, Imagined, scenario_of
+from slipstream.deploy.predict.simulate.outcome import Outcome, StepRecord
+from slipstream.deploy.predict.simulate.run_folder import SimulatedFolder
+from slipstream.deploy.predict.simulate.scenario import Faults, Scenario
+from slipstream.deploy.predict.simulate.world import World
+from slipstream.deploy.predict.size.options import (
     add_hardware,
     add_model,
     cluster_of,

@@ -1,8 +1,8 @@
 """`slipstream weights`: what the publish of a version costs, in seconds, bytes and messages.
 
-Computed from sizes and rates that are given, not measured (weightbus/version/arithmetic.py): what a
-network allows at its full rate. Hosts of the learner hold equal parts of a version. Columns are
-sizes of a version; rows name their unit.
+Computed from sizes and rates that are given, not measured (deploy/predict/laws/publish_cost.py):
+what a network allows at its full rate. Hosts of the learner hold equal parts of a version. Columns
+are sizes of a version; rows name their unit.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.deploy.commands.options import add_json
+from slipstream.deploy.predict.laws.publish_cost import Cost, Setup, cost_of
 from slipstream.deploy.terminal.console import make_console
-from slipstream.weightbus.version.arithmetic import Cost, Setup, cost_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import tomli_w
 
-from slipstream.deploy.verl import rules
-from slipstream.deploy.verl.hydra import after_program, overrides_of
-from slipstream.deploy.verl.rows import Keys, Row
-from slipstream.deploy.verl.shell import read_script
-from slipstream.deploy.verl.table import GROUPS, OF_VALUES
-from slipstream.deploy.verl.translate import translate
+from slipstream.deploy.interop.verl import rules
+from slipstream.deploy.interop.verl.hydra import after_program, overrides_of
+from slipstream.deploy.interop.verl.rows import Keys, Row
+from slipstream.deploy.interop.verl.shell import read_script
+from slipstream.deploy.interop.verl.table import GROUPS, OF_VALUES
+from slipstream.deploy.interop.verl.translate import translate
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_verl.md"
 END = "<!-- end of what is generated -->\n"

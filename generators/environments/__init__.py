@@ -1,4 +1,4 @@
 """Environments: what a policy acts in over several turns, run in processes of their own.
 
-Imported by generators, deploy.check and deploy.examples.
+Imported by generators, deploy.preflight.check and deploy.examples.
 """

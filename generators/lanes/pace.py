@@ -2,7 +2,7 @@
 
 Each answer says how many seconds its tokens took, and how many sequences the engine computed on
 average in that time. Weighted by tokens, least squares of seconds per token on sequences need no
-more than five sums (deploy/advise fits them), which cost a few additions an answer.
+more than five sums (deploy/predict/advise fits them), which cost a few additions an answer.
 """
 
 import time

@@ -1,5 +1,5 @@
 """The Megatron-Core model: device, ranks, architecture, and the names of its weights elsewhere.
 
 Knows no batch, no loss and no broker.
-Imported by deploy.check, deploy.commands, deploy.launch, deploy.sizing and learner.
+Imported by deploy.commands, deploy.predict, deploy.preflight and learner.
 """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.advise.expect import TRUSTED, advise
-from slipstream.deploy.advise.record import record_of
+from slipstream.deploy.predict.advise.expect import TRUSTED, advise
+from slipstream.deploy.predict.advise.record import record_of
 from tests.support.paced_run import paced_run
 from tests.support.tiny_run import slipstream
 

@@ -118,7 +118,7 @@ def submitted(folder: Path, **changed: object) -> Iterator[Job]:
     [
         ("the script", 1),
         # The script alone ends its steps itself; where they are signalled too, each ends the same
-        # way. Places of several generators: tests/unit/deploy/render/test_slurm.py.
+        # way. Places of several generators: tests/unit/deploy/interop/render/test_slurm.py.
         ("the script and all steps", 2),
     ],
 )

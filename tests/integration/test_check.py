@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.broker.server.keyring import make_client_key
 from slipstream.broker.store.server_binary import find_server
-from slipstream.deploy.check.facts import Fact, HostReport, exit_code
+from slipstream.deploy.preflight.check.facts import Fact, HostReport, exit_code
 from slipstream.wire.files.run_folder import TRAIL
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from tests.e2e.hosts import toml_of

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.check.facts import HostReport, exit_code
-from slipstream.deploy.check.places import NODE_PROGRAM
-from slipstream.deploy.check.survey import survey
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.host_program import Post
+from slipstream.deploy.preflight.check.facts import HostReport, exit_code
+from slipstream.deploy.preflight.check.places import NODE_PROGRAM
+from slipstream.deploy.preflight.check.survey import survey
 from slipstream.wire.settings.load import load_table
 from tests.e2e.hosts import Host, end, ip, toml_of, two_hosts
 from tests.support.random_llama import write_random_weights
@@ -26,7 +26,7 @@ from tests.support.waiting import HANG_S
 pytestmark = [pytest.mark.integration]
 CLOCK_90_S_AHEAD = """
 import sys, time
-if "slipstream.deploy.check.node" in sys.orig_argv:
+if "slipstream.deploy.preflight.check.node" in sys.orig_argv:
     real = time.time
     time.time = lambda: real() + 90.0
 """

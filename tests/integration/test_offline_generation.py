@@ -146,7 +146,7 @@ def test_trajectories_of_several_turns_are_recorded_too(tmp_path: Path):
     assert_recorded(tmp_path)
 
 
-# tests/unit/generators/tools/test_offline.py answers what is not in the file yet, without an engine.
+# tests/unit/generators/tools/test_offline.py answers what is not in the file yet, on no engine.
 @pytest.mark.slow
 def test_a_later_start_tries_what_failed_once_more(tmp_path: Path):
     command = write_twice(tmp_path)

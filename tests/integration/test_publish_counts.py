@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.deploy.predict.laws.publish_cost import Setup, cost_of
 from slipstream.weightbus.net.traffic import Traffic
-from slipstream.weightbus.version.arithmetic import Setup, cost_of
 from tests.support.bus.remote import TENSORS, adopts, agent, client_key, running, running_relay
 from tests.support.waiting import until_async
 

@@ -152,7 +152,7 @@ def test_the_wheel_holds_every_module_and_all_package_data(installed: Installed)
         ("deploy", "*.json"),
         ("deploy", "*.yaml"),
         ("deploy", "constraints-*.txt"),
-        ("deploy/render", "*.sh"),
+        ("deploy/interop/render", "*.sh"),
         ("deploy/examples", "*_policy/*"),
     ):
         found = [path for path in (ROOT / folder).glob(pattern) if path.is_file()]

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "slipstream.learner.launch",
     "slipstream.learner.loop",
-    "slipstream.learner.memory",
+    "slipstream.deploy.predict.memory.learner_rank",
     "slipstream.weightbus.relay.main",
     "tests.support.bus.agent",
     "tests.support.bus.learner",
@@ -51,8 +51,8 @@ _LEARNER = "slipstream.learner.main"
 _RELAY = "slipstream.weightbus.relay.main"
 # Beginnings of modules that import torch, Megatron or transformers.
 _FORKED = (
-    "slipstream.deploy.align.reference",
-    "slipstream.deploy.check.node",
+    "slipstream.deploy.preflight.align.reference",
+    "slipstream.deploy.preflight.check.node",
     "slipstream.learner.",
     _RELAY,
     "tests.integration.engine_",

@@ -3,10 +3,10 @@
 from typing import Any
 
 from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.sizing.gpus import Cluster, gpu_named, gpu_of
-from slipstream.deploy.sizing.learner_step import Work
-from slipstream.deploy.sizing.proposals import Question
-from slipstream.deploy.sizing.shapes import shape_folder
+from slipstream.deploy.predict.laws.gpus import Cluster, gpu_named, gpu_of
+from slipstream.deploy.predict.laws.learner_step import Work
+from slipstream.deploy.predict.laws.shapes import shape_folder
+from slipstream.deploy.predict.size.proposals import Question
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 H100 = Cluster(gpu=gpu_named("H100"))

@@ -5,12 +5,12 @@ from collections import Counter
 from functools import cache
 
 from slipstream.broker.ledger.survivorship import bucket_of, upper_tokens
-from slipstream.deploy.advise.record import Record
-from slipstream.deploy.simulate.laws import LearnerLaw, PublishLaw
-from slipstream.deploy.simulate.lengths import LogNormal
-from slipstream.deploy.simulate.scenario import Scenario
-from slipstream.deploy.simulate.world import simulate
-from slipstream.deploy.sizing.engine_law import EngineLaw
+from slipstream.deploy.predict.advise.record import Record
+from slipstream.deploy.predict.laws.engine_law import EngineLaw
+from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
+from slipstream.deploy.predict.simulate.lengths import LogNormal
+from slipstream.deploy.predict.simulate.scenario import Scenario
+from slipstream.deploy.predict.simulate.world import simulate
 from slipstream.wire.messages.status import Pace
 
 LAW = EngineLaw(base_s=0.02, sequence_s=0.001)

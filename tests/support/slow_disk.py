@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from slipstream.deploy.check.facts import HostReport
+from slipstream.deploy.preflight.check.facts import HostReport
 
 
 def passed_over(reports: Iterable[HostReport]) -> list[HostReport]:

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from benchmarks.bench_scale import holds
-from benchmarks.scale.published import errors, losing, median_and_worst
-from slipstream.deploy.simulate.calibration import Predicted, Row
+from benchmarks.scale.calibration import Predicted, Row
+from benchmarks.scale.predictions import errors, losing, median_and_worst
 
 ROW = Row(
     name="one",

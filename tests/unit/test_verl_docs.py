@@ -6,9 +6,9 @@ import pytest
 
 from docs.generate.settings import SECTION_STRUCTS
 from docs.generate.verl import PAGE, PARTS, begin, generated
-from slipstream.deploy.verl.hydra import overrides_of
-from slipstream.deploy.verl.table import GROUPS
-from slipstream.deploy.verl.translate import translate
+from slipstream.deploy.interop.verl.hydra import overrides_of
+from slipstream.deploy.interop.verl.table import GROUPS
+from slipstream.deploy.interop.verl.translate import translate
 
 TEXT = PAGE.read_text("utf-8")
 

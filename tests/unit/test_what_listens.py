@@ -21,7 +21,7 @@ ELSEWHERE = {
     # A port that is taken for torch's store, which serves it.
     "weightbus/net/listening.py": ["listen"],
     # A port that is tried, and closed at once.
-    "deploy/check/network.py": ["listen"],
+    "deploy/preflight/check/network.py": ["listen"],
     # To signals.
     "learner/main.py": ["listen"],
 }

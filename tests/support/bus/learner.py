@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from slipstream.learner.part_link import PartLink
 from slipstream.learner.publish.head_door import HeadDoor
+from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.weightbus.version.layout import part_layout, plan_layout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.commands.import_verl import read, vocab_size_of
-from slipstream.deploy.verl.hydra import Given
+from slipstream.deploy.interop.verl.hydra import Given
 from slipstream.wire.errors import ConfigError
 
 COMMAND = "python3 -m verl.trainer.main_ppo"

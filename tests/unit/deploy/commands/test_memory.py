@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 
 from slipstream.deploy.commands.memory import beside, print_measured, print_stages, refuse_too_large
-from slipstream.learner.measure import Measured
-from slipstream.learner.memory import MemoryPart
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart
+from slipstream.learner.tools.measure import Measured
 from slipstream.wire.errors import ConfigError
 from tests.unit.deploy.launch.test_plan import architecture
 

@@ -10,7 +10,7 @@ import pytest
 from slipstream.broker.history.columns import read_state
 from slipstream.deploy.commands import simulate
 from slipstream.deploy.commands.options import take_config
-from slipstream.deploy.simulate.lengths import Fixed, Recorded
+from slipstream.deploy.predict.simulate.lengths import Fixed, Recorded
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import METRICS, PAGE_STATE, SETTINGS, SUMMARY
 from tests.support.recorded_runs import a_scenario, recorded

@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.launch.dry_run import print_dry_run
-from slipstream.deploy.launch.memory import (
+from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.predict.memory.gpu import (
     GIB,
     generator_memory,
     kv_bytes_per_token,
     learner_memory,
 )
-from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.preflight.dry_run import print_dry_run
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table

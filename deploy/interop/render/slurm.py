@@ -1,0 +1,121 @@
+"""Slurm: one batch script that runs every role, and queues itself again until the run is complete.
+
+One plain job, no heterogeneous one: all nodes are alike, the broker needs a core or two and shares
+the first node, and a plain job is preempted, queued again and resumed as a whole.
+"""
+
+import shlex
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from slipstream.broker.config import keys_folder
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.interop.render.layout import Layout, layout_of
+from slipstream.deploy.interop.render.settings_file import SETTINGS_FILE, settings_text
+from slipstream.wire.errors import ConfigError
+
+JOB_FILE = "job.sbatch"
+_BODY = files("slipstream.deploy.interop.render") / "slurm_job.sh"
+_NAME_CHARACTERS = "-_."
+
+
+def render_slurm(config: RunConfig, *, out: Path, folder: Path) -> dict[str, str]:
+    """Return the files of a job.
+
+    Args:
+        config: the run.
+        out: where the files will be, on a file system that every node sees.
+        folder: where relative paths of the settings begin.
+
+    Raises:
+        ConfigError: the run does not fit on such nodes, or an option is none for a script.
+    """
+    slurm = config.deploy.slurm
+    layout = layout_of(
+        config,
+        gpus_per_node=slurm.gpus_per_node,
+        generators_per_node=slurm.generators_per_node,
+        setting="deploy.slurm.gpus_per_node",
+    )
+    return {
+        JOB_FILE: job_text(config, layout, out=out, folder=folder),
+        SETTINGS_FILE: settings_text(config.table),
+    }
+
+
+def job_text(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> str:
+    """Return the batch script for a layout."""
+    lines = [
+        "#!/bin/bash",
+        "# Written by `slipstream render slurm`. Start: sbatch job.sbatch; end: scancel --batch",
+        "# --signal=TERM JOB saves and queues it again, scancel JOB ends it.",
+        *(f"#SBATCH {option}" for option in _options(config, layout)),
+        "",
+        *_variables(config, layout, out=out, folder=folder),
+        "",
+        "setup() {",
+        *(f"    {line}" for line in config.deploy.slurm.setup or (_own_path(),)),
+        "}",
+    ]
+    return "\n".join(lines) + "\n" + _BODY.read_text("utf-8")
+
+
+def _options(config: RunConfig, layout: Layout) -> list[str]:
+    slurm = config.deploy.slurm
+    uses_gpus = config.generators.device != "cpu"
+    name = "".join(c if c.isalnum() or c in _NAME_CHARACTERS else "-" for c in config.run.name)
+    chosen = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+    for setting, value in chosen.items():
+        if any(c.isspace() for c in value):
+            raise ConfigError(f"deploy.slurm.{setting} must be one word, got {value!r}")
+    for option in slurm.options:
+        if not option.startswith("--") or not option.isprintable():
+            raise ConfigError(
+                f"deploy.slurm.options must be like --constraint=h100, one each, got {option!r}"
+            )
+    return [
+        f"--job-name={name}",
+        f"--nodes={layout.num_nodes}",
+        "--ntasks-per-node=1",
+        "--exclusive",  # all CPUs, but no more memory than the partition's default
+        "--mem=0",  # all memory
+        *([f"--gpus-per-node={slurm.gpus_per_node}"] if uses_gpus else []),
+        f"--time={slurm.time_limit}",
+        "--requeue",
+        "--no-kill",  # a node with generators alone may fail
+        f"--signal=B:TERM@{slurm.grace_s}",
+        "--open-mode=append",
+        "--output=slurm-%j.log",
+        *(f"--{setting}={value}" for setting, value in chosen.items() if value),
+        *slurm.options,
+    ]
+
+
+def _variables(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> list[str]:
+    deploy, run = config.deploy, config.run
+    engines = [f"{place.node}:{place.visible}" for place in layout.generators]
+    values: dict[str, Path | str | int] = {
+        "work": folder,
+        "config": out / SETTINGS_FILE,
+        "run_folder": folder / run.folder,
+        "keys": folder / keys_folder(run, config.broker.broker)
+        if config.broker.broker.keys
+        else folder / run.folder / "keys",
+        "port": deploy.slurm.port,
+        "gpus_per_node": deploy.slurm.gpus_per_node if layout.learner[0].gpus else 0,
+        "learner_nodes": len(layout.learner),
+        "learner_gpus": layout.learner[0].visible,
+        "reward_workers": layout.reward_workers,
+        "max_restarts": deploy.max_restarts,
+        "restart_window_s": int(deploy.restart_window_s),
+        "collectives": int(config.learner.weightbus.transport == "collective"),
+    }
+    return [
+        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
+        f"generators=({' '.join(map(shlex.quote, engines))}) # node:GPUs of each",
+    ]
+
+
+def _own_path() -> str:
+    return f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"

@@ -1,0 +1,130 @@
+"""Pure: the laws that a run's own figures follow, and the scenario of it."""
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+from slipstream.broker.ledger.throttle import StalenessTarget
+from slipstream.deploy.predict.advise.record import Record
+from slipstream.deploy.predict.laws.engine_law import EngineLaw
+from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
+from slipstream.deploy.predict.simulate.lengths import Fixed, Lengths, Recorded
+from slipstream.deploy.predict.simulate.scenario import Scenario
+from slipstream.wire.errors import ConfigError
+
+_TOLD_APART = 0.1  # deviation of the sequences over their mean from which on a slope is known
+_DRAWN = 1_000  # lengths that stand for all
+_MOST_TRAJECTORIES = 8_000  # a simulation of a quarter of a second
+_MEASURED = (8, 240)  # learner steps of it, after those in which it fills: at least, at most
+_TOO_MANY = 4_000_000  # trajectories of a simulation: minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Laws of a run. More than one of its engines: the run does not tell them apart."""
+
+    engines: tuple[EngineLaw, ...]
+    learner: LearnerLaw
+    sequences: float  # that an engine computed at a time, mean by token
+    deviation: float  # of them
+
+
+def fit(record: Record) -> Fit:
+    """Return the laws of a run.
+
+    A decode step of n sequences takes base + n m seconds, which is a line through what answers
+    took for a token, weighted by their tokens; a learner step fixed + tokens x slope.
+    """
+    pace = record.pace
+    mean = pace.sequences / pace.tokens
+    variance = max(0.0, pace.squares / pace.tokens - mean**2)
+    per_token = pace.seconds / pace.tokens
+    laws: tuple[EngineLaw, ...]
+    if variance >= (_TOLD_APART * mean) ** 2:
+        covariance = pace.sequence_seconds / pace.tokens - mean * per_token
+        base_s, slope = _line(mean, per_token, covariance, variance)
+        laws = (EngineLaw(base_s=base_s, sequence_s=slope),)
+    else:
+        laws = (EngineLaw(base_s=per_token), EngineLaw(sequence_s=per_token / mean))
+    return Fit(laws, _learner(record), mean, math.sqrt(variance))
+
+
+def _learner(record: Record) -> LearnerLaw:
+    """Return a line through the steps, neither part of it below 0; the stall is the publish's."""
+    seconds = [max(0.0, active - record.stall_s) for active in record.active_s]
+    mean_s, mean_tokens = fmean(seconds), fmean(record.tokens)
+    pairs = zip(record.tokens, seconds, strict=True)
+    covariance = fmean((tokens - mean_tokens) * (s - mean_s) for tokens, s in pairs)
+    variance = fmean((tokens - mean_tokens) ** 2 for tokens in record.tokens)
+    base_s, slope = _line(mean_tokens, mean_s, covariance, variance)
+    return LearnerLaw(step_s=base_s, token_s=slope)
+
+
+def _line(mean_x: float, mean_y: float, covariance: float, variance: float) -> tuple[float, float]:
+    """Return base and slope of the least-squares line, neither of them below 0."""
+    if not variance or not mean_x:
+        return mean_y, 0.0
+    slope = min(max(0.0, covariance / variance), mean_y / mean_x)
+    return max(0.0, mean_y - slope * mean_x), slope
+
+
+def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:
+    """Return the run as it was, to be simulated.
+
+    Raises:
+        ConfigError: its figures contradict each other.
+    """
+    useless = min(record.useless_share, 0.95) if record.group_size > 1 else 0.0
+    a_step = record.groups_per_step * record.group_size / (1 - useless)
+    least, most = _MEASURED
+    steps = warm_steps(record) + max(least, min(most, round(_MOST_TRAJECTORIES / a_step)))
+    if steps * a_step > _TOO_MANY:
+        raise ConfigError(
+            f"a step of {a_step:,.0f} trajectories (run.groups_per_step x run.group_size, useless "
+            "ones included) is too large to be simulated in minutes"
+        )
+    return Scenario(
+        steps=steps,
+        groups_per_step=record.groups_per_step,
+        group_size=record.group_size,
+        max_staleness_steps=record.max_staleness_steps,
+        max_in_flight=record.max_in_flight,
+        siblings_together=record.siblings_together,
+        staleness_mode="drop" if record.staleness_mode == "drop" else "wait",
+        prefetch=record.prefetch,
+        engines=record.engines,
+        max_sequences=record.max_sequences,
+        engine=law,
+        learner=found.learner,
+        publish=PublishLaw(
+            stall_s=record.stall_s, transfer_s=record.transfer_s, pause_s=record.pause_s
+        ),
+        lengths=lengths_of(record),
+        prompt_tokens=round(record.prompt_tokens),
+        score_s=record.score_s,
+        useless_share=useless,
+        target=None if record.p95_lag is None else StalenessTarget(p95_lag=record.p95_lag),
+    )
+
+
+def warm_steps(record: Record) -> int:
+    """Return the learner steps in which a run fills, also one with a step of bound more."""
+    return 2 * (record.max_staleness_steps + 2) + 2
+
+
+def lengths_of(record: Record) -> Lengths:
+    """Return the lengths of a run's answers: those it counted, with the mean that it reports."""
+    counts = {int(upper): count for upper, count in record.lengths.items() if count > 0}
+    if record.mean_tokens < 1:
+        raise ConfigError(f"answers of {record.mean_tokens:g} tokens on average: expected >= 1")
+    if not counts:
+        return Fixed(max(1, round(record.mean_tokens)))
+    total, lower = sum(counts.values()), 0
+    drawn: list[float] = []
+    for upper in sorted(counts):
+        number = max(1, round(_DRAWN * counts[upper] / total))
+        part = (upper - lower) / number
+        drawn += [lower + (place + 0.5) * part for place in range(number)]
+        lower = upper
+    factor = record.mean_tokens / fmean(drawn)
+    return Recorded(tuple(max(1, round(factor * length)) for length in drawn))

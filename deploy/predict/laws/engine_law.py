@@ -1,0 +1,163 @@
+"""Pure: how long an engine takes, as few numbers that hardware explains.
+
+A roofline (Williams et al. 2009): a decode step reads every weight that it needs once and the keys
+and values of every token before, and multiplies each sequence's newest token with the weights;
+reading weights and multiplying overlap, what remains of a step is the same for all.
+
+    step(n, C) = base + max(read(n), n m) + C k      seconds; n sequences, C tokens in the cache
+
+    read(n)    bytes of the weights that n tokens meet, over the bandwidth
+    m          2 N_active / FLOP/s          k      bytes of one token's keys and values / bandwidth
+
+All ranks of an engine share the bandwidth. Ranks that keep the same keys and values, because a
+layer has fewer heads of them or one compressed vector (MLA), each read their own copy.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from slipstream.deploy.predict.laws.gpus import Cluster, Gpu
+from slipstream.deploy.predict.memory.gpu import GIB, kv_bytes_per_token, kv_copies
+from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.hf_config import HfConfig
+
+_MESSAGE_S = 15e-6  # a small sum over an engine's ranks on one host
+_FAR_MESSAGE_S = 50e-6  # and over hosts
+_MESSAGES = 2  # of a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLaw:
+    """Seconds of what one engine does."""
+
+    base_s: float = 0.0  # of a decode step, however many sequences
+    weights_s: float = 0.0  # to read the weights that every token meets
+    experts_s: float = 0.0  # to read all experts
+    expert_share: float = 1.0  # of the experts that one token meets
+    sequence_s: float = 0.0  # to multiply one token with the weights
+    context_s: float = 0.0  # to read one token's keys and values
+    prefill_s: float = 0.0  # to compute one token of a prompt
+    max_cached_tokens: float = float("inf")
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a number >= 0")
+        if not 0 < self.expert_share <= 1:
+            raise ValueError(f"expert_share is {self.expert_share}, expected within (0, 1]")
+        if self.step_s(1, 0.0) + self.context_s <= 0:
+            raise ValueError("an engine whose steps take no time")
+
+    @classmethod
+    def of(
+        cls,
+        hf: HfConfig,
+        gpu: Gpu,
+        *,
+        num_gpus: int,
+        attention_groups: int = 1,
+        base_s: float,
+        bandwidth_share: float,
+        flops_share: float,
+        memory_share: float = 0.85,
+        weight_bytes: float = 2.0,
+    ) -> Self:
+        """Return the law of an engine on some GPUs, of tensor parallelism.
+
+        Args:
+            hf: the policy's architecture.
+            gpu: their kind.
+            num_gpus: of one engine.
+            attention_groups: of them, each of which attends to sequences of its own.
+            base_s: seconds of a step beside reading and multiplying.
+            bandwidth_share: of the memory's bandwidth that is reached.
+            flops_share: of the peak that is reached.
+            memory_share: of the memory that weights and cache have.
+            weight_bytes: of one parameter.
+
+        Raises:
+            ValueError: the weights do not fit.
+        """
+        bandwidth = gpu.hbm_bytes_s * bandwidth_share * num_gpus
+        flops = gpu.peak_flops * flops_share * num_gpus
+        active = num_multiplied_parameters(hf)
+        routed = hf.num_routed_experts
+        experts = _expert_parameters(hf)
+        # A group has the whole attention; its ranks may keep the same keys and values.
+        dense = hf.num_parameters - experts + hf.num_attention_parameters * (attention_groups - 1)
+        kv_bytes = kv_bytes_per_token(hf) * kv_copies(hf, num_gpus // attention_groups)
+        weights = weight_bytes * (dense + experts)
+        cache = memory_share * gpu.memory_gib * GIB * num_gpus - weights
+        if cache <= 0:
+            raise ValueError(
+                f"{num_gpus} GPUs of {gpu.memory_gib:g} GiB do not hold {weights / 1e9:.0f} GB of "
+                "weights"
+            )
+        return cls(
+            base_s=base_s,
+            weights_s=weight_bytes * dense / bandwidth,
+            experts_s=weight_bytes * experts / bandwidth,
+            expert_share=hf.experts_per_token / routed if routed else 1.0,
+            sequence_s=2 * active / flops,
+            context_s=kv_bytes / bandwidth,
+            prefill_s=2 * active / flops,
+            max_cached_tokens=cache / kv_bytes,
+        )
+
+    def step_s(self, num_sequences: float, context: float) -> float:
+        """Return the seconds of one decode step.
+
+        Args:
+            num_sequences: that get a token.
+            context: tokens of all of them before it.
+        """
+        return self.flat_s(num_sequences) + self.context_s * context
+
+    def flat_s(self, num_sequences: float) -> float:
+        """Return the part of a step that does not depend on what is in the cache."""
+        read = self.weights_s
+        if self.experts_s:
+            read += self.experts_s * (1.0 - (1.0 - self.expert_share) ** num_sequences)
+        return self.base_s + max(read, num_sequences * self.sequence_s)
+
+    def slower(self, factor: float) -> Self:
+        """Return the law of an engine that takes ``factor`` times as long for everything."""
+        names = ("base_s", "weights_s", "experts_s", "sequence_s", "context_s", "prefill_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+
+def _expert_parameters(hf: HfConfig) -> int:
+    """Return the parameters of all routed experts, of which a token meets a few."""
+    if not hf.num_routed_experts:
+        return 0
+    one = 3 * hf.hidden_size * hf.expert_inner
+    return hf.num_sparse_layers * hf.num_routed_experts * one
+
+
+def engine_law(
+    hf: HfConfig,
+    cluster: Cluster,
+    *,
+    ranks: int,
+    attention_groups: int = 1,
+    memory_share: float = 0.85,
+) -> EngineLaw:
+    """Return the law of an engine of so many ranks on hosts of one kind.
+
+    Raises:
+        ValueError: they do not hold the weights.
+    """
+    messages_s = 0.0
+    if ranks > 1:
+        each = _MESSAGE_S if ranks <= cluster.gpus_per_host else _FAR_MESSAGE_S
+        messages_s = _MESSAGES * hf.num_hidden_layers * each
+    return EngineLaw.of(
+        hf,
+        cluster.gpu,
+        num_gpus=ranks,
+        attention_groups=attention_groups,
+        base_s=cluster.engine_base_s + messages_s,
+        bandwidth_share=cluster.engine_share,
+        flops_share=cluster.engine_share,
+        memory_share=memory_share,
+    )

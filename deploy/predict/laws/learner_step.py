@@ -1,0 +1,243 @@
+"""Pure: the seconds of a learner step in one layout, part by part, by a stated law.
+
+Nothing overlaps in it, but the messages between pipeline stages, which are left out. Letters:
+
+    F    FLOPs of training on the step's trajectories (wire/models/flops.py)
+    R    ranks; t, p, c, e of them along tensor, pipeline, context and expert parallelism
+    d    copies of a rank's weights, whose gradients are summed (d' of experts')
+    m    microbatches of a replica in one update; v chunks of layers on a stage
+    K    tokens of one replica's step, on a rank of context parallelism
+    h, L hidden size, layers; L' layers with experts, k experts of a token
+    N    parameters of a rank
+"""
+
+import math
+from dataclasses import dataclass
+
+from slipstream.deploy.predict.laws.figure import Figure
+from slipstream.deploy.predict.laws.gpus import Cluster
+from slipstream.deploy.predict.memory.learner_rank import (
+    copies_of,
+    rank_parameters,
+    updated_parameters,
+)
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.division import stage_layers
+from slipstream.wire.models.flops import SequenceCost, num_multiplied_parameters
+from slipstream.wire.models.hf_config import HfConfig
+
+_ELEMENT = 2  # bytes of a weight or an activation: bfloat16
+_GRADIENT = 4
+_UPDATE_BYTES = 28  # of a parameter that a CPU's Adam reads and writes: three and four floats
+_UPDATE_ON_GPU_BYTES = 30  # the same, and the weight in bfloat16
+_FORWARD = 1 / 3  # of a forward pass and its backward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one learner step trains on."""
+
+    trajectories: int
+    mean_tokens: float  # of prompt and response
+    frozen: int = 0  # policies that read each trajectory, too
+    has_critic: bool = False
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step."""
+        return self.trajectories * self.mean_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often a learner step computes its tokens."""
+
+    training: int  # forward and backward
+    forward: int  # alone
+    again: float  # of a forward pass, that each training computes a second time
+
+    @property
+    def in_trainings(self) -> float:
+        """All, in forward and backward passes."""
+        return self.training + _FORWARD * (self.training * self.again + self.forward)
+
+    @property
+    def one_way(self) -> float:
+        """All, in passes in one direction."""
+        return self.training * (2 + self.again) + self.forward
+
+
+def passes_of(hf: HfConfig, settings: LearnerSettings, *, frozen: int, has_critic: bool) -> Passes:
+    """Return the passes of a step: updates after the first need log-probabilities before it.
+
+    Args:
+        hf: the policy's architecture.
+        settings: of the learner.
+        frozen: policies that read each trajectory, too.
+        has_critic: whether a critic is trained beside the policy.
+    """
+    proximal = settings.learner.minibatches > 1
+    return Passes(
+        training=1 + has_critic,
+        forward=proximal * (1 + has_critic) + frozen,
+        again=_again(hf, settings),
+    )
+
+
+def step_figures(
+    hf: HfConfig, settings: LearnerSettings, work: Work, cluster: Cluster
+) -> list[Figure]:
+    """Return the parts of a learner step, in seconds."""
+    learner = settings.learner
+    sizes, ranks = learner.sizes, learner.ranks
+    replicas = sizes.replicas(ranks)
+    passes = passes_of(hf, settings, frozen=work.frozen, has_critic=work.has_critic)
+    times = passes.in_trainings
+    flops = work.trajectories * SequenceCost.of(hf, settings.adapters).flops(work.mean_tokens)
+    layers = stage_layers(hf, learner)
+    most = max(sum(layers[stage :: sizes.pipeline]) for stage in range(sizes.pipeline))
+    uneven = most * sizes.pipeline / hf.num_hidden_layers
+    rate = (learner.peak_tflops * 1e12 or cluster.gpu.peak_flops) * cluster.learner_share
+    compute = flops * times * uneven / (ranks * rate)
+    figures = [
+        Figure(
+            "compute",
+            compute,
+            "s",
+            f"{times:.3g} F / (R x {cluster.learner_share:g} of the peak), "
+            f"x {uneven:.3g} of the largest stage",
+        )
+    ]
+    if sizes.pipeline > 1:
+        microbatches = _microbatches(settings, work, replicas)
+        rounds = microbatches * sizes.chunks
+        figures.append(
+            Figure(
+                "bubbles",
+                compute * (sizes.pipeline - 1) / rounds,
+                "s",
+                f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both",
+            )
+        )
+    tokens = work.tokens / (replicas * sizes.context)
+    figures += _exchanges(hf, settings, cluster, tokens, passes.one_way)
+    figures += _updates(hf, settings, cluster)
+    return [figure for figure in figures if figure.value]
+
+
+def _again(hf: HfConfig, settings: LearnerSettings) -> float:
+    """Return the share of a forward pass that is computed a second time."""
+    learner = settings.learner
+    match learner.recompute:
+        case "full":
+            layers = stage_layers(hf, learner)
+            most = learner.recompute_layers or max(layers)
+            return sum(min(most, count) for count in layers) / sum(layers)
+        case "selective" if {"mlp", "moe"} & set(learner.recompute_modules):
+            sparse = hf.num_sparse_layers * hf.experts_per_token * hf.expert_inner
+            sparse += hf.num_sparse_layers * hf.shared_inner
+            dense = (hf.num_hidden_layers - hf.num_sparse_layers) * hf.intermediate_size
+            inner = sparse if hf.num_routed_experts else dense
+            return 3 * hf.hidden_size * inner / num_multiplied_parameters(hf)
+        case _:
+            return 0.0
+
+
+def _microbatches(settings: LearnerSettings, work: Work, replicas: int) -> int:
+    """Return a replica's microbatches in one update."""
+    learner = settings.learner
+    tokens = work.tokens / (learner.minibatches * replicas)
+    count = math.ceil(tokens / learner.max_tokens_per_microbatch)
+    multiple = learner.sizes.microbatch_multiple
+    return max(1, -(-count // multiple) * multiple)
+
+
+def _exchanges(
+    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, tokens: float, passes: float
+) -> list[Figure]:
+    """Return what the ranks of a replica exchange in the layers.
+
+    Args:
+        hf: the policy's architecture.
+        settings: of the learner.
+        cluster: its hosts.
+        tokens: of a rank.
+        passes: over them in one direction, forward or backward, with those computed again.
+    """
+    sizes, lengths = settings.learner.sizes, hf.sizes
+    tensor, context, figures = sizes.tensor, sizes.context, list[Figure]()
+    layers = hf.num_hidden_layers / sizes.pipeline
+    if tensor > 1:
+        times = 4 * passes
+        num_bytes = times * _ELEMENT * hf.hidden_size * tokens * layers * (tensor - 1) / tensor
+        figures.append(
+            Figure(
+                "tensor parallelism",
+                cluster.exchange_s(num_bytes, tensor),
+                "s",
+                f"{times:.3g} x 2 h K L / p x (t - 1) / t bytes over NVLink",
+            )
+        )
+    if context > 1:
+        channels = (lengths["queries"] + 2 * lengths["keys"] + lengths["outputs"]) / tensor
+        times = passes
+        num_bytes = times * _ELEMENT * channels * tokens * layers * (context - 1) / context
+        figures.append(
+            Figure(
+                "context parallelism",
+                cluster.exchange_s(num_bytes, tensor * context),
+                "s",
+                f"{times:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (c - 1) / c bytes",
+            )
+        )
+    group = sizes.expert * sizes.expert_tensor
+    if group > 1:
+        times = 2 * passes
+        routed = times * _ELEMENT * hf.hidden_size * hf.experts_per_token * tokens / tensor
+        num_bytes = routed * hf.num_sparse_layers / sizes.pipeline * (group - 1) / group
+        where = "NVLink" if group <= cluster.gpus_per_host else "NVLink and NICs"
+        figures.append(
+            Figure(
+                "expert parallelism",
+                cluster.exchange_s(num_bytes, group),
+                "s",
+                f"{times:.3g} x 2 h k K / t x L' / p x (e - 1) / e bytes over {where}",
+            )
+        )
+    return figures
+
+
+def _updates(hf: HfConfig, settings: LearnerSettings, cluster: Cluster) -> list[Figure]:
+    """Return what the optimizer's updates take: gradients summed, weights gathered, Adam."""
+    learner = settings.learner
+    if settings.lora.is_on:
+        return []  # adapters are a few in a thousand
+    of_stage = learner.ranks // learner.pipeline_parallel
+    owns = [rank_parameters(hf, learner, stage) for stage in range(learner.pipeline_parallel)]
+    own = max(owns, key=lambda one: one.count)
+    copies, of_experts = copies_of(learner)
+    sent = (_GRADIENT + _ELEMENT) * (
+        own.dense * (copies - 1) / copies + own.expert * (of_experts - 1) / of_experts
+    )
+    mine = updated_parameters(own, learner)
+    share, times = learner.optimizer_offload_fraction, learner.minibatches
+    on_gpu = (1 - share) * _UPDATE_ON_GPU_BYTES * mine / cluster.gpu.hbm_bytes_s
+    of_host = mine * min(learner.ranks, cluster.gpus_per_host)
+    on_host = share * of_host * _UPDATE_BYTES / cluster.host_memory_bytes_s
+    over = share * mine * (_GRADIENT + _ELEMENT) / cluster.pcie_bytes_s
+    if "optimizer" in learner.offload:
+        over += 2 * 12 * mine / cluster.pcie_bytes_s
+    return [
+        Figure(
+            "gradients and weights of replicas",
+            times * cluster.exchange_s(sent, of_stage),
+            "s",
+            f"{times} x (4 + 2) N (d - 1) / d bytes",
+        ),
+        Figure(
+            "updates",
+            times * (on_gpu + on_host + over),
+            "s",
+            f"{times} x (30 bytes of N / d in GPU memory, or 28 in the host's and 6 over PCIe)",
+        ),
+    ]

@@ -1,0 +1,94 @@
+"""Pure: how much memory a run needs per GPU, part by part, with the formula of each.
+
+An estimate, to see in advance whether a run can fit; the learner's is in `learner_rank.py`.
+P parameters, t ranks of an engine.
+"""
+
+from collections.abc import Sequence
+
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, most_memory
+from slipstream.generators.config import GeneratorsSection
+from slipstream.wire.models.hf_config import HfConfig
+
+GIB = 2**30
+_DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
+
+
+def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
+    """Return the key and value cache of one token over all layers."""
+    if hf.family.is_latent:  # engines keep it compressed, and expand it when it is read
+        return hf.num_hidden_layers * hf.sizes["key_rank_and_rotary"] * element_bytes
+    return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
+
+
+def kv_copies(hf: HfConfig, ranks: int) -> int:
+    """Return how many of the ranks that share an attention keep the same part of a token's cache.
+
+    Heads of keys and values are divided among them, as far as there are any; what latent attention
+    keeps has no heads, so that each has all of it.
+    """
+    return ranks if hf.family.is_latent else max(1, ranks // hf.num_query_groups)
+
+
+def rank_kv_bytes(hf: HfConfig, ranks: int, groups: int) -> int:
+    """Return what a rank keeps of one token of its group, of ``groups`` that attend apart."""
+    of_group = ranks // groups
+    return kv_bytes_per_token(hf) * kv_copies(hf, of_group) // of_group
+
+
+def static_share(generators: GeneratorsSection) -> float:
+    """Return the share of a GPU's memory that an engine takes for weights and cache."""
+    given = generators.sglang.get("mem_fraction_static")
+    return float(given) if given is not None else _DEFAULT_STATIC_SHARE
+
+
+def learner_memory(
+    hf: HfConfig, config: RunConfig, *, frozen: Sequence[HfConfig] = (), has_critic: bool = False
+) -> list[MemoryPart]:
+    """Return the memory of a learner's rank on a GPU, of the pipeline stage that needs most.
+
+    Args:
+        hf: the policy's architecture.
+        config: the run's settings.
+        frozen: policies beside it: a reference (algo.kl), a teacher (algo.teacher.model).
+        has_critic: whether a critic is (algo.advantage).
+
+    Raises:
+        ConfigError: the settings do not divide the layers.
+    """
+    stages = learner_stages(hf, config.learner, on_gpu=True, frozen=frozen, has_critic=has_critic)
+    return [part for part in most_memory(stages) if part.num_bytes]
+
+
+def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
+    """Return the memory of one rank of an engine; the cache takes the rest of its share."""
+    generators = config.generators.generators
+    ranks, groups = generators.num_ranks, generators.attention_groups
+    count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
+    if groups > 1:
+        count += hf.num_attention_parameters * (groups - 1) / ranks
+        more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
+    fraction = static_share(generators)
+    pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
+    copies = kv_copies(hf, ranks // groups)
+    per_token = rank_kv_bytes(hf, ranks, groups)
+    law = f"4 L g d{' a' if groups > 1 else ''}{f' {copies}' if copies > 1 else ''}{split}"
+    if hf.family.is_latent:
+        law = "2 L c, of compressed vectors that each rank keeps,"
+    sampling = config.generators.sampling
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    return [
+        MemoryPart("weights, bfloat16", 2.0 * count, f"2 P{split}{more}"),
+        MemoryPart(
+            f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
+            f"sequences of {longest:,}",
+            pool,
+            f"{fraction:g} of the GPU - weights; {law} = {per_token:,} bytes a token",
+        ),
+        MemoryPart(
+            "graphs and activations",
+            (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
+            "the rest of mem_fraction_static",
+        ),
+    ]

@@ -1,0 +1,404 @@
+"""Pure: the memory of one learner rank, part by part, with the formula of each.
+
+All ranks of one pipeline stage hold as much. Numbers of parameters are exact; activations follow
+Korthikanti et al. (arXiv:2205.05198) with these families' projections, gated MLP and flash
+attention, and no dropout.
+
+    N   parameters of the rank: D of all but experts, E of experts
+    N_a parameters of its adapters, where these are trained (lora.rank): N of the optimizer
+    e   bytes of a weight and of an activation: 2 (bfloat16) or 4 (float32)
+    d   ranks that a distributed optimizer divides its state over; d' for experts
+    T   tokens of a microbatch on a rank of context parallelism
+    L   layers of the rank, of which a passes are in flight when the first backward pass begins
+    A   elements that a layer keeps of a token
+    V, h, t   vocabulary, hidden size, tensor parallelism
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+from slipstream.deploy.predict.memory.offloaded import CRITIC, KINDS, POLICY, Held, never_at_once
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model.division import section_for, stage_layers
+from slipstream.learner.parallel import ParallelSizes
+from slipstream.wire.models.adapters import AdapterFacts, layer_of
+from slipstream.wire.models.families.parts import Parameter, Sizes, Table
+from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.settings.lora import LoraSection
+
+CHUNK_BYTES = 64 * 2**20  # as in slipstream.algos.linear_logprobs, which needs torch
+CUDA_CHUNK_BYTES = 512 * 2**20  # the same of there
+MIN_CHUNK_COLUMNS = 1024  # the same of there
+HOST_OPTIMIZER = "optimizer on the host"
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_NORM = "decoder.final_layernorm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One reason for memory to be used."""
+
+    what: str
+    num_bytes: float
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Numbers of parameters of one rank."""
+
+    dense: int  # all but those of experts
+    expert: int
+    largest: int  # of the largest parameter
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.dense + self.expert
+
+
+def rank_parameters(
+    hf: HfConfig, learner: LearnerSection, stage: int, *, is_critic: bool = False
+) -> RankParameters:
+    """Return how many parameters each rank of a pipeline stage has; a critic's if it is one.
+
+    Raises:
+        ConfigError: the settings do not divide the layers.
+    """
+    sizes, family = learner.sizes, hf.family
+    num_dense, num_expert, largest = 0, 0, [0]
+    for layer, count in family.layers_of(hf, _numbers_of_rank(hf, learner, stage)):
+        shared = {name: one for name, one in layer.items() if "*" not in name}
+        of_experts = {name: one for name, one in layer.items() if "*" in name}
+        dense = _shares(shared, hf.sizes, sizes.tensor)
+        expert = _shares(of_experts, hf.sizes, sizes.expert_tensor)
+        num_dense += count * sum(dense)
+        num_expert += count * sum(expert)
+        largest += dense + expert
+    ends = []
+    if stage == 0:
+        ends.append(_EMBEDDING)
+    if stage == sizes.pipeline - 1:
+        ends.append(_NORM)
+        # A tied output layer on a stage of its own is a copy of the embedding.
+        if not is_critic and (not hf.tie_word_embeddings or sizes.pipeline > 1):
+            ends.append(_OUTPUT)
+    of_ends = _shares({name: family.ends[name] for name in ends}, hf.sizes, sizes.tensor)
+    if is_critic and stage == sizes.pipeline - 1:
+        of_ends += [hf.hidden_size, 1]  # the value head
+    experts = hf.num_routed_experts // sizes.expert
+    return RankParameters(num_dense + sum(of_ends), experts * num_expert, max([*largest, *of_ends]))
+
+
+def adapter_parameters(
+    hf: HfConfig, learner: LearnerSection, facts: AdapterFacts, stage: int
+) -> RankParameters:
+    """Return how many parameters of adapters each rank of a pipeline stage has.
+
+    Raises:
+        ConfigError: the settings do not divide the layers.
+    """
+    rank, ranks = facts.rank, learner.sizes.tensor
+    sizes = []
+    for number in _numbers_of_rank(hf, learner, stage):
+        for parameter in hf.family.layer_of(hf, number).values():
+            for tensor in parameter.tensors:
+                if layer_of(tensor.name) not in facts.targets or len(tensor.shape) != 2:
+                    continue
+                rows, columns = tensor.whole_shape(hf.sizes)
+                split = parameter.split
+                sizes.append(rank * columns // (ranks if split == "columns" else 1))
+                sizes.append(rank * rows // (ranks if split == "rows" else 1))
+    return RankParameters(sum(sizes), 0, max(sizes, default=0))
+
+
+def _shares(parameters: Table, sizes: Sizes, ranks: int) -> list[int]:
+    """Return the elements of one rank's share of each parameter."""
+
+    def share(parameter: Parameter) -> int:
+        shapes = [tensor.whole_shape(sizes) for tensor in parameter.tensors]
+        match parameter.split:
+            case "whole":
+                return sum(map(prod, shapes))
+            case "vocabulary":  # rows are padded to a multiple of the ranks
+                return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
+            case "rows" | "columns":
+                return sum(map(prod, shapes)) // ranks
+
+    return [share(parameter) for parameter in parameters.values()]
+
+
+def _layers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> tuple[int, ...]:
+    """Return the layers of each chunk of a rank."""
+    sizes = learner.sizes
+    layers = stage_layers(hf, learner)
+    return layers[stage :: sizes.pipeline]
+
+
+def _numbers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> list[int]:
+    """Return the numbers of the layers of a rank."""
+    ends = [0, *accumulate(stage_layers(hf, learner))]
+    chunks = list(pairwise(ends))[stage :: learner.sizes.pipeline]
+    return [number for first, end in chunks for number in range(first, end)]
+
+
+def learner_stages(
+    hf: HfConfig,
+    settings: LearnerSettings,
+    *,
+    on_gpu: bool,
+    frozen: Sequence[HfConfig] = (),
+    has_critic: bool = False,
+) -> list[list[MemoryPart]]:
+    """Return the memory of a rank of each pipeline stage; its parts have the same order in all.
+
+    Args:
+        hf: the policy's architecture.
+        settings: the learner's.
+        on_gpu: whether it computes on GPUs.
+        frozen: policies beside it: a reference (algo.kl), a teacher (algo.teacher.model).
+        has_critic: whether a critic is (algo.advantage).
+
+    Raises:
+        ConfigError: the settings do not divide the layers.
+    """
+    return [
+        _stage(hf, settings, stage, on_gpu=on_gpu, frozen=frozen, has_critic=has_critic)
+        for stage in range(settings.learner.pipeline_parallel)
+    ]
+
+
+def most_memory(stages: Sequence[Sequence[MemoryPart]]) -> Sequence[MemoryPart]:
+    """Return the parts of the stage that needs most."""
+    return max(stages, key=total_bytes)
+
+
+def total_bytes(parts: Sequence[MemoryPart]) -> float:
+    """Return the sum of the parts."""
+    return sum(part.num_bytes for part in parts)
+
+
+def _stage(
+    hf: HfConfig,
+    settings: LearnerSettings,
+    stage: int,
+    *,
+    on_gpu: bool,
+    frozen: Sequence[HfConfig],
+    has_critic: bool,
+) -> list[MemoryPart]:
+    learner = settings.learner
+    own = trained = rank_parameters(hf, learner, stage)
+    what = "N"
+    if settings.lora.is_on:
+        trained = adapter_parameters(hf, learner, settings.lora.facts(), stage)
+        what = "N_a"
+    element = element_bytes(learner, on_gpu=on_gpu)
+    state, state_formula = _optimizer(trained, learner, element)
+    working = [
+        _activations(hf, learner, stage, element),
+        *_last_stage(
+            hf, learner, element, on_gpu=on_gpu, is_last=stage + 1 == learner.sizes.pipeline
+        ),
+        MemoryPart("one gradient", element * trained.largest, f"{element} x the largest parameter"),
+    ]
+    all_weights = own.count + (trained.count if settings.lora.is_on else 0)
+    parts = [
+        MemoryPart("weights", element * all_weights, _weights_formula(element, settings.lora)),
+        MemoryPart("gradients", 4 * trained.count, f"4 {what}, float32"),
+        MemoryPart("optimizer", state, state_formula),
+        *working,
+    ]
+    held = [Held(POLICY, part.what, part.num_bytes) for part in parts[:3]]
+    if on_gpu:
+        relay = 4.0 * settings.weightbus.bucket_bytes if stage == 0 else 0.0
+        parts.append(
+            MemoryPart(
+                "weight relay",
+                relay,
+                "4 weightbus.bucket_bytes on rank 0, over NCCL; versions are on the host",
+            )
+        )
+    elif learner.optimizer_offload_fraction:  # the host is the device
+        parts.append(host_optimizer(own, learner))
+    if frozen:
+        counts = [rank_parameters(one, section_for(one, learner), stage).count for one in frozen]
+        parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
+        held += [Held(f"frozen {i}", "weights", element * n) for i, n in enumerate(counts)]
+    if has_critic:
+        critic = rank_parameters(hf, learner, stage, is_critic=True)
+        state, state_formula = _optimizer(critic, learner, element)
+        of_critic = (element * critic.count, 4 * critic.count, state)
+        held += [Held(CRITIC, kind, size) for kind, size in zip(KINDS, of_critic, strict=True)]
+        parts.append(
+            MemoryPart(
+                "critic",
+                sum(of_critic),
+                f"{element} N + 4 N + {state_formula.partition(',')[0]}, N of the critic",
+            )
+        )
+    if learner.offload and on_gpu:
+        away = never_at_once(
+            held,
+            learner.offload,
+            working=total_bytes(working),
+            beside_policy="frozen 0" if settings.algo.kl.get("name") == "full" else "",
+        )
+        parts.append(
+            MemoryPart("never at once", -away, "learner.offload: what waits on the host by turns")
+        )
+    return parts
+
+
+def _weights_formula(element: int, lora: LoraSection) -> str:
+    if not lora.is_on:
+        return f"{element} N"
+    return f"{element} (N + N_a); N_a of adapters of rank {lora.rank}, which alone are trained"
+
+
+def element_bytes(learner: LearnerSection, *, on_gpu: bool) -> int:
+    """Return the bytes of a weight."""
+    return 2 if learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu) else 4
+
+
+def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> tuple[float, str]:
+    """Return the bytes of the optimizer's state, and their formula."""
+    moments = 2 if learner.moments_dtype == "bfloat16" else 4
+    each: float = 2 * moments + (4 if element == 2 else 0)
+    what = "float32 weights, two moments" if element == 2 else "two moments"
+    if learner.optimizer_offload_fraction:
+        each *= 1 - learner.optimizer_offload_fraction
+        what += f"; {learner.optimizer_offload_fraction:g} of it is on the host"
+    if not learner.distributed_optimizer:
+        return each * own.count, f"{each:g} N, {what}"
+    count, formula = _divided(own, learner, f"{each:g}", what)
+    return each * count, formula
+
+
+def host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
+    """Return what a rank's hybrid optimizer has on the host."""
+    each = 16 * learner.optimizer_offload_fraction
+    what = "float32 weights, two moments, gradients"
+    count, formula = _divided(own, learner, f"{each:g}", what)
+    return MemoryPart(HOST_OPTIMIZER, each * count, formula)
+
+
+def copies_of(learner: LearnerSection) -> tuple[int, int]:
+    """Return how many ranks hold a rank's weights, but experts', and how many its experts."""
+    sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
+    return of_stage // sizes.tensor, of_stage // (sizes.expert * sizes.expert_tensor)
+
+
+def updated_parameters(own: RankParameters, learner: LearnerSection) -> int:
+    """Return how many parameters a rank updates with a distributed optimizer."""
+    dense, expert = copies_of(learner)
+    return -(-own.dense // dense) + -(-own.expert // expert)
+
+
+def _divided(own: RankParameters, learner: LearnerSection, each: str, what: str) -> tuple[int, str]:
+    """Return of how many parameters a rank has a divided optimizer's state, and the formula."""
+    dense, expert = copies_of(learner)
+    count = updated_parameters(own, learner)
+    if own.expert:
+        return count, f"{each} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"
+    return count, f"{each} N / d, {what}; d = {dense}"
+
+
+def passes_in_flight(sizes: ParallelSizes, stage: int) -> float:
+    """Return how many microbatches' activations a stage holds at most, of all of its layers.
+
+    1F1B runs as many forward passes as stages follow before its first backward pass, interleaved
+    chunks more, each of a part of the layers. A step of fewer microbatches holds fewer.
+    """
+    following = sizes.pipeline - stage - 1
+    if sizes.chunks == 1:
+        return following + 1
+    return (2 * following + (sizes.chunks - 1) * sizes.pipeline + 1) / sizes.chunks
+
+
+def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int) -> MemoryPart:
+    """Return what the layers of a rank keep, and what one computes again at a time.
+
+    A layer keeps, by token, the inputs of its two norms and what follows them (4 h), queries, keys,
+    values and the attention's output, inputs of the norms of queries and keys where there are, and
+    of the MLP its two halves, the activated one and their product. Experts keep this of each
+    token that is routed to them, evenly, with its copies before and after. Latent attention keeps
+    compressed queries and keys before and after their norms too, and what keys and values are
+    expanded to. Keys and values that several ranks of context parallelism share are counted once.
+    """
+    sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
+    tensor, hidden = sizes.tensor, hf.hidden_size
+    token_ranks = tensor if learner.sequence_parallel else 1  # that share tokens between layers
+    queries, keys = lengths["queries"], lengths["keys"]
+    attention = queries + 2 * keys + lengths["outputs"] + (queries + keys) * hf.has_qk_norm
+    latent = 0.0
+    if hf.family.is_latent:
+        attention = 2 * queries + keys + lengths["keys_and_values"] + lengths["outputs"]
+        latent = 2 * (lengths["query_rank"] + lengths["key_rank_and_rotary"]) / token_ranks
+    kept_input = hidden / token_ranks
+    # The layers of a kind are alike; those of a stage with both are taken for the larger.
+    mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))
+    norms = 4 + 2 * ("mlp_bda.norm.weight" in hf.family.layer)
+    whole = norms * kept_input + latent + attention / tensor + mlp
+    layers = _layers_of_rank(hf, learner, stage)
+    again, formula = 0.0, "e T a L A"
+    kept = whole * sum(layers)
+    match learner.recompute:
+        case "full":
+            most = learner.recompute_layers or hf.num_hidden_layers
+            dropped = sum(min(most, count) for count in layers)
+            kept -= dropped * (whole - kept_input)
+            again, formula = whole, f"e T (a ({dropped} h{_over(token_ranks)} + the rest A) + A)"
+        case "selective" if ("moe" if hf.num_routed_experts else "mlp") in modules:
+            numbers = _numbers_of_rank(hf, learner, stage)
+            kept -= mlp * sum(hf.is_sparse(n) == (hf.num_routed_experts > 0) for n in numbers)
+            again, formula = mlp, "e T (a L A + M), M of the MLP, computed again"
+        case _:
+            pass
+    passes = passes_in_flight(sizes, stage)
+    num_bytes = element * _tokens(learner) * (passes * kept + again)
+    return MemoryPart("activations", num_bytes, f"{formula}; A at most {whole:,.0f}")
+
+
+def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:
+    """Return what the MLP of a layer keeps of a token."""
+    sizes, lengths = learner.sizes, hf.sizes
+    if not hf.is_sparse(number):
+        return 4 * lengths["inner"] / sizes.tensor
+    token_ranks = sizes.tensor if learner.sequence_parallel else 1
+    routed = hf.experts_per_token / token_ranks
+    of_experts = routed * (2 * hf.hidden_size * sizes.expert_tensor + 4 * lengths["expert_inner"])
+    return of_experts + 4 * lengths["shared_inner"] / sizes.tensor
+
+
+def _over(ranks: int) -> str:
+    return f" / {ranks}" if ranks > 1 else ""
+
+
+def _tokens(learner: LearnerSection) -> int:
+    return -(-learner.max_tokens_per_microbatch // learner.context_parallel)
+
+
+def _last_stage(
+    hf: HfConfig, learner: LearnerSection, element: int, *, on_gpu: bool, is_last: bool
+) -> list[MemoryPart]:
+    """Return what the output layer takes; it is on the last stage alone."""
+    tokens = _tokens(learner)
+    chunk = CUDA_CHUNK_BYTES if on_gpu else CHUNK_BYTES
+    columns = min(
+        -(-hf.vocab_size // learner.tensor_parallel), max(MIN_CHUNK_COLUMNS, chunk // (4 * tokens))
+    )
+    return [
+        MemoryPart(
+            "logits",
+            3 * 4 * tokens * columns * is_last,
+            f"3 chunks of {chunk // 2**20} MiB, of {MIN_CHUNK_COLUMNS} columns at least",
+        ),
+        MemoryPart(
+            "last hidden states",
+            (element + 8) * tokens * hf.hidden_size * is_last,
+            f"({element} + 8) T h, and the gradient in float32: sum, a chunk's share",
+        ),
+    ]

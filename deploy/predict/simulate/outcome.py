@@ -1,0 +1,110 @@
+"""Pure: what a simulated run did."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from slipstream.deploy.predict.simulate.lengths import percentile
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One learner step."""
+
+    step: int  # that it led to
+    asked_s: float  # when the learner began to wait for its batch
+    began_s: float
+    committed_s: float
+    num_tokens: int  # trained, prompts included
+    num_generated: int  # of them chosen by the policy
+    staleness: dict[int, int]  # in steps -> tokens
+    in_flight: int  # groups, at the commit
+    bound: int  # in force
+    engines_busy: float  # share of the engines' time since the last step in which they decoded
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds without a batch."""
+        return self.began_s - self.asked_s
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training and of what a publish stalls."""
+        return self.committed_s - self.began_s
+
+    @property
+    def mean_staleness(self) -> float:
+        """In learner steps, by token."""
+        tokens = sum(self.staleness.values())
+        return sum(s * n for s, n in self.staleness.items()) / tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run that has ended."""
+
+    steps: tuple[StepRecord, ...]
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+    unaccounted: int
+    num_refused: int  # answers that came too late
+    restarted_trajectories: int
+    num_generated: float  # tokens, by all engines
+    num_retractions: int  # sequences that a full cache gave up for a while
+    engine_busy_s: float  # of all engines
+    engine_stalled_s: float
+    engine_seconds: float  # that engines existed
+    group_s: tuple[float, ...]  # from a group's lease to its last answer, sorted; a sample
+
+    @property
+    def seconds(self) -> float:
+        """Virtual time of the last commit."""
+        return self.steps[-1].committed_s
+
+    def mean_step_s(self, skip: int = 0) -> float:
+        """Return seconds per step, from the commit of step ``skip`` on."""
+        first = self.steps[skip - 1].committed_s if skip else 0.0
+        return (self.seconds - first) / (len(self.steps) - skip)
+
+    def mean_staleness(self, skip: int = 0) -> float:
+        """Return the mean over steps of the tokens' mean staleness."""
+        return fmean(one.mean_staleness for one in self.steps[skip:])
+
+    def p95_staleness(self, skip: int = 0) -> int:
+        """Return the staleness that 95% of the tokens do not pass."""
+        return quantile_of(sum_of([one.staleness for one in self.steps[skip:]]), 0.95)
+
+    def max_staleness(self) -> int:
+        """Return the largest staleness of any trained token."""
+        return max(max(one.staleness, default=0) for one in self.steps)
+
+    def waited_share(self, skip: int = 0) -> float:
+        """Return the share of the learner's time that it waited for batches."""
+        steps = self.steps[skip:]
+        waited = sum(one.waited_s for one in steps)
+        return waited / (waited + sum(one.trained_s for one in steps))
+
+    def group_seconds(self, share: float) -> float:
+        """Return a percentile of the time that groups took to be answered."""
+        return percentile(self.group_s, share) if self.group_s else 0.0
+
+
+def sum_of(counts: Sequence[dict[int, int]]) -> Counter[int]:
+    """Return tokens by staleness."""
+    total: Counter[int] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def quantile_of(counts: dict[int, int], share: float) -> int:
+    """Return the smallest value that ``share`` of the counted does not pass."""
+    left = share * sum(counts.values())
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return max(counts, default=0)

@@ -1,0 +1,195 @@
+"""The whole answer of `slipstream plan`: memory, layouts, a publish, a split, each with its law."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.predict.laws.engine_law import engine_law
+from slipstream.deploy.predict.laws.figure import Figure
+from slipstream.deploy.predict.laws.gpus import Cluster
+from slipstream.deploy.predict.laws.learner_step import Work
+from slipstream.deploy.predict.laws.publish_cost import Cost
+from slipstream.deploy.predict.laws.publishes import publish_cost
+from slipstream.deploy.predict.memory.gpu import static_share
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, most_memory
+from slipstream.deploy.predict.size.engines import EngineSize, engine_size, larger_engines
+from slipstream.deploy.predict.size.pools import Demand, Outcome, Split, best_splits, closed_form
+from slipstream.deploy.predict.size.proposals import Proposal, Question, gpu_counts, proposals
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.hf_config import HfConfig
+
+_WEIGHT = 2
+_MOST_BOUND = 8  # staleness bounds that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command was asked."""
+
+    config: RunConfig
+    hf: HfConfig
+    cluster: Cluster
+    gpus: int
+    prompt_tokens: float  # mean
+    response_tokens: float  # mean
+    frozen: Sequence[HfConfig]
+    has_critic: bool
+    host_bytes: float = 0.0  # that a learner's host may use; 0 is no limit
+
+    @property
+    def work(self) -> Work:
+        """A learner step."""
+        run = self.config.run
+        return Work(
+            trajectories=run.groups_per_step * run.group_size,
+            mean_tokens=self.prompt_tokens + self.response_tokens,
+            frozen=len(self.frozen),
+            has_critic=self.has_critic,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """All of it."""
+
+    parameters: Sequence[Figure]
+    learner_memory: Sequence[MemoryPart]  # with the settings as they are
+    engine: EngineSize
+    engine_is_given: bool  # by the settings; else it is the smallest that holds the model
+    fewest_gpus: int  # of the learner
+    layouts: Sequence[Proposal]
+    publishes: dict[str, Cost]  # of the best split
+    splits: Sequence[Outcome]
+
+
+def answer(asked: Asked) -> Answer:
+    """Return the answer.
+
+    Raises:
+        ConfigError: no layout fits on so many GPUs beside an engine, or no engine holds the model.
+    """
+    engine, is_given = _engine(asked)
+    if asked.gpus <= engine.ranks:
+        raise ConfigError(
+            f"--gpus is {asked.gpus}: one engine takes {engine.ranks} "
+            f"(generators.sglang.tp_size), expected one more for the learner at least"
+        )
+    question = Question(
+        hf=asked.hf,
+        table=asked.config.table,
+        base=asked.config.learner,
+        work=asked.work,
+        cluster=asked.cluster,
+        frozen=asked.frozen,
+        host_bytes=asked.host_bytes,
+    )
+    most = asked.gpus - engine.ranks
+    counts = gpu_counts(most, asked.cluster.gpus_per_host)
+    by_count = {count: proposals(question, count) for count in counts}
+    layouts = [layout for found in by_count.values() for layout in found]
+    if not layouts:
+        raise ConfigError(
+            f"--gpus is {asked.gpus}: no layout of the learner fits on up to {most} GPUs of "
+            f"{asked.cluster.gpu.memory_gib:g} GiB (--gpu) beside an engine of {engine.ranks}; "
+            "expected more GPUs, larger ones, or a smaller learner.max_tokens_per_microbatch"
+        )
+    engines = [engine, *larger_engines(asked.hf, asked.config, asked.cluster, engine)]
+    splits = _splits(asked, engines, [found[0] for found in by_count.values() if found])
+    best = splits[0].split
+    return Answer(
+        parameters=_parameters(asked.hf),
+        learner_memory=_memory(asked),
+        engine=engine,
+        engine_is_given=is_given,
+        fewest_gpus=min(layout.gpus for layout in layouts),
+        layouts=layouts,
+        publishes={
+            "star": _publish(asked, best, fanout=0),
+            "chain": _publish(asked, best, fanout=1),
+        },
+        splits=splits,
+    )
+
+
+def _parameters(hf: HfConfig) -> list[Figure]:
+    shapes = "shapes of config.json's tensors"
+    return [
+        Figure("parameters", hf.num_parameters, "", shapes),
+        Figure(
+            "of which a token meets",
+            num_multiplied_parameters(hf),
+            "",
+            "of its experts alone, and the output layer; not the embedding",
+        ),
+        Figure("a version, bfloat16", _WEIGHT * hf.num_parameters / 1e9, "GB", "2 P"),
+    ]
+
+
+def _memory(asked: Asked) -> list[MemoryPart]:
+    """Return the memory of the rank that needs most with the settings as they are."""
+    stages = learner_stages(
+        asked.hf,
+        asked.config.learner,
+        on_gpu=True,
+        frozen=asked.frozen,
+        has_critic=asked.has_critic,
+    )
+    return [part for part in most_memory(stages) if part.num_bytes]
+
+
+def _engine(asked: Asked) -> tuple[EngineSize, bool]:
+    """Return the engine of the settings if it holds the model, else the next larger that does."""
+    ranks = asked.config.generators.generators.num_ranks
+    size = engine_size(asked.hf, asked.config, asked.cluster, asked.gpus, fewest_gpus=ranks)
+    return size, size.ranks == ranks
+
+
+def _publish(asked: Asked, split: Split, *, fanout: int) -> Cost:
+    return publish_cost(
+        _WEIGHT * asked.hf.num_parameters,
+        asked.cluster,
+        learner_gpus=split.learner.gpus,
+        engines=split.engines,
+        engine_ranks=split.engine.ranks,
+        fanout=fanout,
+    )
+
+
+def _splits(asked: Asked, engines: Sequence[EngineSize], best: Sequence[Proposal]) -> list[Outcome]:
+    """Return the best outcome for each number of the learner's GPUs, the fastest first."""
+    run, sampling = asked.config.run, asked.config.generators.sampling
+    demand = Demand(
+        groups=run.groups_per_step,
+        group_size=run.group_size,
+        prompt_tokens=asked.prompt_tokens,
+        response_tokens=asked.response_tokens,
+        longest_response=sampling.max_response_tokens,
+        max_sequences=asked.config.generators.generators.max_sequences,
+    )
+    fanout = asked.config.learner.weightbus.fanout
+    law = closed_form(
+        demand,
+        lambda size: engine_law(
+            asked.hf,
+            asked.cluster,
+            ranks=size.ranks,
+            attention_groups=size.groups,
+            memory_share=static_share(asked.config.generators.generators),
+        ),
+        lambda split: _publish(asked, split, fanout=fanout),
+    )
+    bounds = range(min(run.staleness_bound, _MOST_BOUND) + 1)
+    splits = [
+        Split(
+            learner=learner,
+            engines=(asked.gpus - learner.gpus) // engine.ranks,
+            engine=engine,
+            bound=bound,
+        )
+        for learner in best
+        for engine in engines
+        for bound in bounds
+        if asked.gpus - learner.gpus >= engine.ranks
+    ]
+    return best_splits(splits, law, run.groups_per_step)

@@ -1,0 +1,103 @@
+"""Pure: the ranks of an engine that hold a model. How fast they are is engine_law.py's."""
+
+from dataclasses import dataclass
+
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.predict.laws.gpus import Cluster
+from slipstream.deploy.predict.memory.gpu import generator_memory, rank_kv_bytes
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
+
+_FEWEST_SEQUENCES = 4  # of the longest kind that the cache of an engine must hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSize:
+    """An engine of so many GPUs, and what each of them holds."""
+
+    ranks: int
+    groups: int  # of attention (attn_dp_size)
+    nodes: int
+    memory: tuple[MemoryPart, ...]
+    cached_tokens: float  # that its caches hold, together
+
+    @property
+    def sglang(self) -> dict[str, int]:
+        """The settings of [generators.sglang] that say so."""
+        groups = {"attn_dp_size": self.groups} if self.groups > 1 else {}
+        return {"tp_size": self.ranks, **groups}
+
+
+def engine_size(
+    hf: HfConfig, config: RunConfig, cluster: Cluster, most_gpus: int, *, fewest_gpus: int = 1
+) -> EngineSize:
+    """Return the smallest engine that SGLang can have and whose cache holds a few long answers.
+
+    Raises:
+        ConfigError: none of so many GPUs does.
+    """
+    longest = longest_tokens(config)
+    ranks, largest = fewest_gpus, 0
+    while ranks <= most_gpus:
+        for groups in (1, 2, 4, 8):
+            size = _size(hf, config, cluster, ranks, groups)
+            if size is None:
+                continue
+            largest = ranks
+            if size.cached_tokens >= _FEWEST_SEQUENCES * longest:
+                return size
+        ranks *= 2
+    raise ConfigError(
+        f"no engine of up to {most_gpus} GPUs of {cluster.gpu.memory_gib:g} GiB (--gpu) holds "
+        f"run.model and {_FEWEST_SEQUENCES} sequences of {longest:,} tokens (the largest that "
+        f"generators.sglang.tp_size allows is of {largest}): expected more GPUs, larger ones, or a "
+        "smaller sampling.max_response_tokens"
+    )
+
+
+def larger_engines(
+    hf: HfConfig, config: RunConfig, cluster: Cluster, smallest: EngineSize
+) -> list[EngineSize]:
+    """Return the engines of twice and four times as many GPUs of one host that SGLang can have."""
+    found = []
+    for ranks in (2 * smallest.ranks, 4 * smallest.ranks):
+        sizes = (_size(hf, config, cluster, ranks, groups) for groups in (1, 2, 4, 8))
+        size = next((one for one in sizes if one is not None), None)
+        if size is not None and ranks <= cluster.gpus_per_host:
+            found.append(size)
+    return found
+
+
+def longest_tokens(config: RunConfig) -> int:
+    """Return the most tokens of a prompt and its answer."""
+    sampling = config.generators.sampling
+    return sampling.max_prompt_tokens + sampling.max_response_tokens
+
+
+def _size(
+    hf: HfConfig, config: RunConfig, cluster: Cluster, ranks: int, groups: int
+) -> EngineSize | None:
+    """Return an engine of so many ranks, or None if it may not be."""
+    if ranks % groups or groups > cluster.gpus_per_host:
+        return None
+    nodes = cluster.hosts(ranks)
+    size = EngineSize(ranks=ranks, groups=groups, nodes=nodes, memory=(), cached_tokens=0)
+    given = {
+        name: value
+        for name, value in config.generators.generators.sglang.items()
+        if name not in {"tp_size", "attn_dp_size"}
+    }
+    try:
+        sized = config.with_settings("generators", sglang={**given, **size.sglang}, nodes=nodes)
+        sized = sized.with_settings("deploy", gpu_memory_gib=cluster.gpu.memory_gib)
+    except ConfigError:
+        return None
+    parts = tuple(generator_memory(hf, sized))
+    return EngineSize(
+        ranks=ranks,
+        groups=groups,
+        nodes=nodes,
+        memory=parts,
+        cached_tokens=parts[1].num_bytes / rank_kv_bytes(hf, ranks, groups) * groups,
+    )

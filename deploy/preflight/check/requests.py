@@ -1,0 +1,98 @@
+"""What the program of a host is asked, and answers: one line of JSON each."""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from slipstream.deploy.preflight.check.facts import Fact
+
+Way = Literal["gloo", "nccl", "tcp", "disk"]  # in which tensors travel
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The run, and which of its processes are to be on this host. Comes first."""
+
+    settings: str  # all of them, in TOML, as the processes there read them
+    roles: tuple[str, ...]
+    keys_by_run: bool = False  # the run makes the keys of its hosts itself
+    receives: bool = False  # Receive follows: no deadline runs yet while torch is loaded
+
+
+class Observe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Look at the host. Answered with Observed."""
+
+
+class ReadClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answered with Clock."""
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Listen for one other host, which is to get weights. Answered with Invitation."""
+
+    way: Way
+    address: str  # of this host
+    public_key: str  # of the other one; gloo and NCCL know none
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Send to the one that was invited. Answered with Passage."""
+
+
+class Receive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Receive from the host that sent the invitation. Answered with Passage."""
+
+    way: Way
+    invitation: "Invitation"
+    public_key: str
+    secret_key: str
+
+
+Request: TypeAlias = Begin | Observe | ReadClock | Listen | Send | Receive
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What hosts of a run are compared by."""
+
+    device: Literal["cpu", "cuda"]
+    libraries: dict[str, str]  # versions by package, without those that are missing
+    model: dict[str, str]  # digests by what they are of
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All about one host."""
+
+    hostname: str
+    facts: tuple[Fact, ...]
+    card: Card | None = None  # None where the settings cannot be used there
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The time of the host's clock."""
+
+    unix_s: float
+
+
+class Invitation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Where a host listens."""
+
+    address: str
+    port: int
+    key: str = ""  # that it proves
+
+
+class Passage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How sending or receiving went."""
+
+    interface: str  # that leads to the other host
+    num_bytes: int = 0
+    seconds: float = 0.0
+    failure: str = ""  # empty if it went well
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Why there is no other answer."""
+
+    why: str
+
+
+Answer: TypeAlias = Observed | Clock | Invitation | Passage | Refused

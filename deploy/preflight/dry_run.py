@@ -1,0 +1,125 @@
+"""The output of `slipstream run --dry-run`: processes, hosts and memory."""
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.plan import RolePlan, kind_of
+from slipstream.deploy.predict.memory.gpu import GIB, generator_memory, learner_memory
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart
+from slipstream.learner.model.division import refuse_layout
+from slipstream.wire.models.hf_config import load_hf_config
+from slipstream.wire.settings.sections import model_folder
+
+
+def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> bool:
+    """Print every process with its host, environment and command, then the memory per GPU.
+
+    Processes that are many and differ in their number alone are printed once.
+
+    Returns:
+        True if everything fits into the memory of a GPU, as far as that can be told.
+
+    Raises:
+        ConfigError: [algo] names no algorithm that this run can train.
+    """
+    from slipstream.learner.training.algorithm import (
+        algorithm_of,
+        frozen_policies,  # torch: seconds that no other command needs
+    )
+
+    algorithm = algorithm_of(config.learner)
+    hosts = len({plan.host for plan in plans})
+    console.print(
+        f"run {config.run.name}: {len(plans)} processes on {hosts} "
+        f"host{'' if hosts == 1 else 's'}, {config.run.mode}, staleness bound "
+        f"{config.run.staleness_bound}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for title in ("process", "host", "GPUs"):
+        table.add_column(title, no_wrap=True)
+    for alike in _alike(plans):
+        gpus = [gpu for plan in alike for gpu in plan.gpus or ()]
+        shown = ", ".join(map(str, gpus)) if alike[0].gpus is not None else "-"
+        table.add_row(_names(alike), alike[0].host, shown)
+    console.print(table)
+    console.print()
+    if hosts > 1:
+        console.print(
+            "this command starts processes on its own host only; see docs/clusters.md, "
+            "and --on hosts for the commands of each host",
+            style="yellow",
+        )
+    console.print("each reads the settings file that `slipstream run` writes:", style="dim")
+    for alike in _alike(plans):
+        plan = alike[0]
+        variables = " ".join(f"{name}={value}" for name, value in plan.environment.items())
+        command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
+        console.print(command, soft_wrap=True, highlight=False)
+        if len(alike) > 1:
+            console.print(f"  and so for {_names(alike[1:])}", style="dim", highlight=False)
+    console.print()
+    model = model_folder(config.run)
+    hf = load_hf_config(model)
+    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
+    if config.generators.device == "cpu":
+        console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
+        return True
+    available = config.deploy.gpu_memory_gib
+    console.print(
+        f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
+    )
+    frozen = frozen_policies(algorithm, config.learner)
+    learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
+    generator = generator_memory(hf, config)
+    shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
+    title = "learner, a rank of the stage that needs most: slipstream memory has all stages"
+    fits = _print_parts(title, learner, available, console)
+    of_engine = generator[:2] if shared else generator
+    fits &= _print_parts("generator", of_engine, available, console)
+    if shared:
+        both = [*learner, *generator[:2]]
+        title = "learner and generator on one GPU"
+        fits &= _print_parts(title, both, available, console, parts_shown=False)
+    return fits
+
+
+def _alike(plans: Sequence[RolePlan]) -> list[list[RolePlan]]:
+    """Return the processes in their order, those of one kind on one host together."""
+    grouped: dict[tuple[str, str, bool], list[RolePlan]] = {}
+    for plan in plans:
+        key = plan.host, kind_of(plan.name), plan.gpus is None
+        grouped.setdefault(key, []).append(plan)
+    return list(grouped.values())
+
+
+def _names(plans: Sequence[RolePlan]) -> str:
+    first, last = plans[0].name, plans[-1].name
+    return first if first == last else f"{first} to {last}"
+
+
+def _print_parts(
+    title: str,
+    parts: Sequence[MemoryPart],
+    available_gib: float,
+    console: Console,
+    *,
+    parts_shown: bool = True,
+) -> bool:
+    console.print(title, style="bold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    table.add_column("formula")
+    for part in parts if parts_shown else ():
+        table.add_row(part.what, f"{part.num_bytes / GIB:.1f}", part.formula)
+    total = sum(part.num_bytes for part in parts) / GIB
+    fits = total <= available_gib * 1.001
+    verdict, style = ("fits", "green") if fits else ("does NOT fit", "bold red")
+    table.add_row("in all", f"{total:.1f}", verdict, style=style)
+    console.print(table)
+    console.print()
+    return fits

@@ -1,5 +1,0 @@
-"""Runs in virtual time: the real ledger among engines, a learner and publishes that follow laws.
-
-No sockets, processes or clocks; a seed decides everything.
-Imported by deploy.advise and deploy.commands.
-"""

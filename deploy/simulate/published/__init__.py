@@ -1,4 +1,0 @@
-"""What others have published of their runs, as data: one file per system, with sources.
-
-Read by deploy.simulate.calibration.
-"""
