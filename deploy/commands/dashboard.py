@@ -14,13 +14,13 @@ from slipstream.broker.dashboard.web import Dashboard
 from slipstream.broker.history.columns import StoredState, read_state
 from slipstream.broker.history.compare.runs import is_run, runs_in
 from slipstream.deploy.commands.options import chosen_run
+from slipstream.deploy.launch.observer import status_now
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     broker_of_folder,
     dashboard_address,
     outcome_of,
     run_of_folder,
-    status_now,
 )
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE

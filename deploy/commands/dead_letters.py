@@ -11,8 +11,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from slipstream.deploy.commands.options import add_json, chosen_run
+from slipstream.deploy.launch.observer import ask_broker
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import ask_broker, run_of_folder
+from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import DEAD_LETTERS
 from slipstream.wire.messages.broker import (

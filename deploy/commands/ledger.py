@@ -12,8 +12,9 @@ from rich.text import Text
 from slipstream.broker.store.event_log import read_trail
 from slipstream.broker.store.item_history import trace_item
 from slipstream.deploy.commands.options import add_json, chosen_run
+from slipstream.deploy.launch.observer import fetch_account
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import fetch_account, run_of_folder
+from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import ACCOUNT, TRAIL
 from slipstream.wire.messages.ledger_view import LedgerView

@@ -24,6 +24,7 @@ from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.preflight.check.needs import refuse_without_extras
 from slipstream.deploy.preflight.dry_run import print_dry_run
 from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.live import TerminalView
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import EXIT_FAILED
@@ -104,7 +105,7 @@ def run(
     if dry_run:
         return _try_dry(config, place, console)
     if place == "ray":
-        return int(import_ray().run_on_ray(config, console))
+        return int(import_ray().run_on_ray(config, TerminalView(console)))
     if place == "hosts":
         print_host_commands(config, console)
         return 0
@@ -114,7 +115,7 @@ def run(
             "processes on its own host only (--dry-run shows the plan, --on hosts the commands "
             "for each host): see docs/clusters.md"
         )
-    return run_locally(config, console)
+    return run_locally(config, TerminalView(console))
 
 
 def steps_before_epochs(table: Table) -> str:

@@ -19,12 +19,13 @@ from rich.text import Text
 from slipstream.broker.history.columns import read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
+from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
-    StatusWatcher,
     dashboard_address,
     run_of_folder,
     saved_status,
+    trouble_with,
 )
 from slipstream.deploy.terminal.recent import Recent, newest_status, recent_of
 from slipstream.deploy.terminal.screen import draw
@@ -100,13 +101,11 @@ def _drawing(
     written: RunStatus | None,
 ) -> Group:
     footer = f"q quits  {dashboard_address(run)}"
-    status = watcher.newest or written
+    status, trouble = watcher.newest or written, trouble_with(watcher, run)
     if status is None:
-        what = watcher.trouble or "waiting for the broker to answer"
+        what = trouble or "waiting for the broker to answer"
         return Group(Text(f"{run.name}: {what}"), Text(footer, style="dim"))
-    return draw(
-        status, recent, console, height=console.height, trouble=watcher.trouble, footer=footer
-    )
+    return draw(status, recent, console, height=console.height, trouble=trouble, footer=footer)
 
 
 class Keys:

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
+from slipstream.deploy.launch.observer import status_now
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import run_of_folder, status_now
+from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.deploy.terminal.versions_view import VersionsView, relay_silent_s, render, view_of
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import SUMMARY

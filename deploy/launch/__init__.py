@@ -1,5 +1,5 @@
 """Starting a run: which processes where, with how much memory, resumed from which checkpoint.
 
 plan is pure; supervise owns the processes.
-Imported by deploy.commands and deploy.preflight.
+Imported by deploy.commands, deploy.preflight and deploy.terminal.
 """

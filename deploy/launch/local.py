@@ -9,11 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
-
 from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
-from slipstream.deploy.launch.session import Session, run_in_folder
+from slipstream.deploy.launch.session import Session, View, run_in_folder
 from slipstream.deploy.launch.signals import Signals
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.generators.sglang.process import remove_leftovers
@@ -33,14 +31,14 @@ _SOCKETS = "sockets"
 _OWNER = "owner"  # in a temporary folder: the run folder that it belongs to
 
 
-def run_locally(config: RunConfig, console: Console) -> int:
+def run_locally(config: RunConfig, view: View) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
     signals = Signals()
     with signals.handled():
 
         def session() -> Session:
             site = LocalSite(config)
-            return Session(site.config, site, console, signals)
+            return Session(site.config, site, view, signals)
 
         return run_in_folder(config.run, session)
 

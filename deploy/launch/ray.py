@@ -45,7 +45,7 @@ from slipstream.deploy.launch.role_host import (
     RoleHost,
     StartRole,
 )
-from slipstream.deploy.launch.session import Session, run_in_folder
+from slipstream.deploy.launch.session import Session, View, run_in_folder
 from slipstream.deploy.launch.signals import Signals
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from slipstream.wire.files.keys import ClientKey, write_client_key
@@ -84,16 +84,16 @@ class _Host:
     log_offset: int = 0
 
 
-def run_on_ray(config: RunConfig, console: Console) -> int:
+def run_on_ray(config: RunConfig, view: View) -> int:
     """Run to the end on a Ray cluster; returns the exit code.
 
     Raises:
         ConfigError: there is no such cluster, or it cannot run this.
     """
-    site = RaySite(config, console)  # it sets signal handlers, which ours replace
+    site = RaySite(config, view.console)  # it sets signal handlers, which ours replace
     signals = Signals()
     with signals.handled():
-        return run_in_folder(config.run, lambda: Session(config, site, console, signals))
+        return run_in_folder(config.run, lambda: Session(config, site, view, signals))
 
 
 class RayPlaces:

@@ -10,24 +10,21 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.live import Live
 
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.deploy.launch.rotation import rotate
 from slipstream.deploy.launch.scaling import Bounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.starters import Starter
 from slipstream.deploy.launch.supervise import Supervisor
-from slipstream.deploy.terminal.figures import final_table
-from slipstream.deploy.terminal.live import Show
-from slipstream.deploy.terminal.observe import StatusWatcher
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.checkpoints import (
     best_checkpoint,
@@ -81,13 +78,28 @@ class Site(Protocol):
         """End and remove all that is left there. The roles have ended."""
 
 
+class View(Protocol):
+    """A picture of the run for who started it."""
+
+    @property
+    def console(self) -> Console:
+        """Console for lines besides."""
+
+    def following(self, run: RunSection) -> AbstractContextManager[Callable[[StatusWatcher], None]]:
+        """Return what draws the newest state, where it is time to."""
+
+    def show_figures(self, status: RunStatus, outcome: str) -> None:
+        """Show the figures of a run that has ended."""
+
+
 class Session:
     """One run, from its first process to its outcome."""
 
-    def __init__(self, config: RunConfig, site: Site, console: Console, signals: Signals) -> None:
+    def __init__(self, config: RunConfig, site: Site, view: View, signals: Signals) -> None:
         self._config = config
         self._site = site
-        self._console = console
+        self._view = view
+        self._console = view.console
         self._signals = signals
         deploy = config.deploy
         self._supervisor = Supervisor(
@@ -133,7 +145,7 @@ class Session:
             # Signals that arrive now change nothing: deploy.stop_timeout_s bounds the clean-up.
             self._end_roles(reason if code else "")
             self._site.close()
-        finish(run, self._newest, reason, self._console)
+        finish(run, self._newest, reason, self._view)
         return code
 
     @property
@@ -212,13 +224,11 @@ class Session:
 
     def _watch(self, watcher: StatusWatcher) -> None:
         """Watch until every role but the broker has ended in order."""
-        supervisor, console = self._supervisor, self._console
+        supervisor = self._supervisor
         limit = self._config.deploy.time_limit_s
         started = time.monotonic()
-        live = Live(console=console, auto_refresh=False, transient=True)
-        show = Show(console, self._site.run, live if console.is_terminal else None)
         logs = self._config.broker.logging
-        with live if console.is_terminal else nullcontext():
+        with self._view.following(self._site.run) as show:
             while len(self._ended) < len(self._names()):
                 supervisor.check()
                 if time.monotonic() >= self._rotates_s:
@@ -232,8 +242,7 @@ class Session:
                     raise ChildDiedError(
                         f"the run took longer than deploy.time_limit_s = {limit:.0f}"
                     )
-                if watcher.newest is not None:
-                    show(watcher.newest, watcher.trouble)
+                show(watcher)
                 time.sleep(_POLL_S)
 
     def _record_ended(self, watcher: StatusWatcher) -> None:
@@ -378,8 +387,9 @@ def missing_upload(checkpoint: Path) -> str:
     return f"{checkpoint.name} is not in {state.url} (checkpoint.upload){why}"
 
 
-def finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
+def finish(run: RunSection, newest: RunStatus | None, reason: str, view: View) -> None:
     """Write the run's outcome into its summary, and show it."""
+    console = view.console
     path = run.summary_file
     outcome = reason.splitlines()[0]
     try:
@@ -393,7 +403,7 @@ def finish(run: RunSection, newest: RunStatus | None, reason: str, console: Cons
         console.print(reason, style="bold red", highlight=False, soft_wrap=True)
         return
     if newest is not None:
-        console.print(final_table(newest, outcome=outcome))
+        view.show_figures(newest, outcome)
     checkpoint = newest_checkpoint(run.folder)
     if checkpoint is not None:
         best = best_checkpoint(run.folder)

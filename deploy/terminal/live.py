@@ -3,14 +3,16 @@
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.live import Live
 
 from slipstream.broker.history.columns import read_state
-from slipstream.deploy.terminal.figures import one_line
-from slipstream.deploy.terminal.observe import page_line
+from slipstream.deploy.launch.observer import StatusWatcher
+from slipstream.deploy.terminal.figures import final_table, one_line
+from slipstream.deploy.terminal.observe import page_line, trouble_with
 from slipstream.deploy.terminal.recent import Recent, recent_of
 from slipstream.deploy.terminal.screen import draw
 from slipstream.wire.files.run_folder import PAGE_STATE
@@ -20,6 +22,32 @@ from slipstream.wire.settings.sections import RunSection
 _log = logging.getLogger(__name__)
 _DRAW_EVERY_S = 1.0
 _LINE_EVERY_S = 10.0
+
+
+class TerminalView:
+    """The view of `slipstream run`: the screen while it lasts, a table at its end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextmanager
+    def following(self, run: RunSection) -> Iterator[Callable[[StatusWatcher], None]]:
+        """Draw on a terminal while a run lasts, else print lines."""
+        live = None
+        if self.console.is_terminal:
+            live = Live(console=self.console, auto_refresh=False, transient=True)
+        show = Show(self.console, run, live)
+
+        def draw_newest(watcher: StatusWatcher) -> None:
+            if watcher.newest is not None:
+                show(watcher.newest, trouble_with(watcher, run))
+
+        with live or nullcontext():
+            yield draw_newest
+
+    def show_figures(self, status: RunStatus, outcome: str) -> None:
+        """Print the table of a run that has ended."""
+        self.console.print(final_table(status, outcome=outcome))
 
 
 class Show:

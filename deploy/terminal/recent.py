@@ -9,7 +9,8 @@ from slipstream.broker.advisories.view import Advisory, Column
 from slipstream.broker.history.columns import HistoryColumns, StoredState, trends_of
 from slipstream.broker.history.history import History, steady_time
 from slipstream.broker.history.rates import Seen
-from slipstream.deploy.terminal.observe import broker_of_folder, saved_status, status_now
+from slipstream.deploy.launch.observer import status_now
+from slipstream.deploy.terminal.observe import broker_of_folder, saved_status
 from slipstream.wire.errors import PeerLostError
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.settings.sections import RunSection

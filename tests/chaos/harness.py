@@ -25,10 +25,10 @@ import pytest
 import tomli_w
 
 from slipstream.broker.store.private_server import RedisServer
+from slipstream.deploy.launch.observer import fetch_account
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.deploy.launch.supervise import Supervisor
-from slipstream.deploy.terminal.observe import fetch_account
 from slipstream.wire.errors import PeerLostError
 from slipstream.wire.files.run_folder import ACCOUNT, BATCHES
 from slipstream.wire.files.trajectory_file import read_groups

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from slipstream.deploy.commands.dead_letters import dead_letters
-from slipstream.deploy.terminal.observe import ask_broker
+from slipstream.deploy.launch.observer import ask_broker
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.files.trajectory_file import read_groups

@@ -18,7 +18,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from slipstream.deploy.terminal.observe import run_of_folder, status_now
+from slipstream.deploy.launch.observer import status_now
+from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.status import RunStatus
 from tests.support.tiny_run import ROOT, TinyRun, assert_rewards_are_true, gated_reward, slipstream

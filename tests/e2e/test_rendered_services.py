@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from slipstream.deploy.terminal.observe import status_now
+from slipstream.deploy.launch.observer import status_now
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.files.checkpoints import newest_checkpoint
 from slipstream.wire.messages.status import RunStatus

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.examples.addition import SHIPPED_POLICY
-from slipstream.deploy.terminal.observe import status_now
+from slipstream.deploy.launch.observer import status_now
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.settings.sections import RunSection
