@@ -1,6 +1,7 @@
 """One import name that is ours alone, and light packages that stay light."""
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -40,6 +41,19 @@ def test_an_import_name_leads_to_this_checkout(name: str):
     code = f"import slipstream.{name} as package; print(package.__file__)"
     found = Path(printed("-P", "-c", code, cwd=Path("/")))
     assert found.resolve() == ROOT / name / "__init__.py"
+
+
+def test_a_checkout_without_its_links_is_named_with_the_way_out(tmp_path: Path):
+    folder = tmp_path / "slipstream"
+    folder.mkdir()
+    shutil.copy(ROOT / "src" / "slipstream" / "__init__.py", folder)
+    for name in PACKAGES:
+        (folder / name).write_text(f"../../{name}")  # as a zip has it
+    run = subprocess.run(
+        [sys.executable, "-c", "import slipstream"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert f"ImportError: {folder / 'algos'} is no folder" in run.stderr
+    assert "git config core.symlinks true" in run.stderr
 
 
 @pytest.mark.parametrize("name", PACKAGES)
