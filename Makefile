@@ -49,6 +49,7 @@ lint:  ## style, types and import rules; changes nothing
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m tests.commits
+	$(PY) -m tests.english
 #: Test
 unit:  ## hermetic tests, a minute; run before every commit
 	$(PYTEST) -n $(WORKERS) -m '$(HERMETIC)' $(HERMETIC_TESTS)
