@@ -36,7 +36,6 @@ COMMANDS = {
     "metrics": ("metrics", "figures of runs: newest values, or every step as CSV"),
     "show": ("show", "read the policy's answers"),
     "ledger": ("ledger", "where every prompt went, or the life of one"),
-    "versions": ("versions", "which weights each engine holds, and how the publishes went"),
     "trace": ("trace", "write the time line of a run for Perfetto or Chrome"),
     "dead-letters": ("dead_letters", "groups not answered or scored: list, show, retry, drop"),
     "export": ("export", "write a checkpoint as a Hugging Face folder"),

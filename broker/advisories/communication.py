@@ -31,7 +31,7 @@ def _engine_left_out(view: View) -> Finding | None:
     return Finding(
         f"{who} left out of {times[name]} of the last {len(records)} publishes "
         f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): {whose} weights are "
-        "old or not whole; slipstream versions shows since when; for slow engines raise "
+        "old or not whole; the page shows since when; for slow engines raise "
         "weightbus.timeout_s.",
         "weightbus.timeout_s",
         "error",

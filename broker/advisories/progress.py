@@ -39,8 +39,8 @@ def _work_not_granted(view: View) -> Finding | None:
     text = (
         f"Nothing has been under way for {duration(WINDOW_S)}, and {len(asking)} generators with "
         f"{runs} get no work: the learner, at step {view.status.steps}, has not taken over, or "
-        "its weights do not reach them; see the learner's log and slipstream versions, then resume "
-        "with slipstream run --resume auto (run.resume_from)."
+        "its weights do not reach them; see the learner's log and publishes on the page, then "
+        "resume with slipstream run --resume auto (run.resume_from)."
     )
     return Finding(text, "run.resume_from", "error")
 

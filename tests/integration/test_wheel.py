@@ -69,7 +69,6 @@ CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printe
     "slipstream metrics --csv": (2, NO_RUN),
     "slipstream show": (2, NO_RUN),
     "slipstream ledger": (2, NO_RUN),
-    "slipstream versions": (2, NO_RUN),
     "slipstream trace": (2, NO_RUN),
     "slipstream dead-letters list": (2, NO_RUN),
     "slipstream export": (2, NO_RUN),

@@ -87,7 +87,7 @@ def test_every_command_answers_help_with_an_example(
 def test_every_command_that_looks_at_a_run_takes_it_by_position_and_needs_none():
     looking = {
         *("dashboard", "dead-letters", "export", "ledger", "replay", "scale", "show", "status"),
-        *("top", "trace", "versions"),
+        *("top", "trace"),
     }
     for name in looking:
         positions = [one for one in arguments(commands()[name]) if not one.option_strings]
