@@ -71,6 +71,7 @@ def test_optimizer_settings_act(tmp_path: Path):
         "cosine": [*(0.5 + 0.5 * math.cos(math.pi * step / 6) for step in range(7)), 0.0],
         "inverse-square-root": [0.5, 1.0, *(step**-0.5 for step in (2, 3, 4, 5, 6)), 0.0],
         "WSD": [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0],
+        "WSD to a square root": [0.5, 1.0, 1.0, 1.0, 1.0, 1 - 0.5**0.5, 0.0, 0.0],
     }
     for schedule, rates in expected.items():
         assert report["rates"][schedule] == pytest.approx(rates), schedule

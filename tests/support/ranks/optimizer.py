@@ -1,4 +1,4 @@
-"""What the optimizer's settings do: one step per setting, and the learning rate of eight.
+"""What the optimizer's settings do: one step per setting, and the learning rate of nine.
 
 Usage: optimizer MODEL_FOLDER WORK_FOLDER
 Writes WORK_FOLDER/0.json.
@@ -20,6 +20,12 @@ SCHEDULES: dict[str, dict[str, object]] = {
     "cosine": {"lr_schedule": "cosine"},
     "inverse-square-root": {"lr_schedule": "inverse-square-root", "lr_warmup_steps": 1},
     "WSD": {"lr_schedule": "WSD", "lr_warmup_steps": 1, "wsd_decay_steps": 2},
+    "WSD to a square root": {
+        "lr_schedule": "WSD",
+        "lr_warmup_steps": 1,
+        "wsd_decay_steps": 2,
+        "wsd_decay": "minus_sqrt",
+    },
 }
 
 

@@ -86,6 +86,11 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right: int, k: int)
     assert pass_at_k(answers(*rewards), k, 1.0) == pytest.approx(share)
 
 
+def test_an_answer_is_right_from_a_reward_on():
+    of_half = pass_at_k(answers(0.5, 0.0), 1, correct_reward=0.5)
+    assert (of_half, pass_at_k(answers(0.5, 0.0), 1, correct_reward=1.0)) == (0.5, 0.0)
+
+
 def test_pass_counts_are_powers_of_two_and_the_number_itself():
     assert [pass_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 

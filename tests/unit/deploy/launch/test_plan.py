@@ -14,6 +14,7 @@ from slipstream.deploy.predict.memory.gpu import (
     generator_memory,
     kv_bytes_per_token,
     learner_memory,
+    static_share,
 )
 from slipstream.deploy.preflight.dry_run import print_dry_run
 from slipstream.wire.errors import ConfigError
@@ -146,6 +147,16 @@ def test_the_shipped_configs_fit_into_80_gib_by_the_estimate(name: str, tmp_path
     if config.deploy.share_gpus:
         both = learner + sum(part.num_bytes for part in generator_memory(hf, config)[:2]) / GIB
         assert both < 80
+
+
+def test_a_larger_gpu_has_more_cache_and_no_other_weights(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    hf = load_hf_config(tmp_path)
+    larger = config.with_settings("deploy", gpu_memory_gib=config.deploy.gpu_memory_gib + 10)
+    weights, cache, _ = zip(generator_memory(hf, config), generator_memory(hf, larger), strict=True)
+    assert weights[0].num_bytes == weights[1].num_bytes
+    share = static_share(config.generators.generators)
+    assert cache[1].num_bytes - cache[0].num_bytes == pytest.approx(share * 10 * 2**30)
 
 
 def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
