@@ -52,10 +52,11 @@ _REFUSED = """
 
 A folder without tokenizer.json is copied into `run.cache_dir` with one that transformers makes
 (extra `conversion`; weights are links): from sentencepiece's `tokenizer.model`, from `vocab.json`
-and `merges.txt`, or from a file of tiktoken's, whose splitting pattern is read from the code beside
-it (`pat_str`, as of Moonlight: literals, joined or named ones) and whose added tokens from
-`added_tokens_decoder` or added_tokens.json. That code is not run. What has other tokens than
-sentencepiece's own is refused, and so is a pattern that is not found (docs/adr/0060).
+and `merges.txt`, or from a file of tiktoken's. The last has the pattern that splits texts in code
+(`pat_str`, as of Moonlight). That code is not run: literals, names and `join` are read, and a
+pattern that is computed in another way is refused. The numbers of added tokens come from
+`added_tokens_decoder` or added_tokens.json. What has other tokens than sentencepiece's own is
+refused, too (docs/adr/0060).
 
 ## What is refused
 

@@ -156,6 +156,9 @@ def test_where_the_pattern_stands_does_not_matter(tmp_path: Path, name: str, cod
         'LETTER = "a"\nENCODING = dict(pat_str=LETTER + r"|" + "b")',
         'pat_str = "a|b"\nself.pat_str = re.compile(pat_str)\nEncoding(pat_str=pat_str)',
         'class Own:\n    pat_str = "|".join([r"a", r"b"])\n    f(pat_str=self.pat_str)',
+        'class Own:\n    pat_str: str\n    PARTS = ["a", "b"]\n    pat_str = "|".join(PARTS)',
+        'class Own:\n    pat_str = "a|b"\nEncoding("own", pat_str=Own.pat_str)',
+        'BAR = "|"\nreturn_value = dict(name="own", **{"pat_str": "a" + BAR + "b"})',
     ],
 )
 def test_a_pattern_of_literals_and_names_is_read(code: str):
@@ -172,6 +175,27 @@ def test_a_pattern_of_literals_and_names_is_read(code: str):
         'pat_str = "|".join(["a", other])',
         'pattern = "a|b"',
         "",
+        # Of all of these a part was taken.
+        'pat_str = "a"\npat_str = pat_str + "|b"',
+        'pat_str = "a"\npat_str += "|b"',
+        'PAT = "a"\nif MORE:\n    PAT += "|b"\nEncoding(pat_str=PAT)',
+        'pat_str = "a|c"\npat_str = pat_str.replace("c", "b")',
+        'pat_str = "a"\nif NEW:\n    pat_str = compute()',
+        'pat_str = "a"\npat_str, size = compute()',
+        'pat_str = "a"\nfor pat_str in patterns():\n    pass',
+        'pat_str = "a"\nwith patterns() as pat_str:\n    pass',
+        'pat_str = "a"\nfrom patterns import own as pat_str',
+        'parts = ["a"]\nparts.append("b")\npat_str = "|".join(parts)',
+        'parts = ["a"]\nmore(parts)\npat_str = "|".join(parts)',
+        'parts = ["a"]\nparts += ["b"]\npat_str = "|".join(parts)',
+        'class Old:\n    pat_str = "a"\nclass New:\n    pat_str = compute()',
+        'class O:\n    pat_str = "a"\n    def f(self, pat_str):\n        f(pat_str=pat_str)',
+        'class Own:\n    pat_str = "a"\nEncoding(pat_str=config.pat_str)',
+        'class A:\n    pat_str = "a"\nclass B(A):\n    def pat_str(self):\n        return own()',
+        'pat_str = "a"\nEncoding(**{"pat_str": pat_str.lower()})',
+        'pat_str = "a"\narguments["pat_str"] = compute()',
+        'f(pat_str="a")\nf(pat_str=compute())',
+        'pat_str = "a"\nif (pat_str := compute()):\n    pass',
     ],
 )
 def test_a_pattern_that_is_computed_or_one_of_several_is_none(code: str):

@@ -7,6 +7,7 @@ import ast
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ _LIBRARIES = {
 }
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of it: token and rank
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # of tokenizer_config.json
+_Named = dict[str, list[ast.expr | None]]  # values of names; None is one that is not understood
 _PROBES = (  # a conversion that goes wrong shows in one of them
     "The answer is 1234.56, isn't it?",
     "def f(x):\n    return x  +  1\t# ok",
@@ -160,41 +162,94 @@ def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
 def pattern_of(code: str) -> str:
     """Return the pattern that code hands over as ``pat_str``, or calls so; empty if none is plain.
 
+    A plain one is made of literals, names and joins, and has no other value anywhere in the code.
+
     Raises:
         SyntaxError: it is no Python.
     """
-    values: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(ast.parse(code)):
-        for name, value in _named(node):
-            values.setdefault(name, []).append(value)
-    pattern = _value(ast.Name("pat_str=" if "pat_str=" in values else "pat_str"), values)
+    nodes = list(ast.walk(ast.parse(code)))
+    reads = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
+    num_reads = Counter(getattr(one, "id", getattr(one, "attr", "")) for one in reads)
+    values = {id(target): value for one in nodes for target, value in _assigned(one)}
+    named: _Named = {}
+    for node in nodes:
+        if name := _bound(node):
+            value = values.get(id(node))
+            if isinstance(value, ast.List) and num_reads[name] > 1:
+                value = None  # it may grow before it is joined
+            named.setdefault(name, []).append(value)
+    pattern = _value_of("pat_str=" if "pat_str=" in named else "pat_str", named)
     return pattern if isinstance(pattern, str) else ""
 
 
-def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
-    """Return what a piece of code calls by a name; an argument's has ``=`` at its end."""
+def _assigned(node: ast.AST) -> list[tuple[ast.AST | None, ast.expr]]:
+    """Return what a piece of code gives a value, and the value."""
     match node:
-        case ast.Assign(targets=targets, value=value):
-            pass
-        case ast.AnnAssign(target=target, value=ast.expr() as value):
-            targets = [target]
-        case ast.keyword(arg=str(name), value=value):
-            return [(f"{name}=", value)]
-        case _:
-            return []
-    names = [ast.unparse(one).rpartition(".")[2] for one in targets]  # of self.NAME, NAME
-    return [(name, value) for name in names]
+        case ast.Assign(targets, value):
+            return [(target, value) for target in targets]
+        case ast.AnnAssign(target, _, value):
+            return [(target, value or target)]  # without a value it says nothing new
+        case ast.NamedExpr(target, value):
+            return [(target, value)]
+        case ast.keyword(value=value):
+            return [(node, value)]
+        case ast.Dict(keys, values):
+            return list(zip(keys, values, strict=True))
+    return []
 
 
-def _value(node: ast.expr, named: Mapping[str, list[ast.expr]]) -> str | tuple[str, ...] | None:
+def _bound(node: ast.AST) -> str:
+    """Return the name that a piece of code gives a meaning; an argument's has ``=`` at its end."""
+    match node:
+        case ast.Name(name, ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.arg(name) | ast.FunctionDef(name):
+            return name
+        case ast.alias(name, as_name):
+            return as_name or name
+        case ast.ClassDef(name):
+            return f"class {name}"
+        case ast.keyword(str(name)):
+            return f"{name}="
+        case ast.Constant("pat_str"):  # of a dictionary of arguments, or some such
+            return "pat_str="
+    return ""
+
+
+def _value_of(name: str, named: _Named) -> str | tuple[str, ...] | None:
+    """Return the one text, or texts, that a name means wherever it is given a value, if it does."""
+    others = {key: values for key, values in named.items() if key != name}
+    found = {_value(one, others) for one in named.get(name, ()) if not _is_same(one, name, named)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_same(node: ast.expr | None, name: str, named: _Named) -> bool:
+    """True if a value is that of the name itself, or that compiled."""
+    match node:
+        case ast.Call(ast.Attribute(ast.Name("re" | "regex"), "compile"), [compiled]):
+            return _is_same(compiled, name, named)
+    return node is not None and _own_name(node, named) == name
+
+
+def _own_name(node: ast.expr, named: _Named) -> str:
+    """Return the name of a variable, or of an attribute of a class here; empty for all else."""
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(ast.Name(owner), name) if (
+            owner in {"self", "cls"} or f"class {owner}" in named
+        ):
+            return name
+    return ""
+
+
+def _value(node: ast.expr | None, named: _Named) -> str | tuple[str, ...] | None:
     """Return the one text, or texts, that an expression of literals and names means, if it does."""
     match node:
         case ast.Constant(str(text)):
             return text
-        case ast.Name(name) | ast.Attribute(attr=name):
-            others = {key: values for key, values in named.items() if key != name}
-            found = {_value(one, others) for one in named.get(name, ())} - {None}
-            return found.pop() if len(found) == 1 else None
+        case ast.Name() | ast.Attribute():
+            return _value_of(_own_name(node, named), named)
         case ast.List(parts) | ast.Tuple(parts):
             return _texts(parts, named)
         case ast.BinOp(left, ast.Add(), right):
@@ -207,8 +262,6 @@ def _value(node: ast.expr, named: Mapping[str, list[ast.expr]]) -> str | tuple[s
     return None
 
 
-def _texts(
-    nodes: Sequence[ast.expr], named: Mapping[str, list[ast.expr]]
-) -> tuple[str, ...] | None:
+def _texts(nodes: Sequence[ast.expr], named: _Named) -> tuple[str, ...] | None:
     texts = [text for one in nodes if isinstance(text := _value(one, named), str)]
     return tuple(texts) if len(texts) == len(nodes) else None
