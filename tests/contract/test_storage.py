@@ -25,16 +25,23 @@ from tests.support.checkpoint_infos import saved_checkpoint
 from tests.support.hub_server import Commits, hub_server
 from tests.support.stores import BUCKET, s3_server
 
+INDEX = b'{"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}'
 MODEL = {
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
     "config.json": b"{}",
     "consolidated.safetensors": b"the same weights under names of Mistral's",
     "model.safetensors": b"w" * 100_000,
+    "model.safetensors.index.json": INDEX,  # of an earlier upload in parts
     "modeling.py": b"pass",
     "pytorch_model.bin": b"a pickle",
     "original/model.safetensors": b"not read",
 }
-SMALL = {"additional_chat_templates/tools.jinja", "config.json", "modeling.py"}
+SMALL = {
+    "additional_chat_templates/tools.jinja",
+    "config.json",
+    "model.safetensors.index.json",
+    "modeling.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +118,14 @@ def test_model_is_fetched_with_the_files_that_roles_read_alone(url: str, tmp_pat
 def test_model_of_the_hub_is_fetched_with_the_files_that_roles_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    index = b'{"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}'
-    parts = {"model.safetensors.index.json": index, "part-1.safetensors": b"1"}
-    first, second = "1" * 40, "2" * 40
-    commits: Commits = {first: MODEL, second: MODEL | parts | {"part-2.safetensors": b"2"}}
+    parts = {"model.safetensors.index.json": INDEX, "part-1.safetensors": b"1"}
+    first, second, third, fourth = (digit * 40 for digit in "1234")
+    commits: Commits = {
+        third: {"config.json": b"{}", "pytorch_model.bin": b"a pickle"},
+        fourth: {"config.json": b"{}", **parts},
+        first: MODEL,
+        second: MODEL | parts | {"part-2.safetensors": b"2"},
+    }
     commits[second].pop("model.safetensors")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -122,13 +133,23 @@ def test_model_of_the_hub_is_fetched_with_the_files_that_roles_read_alone(
     pinned = RunSection(model="org/tiny", contents={"org/tiny": first})
     with hub_server("org/tiny", commits, monkeypatch) as downloads:
         assert content_hash("org/tiny", "run.model", is_model=True) == second
-        assert set(downloads) == {*SMALL, "model.safetensors.index.json"}
+        assert set(downloads) == SMALL
         newest = model_folder(RunSection(model="org/tiny"), with_weights=True)
         assert set(contents(newest)) == {*SMALL, *parts, "part-2.safetensors"}
         assert set(contents(model_folder(pinned))) == SMALL
         whole = model_folder(pinned, with_weights=True)
         assert contents(whole) == {name: MODEL[name] for name in (*SMALL, "model.safetensors")}
         assert len(downloads) == len(set(downloads))
+        for commit, why in (
+            (third, r"org/tiny holds neither .* its weights are torch's"),
+            (
+                fourth,
+                r"org/tiny/model\.safetensors\.index\.json names 'part-2\.safetensors', which",
+            ),
+        ):
+            other = RunSection(model="org/tiny", contents={"org/tiny": commit})
+            with pytest.raises(ConfigError, match=rf"^{why}.*\(run\.model\)$"):
+                model_folder(other, with_weights=True)
     hub_model.cache_clear()
     assert model_folder(pinned, with_weights=True) == whole  # where the hub does not answer
     hub_model.cache_clear()

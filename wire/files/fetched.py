@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,10 +25,12 @@ from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.models.model_files import (
     COPIED_SUFFIXES,
     TEMPLATES,
-    WEIGHTS,
     WEIGHTS_INDEX,
     copied_files,
-    weight_files,
+    names_in,
+    refuse_no_config,
+    refuse_pointers,
+    weight_names,
 )
 from slipstream.wire.models.tokenizer_conversion import convert_tokenizer, written_otherwise
 from slipstream.wire.redaction import without_secrets
@@ -115,9 +117,16 @@ def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
     What the cache lacks is fetched. Where the hub cannot be asked, the cache is all there is.
 
     Raises:
-        ConfigError: neither has it.
+        ConfigError: neither has it, or what is there is no model's.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
+
+    def further(folder: Path, names: Collection[str], setting: str) -> list[str]:
+        refuse_no_config(names, fetch.url, setting)
+        templates = [f"{TEMPLATES}/*.jinja"]
+        if not with_weights:
+            return templates
+        return templates + weight_names(names, folder / WEIGHTS_INDEX, fetch.url, setting)
 
     reason = ""
     for is_offline in (False, True):
@@ -126,10 +135,16 @@ def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
             suffixes = [f"*{suffix}" for suffix in COPIED_SUFFIXES]
             commit = fetch.expected or None
             folder = Path(snapshot(revision=commit, allow_patterns=suffixes, ignore_patterns="*/*"))
-            others = [f"{TEMPLATES}/*.jinja"]
-            if with_weights:
-                others += _names_of_weights(folder, fetch.setting)
+            try:
+                others = further(folder, names_in(folder), f"{fetch.setting}, cached: {reason}")
+            except ConfigError:
+                if is_offline:
+                    raise
+                listed = HfApi().list_repo_files(fetch.url, revision=folder.name)
+                others = further(folder, listed, fetch.setting)
             return Path(snapshot(revision=folder.name, allow_patterns=others))
+        except ConfigError:
+            raise
         except Exception as error:  # noqa: BLE001 of its libraries, whatever they are
             reason = reason or without_secrets((str(error).splitlines() or [""])[0])
             _log.info("%s is not taken from the Hugging Face hub: %s", fetch.url, reason)
@@ -137,13 +152,6 @@ def hub_model(fetch: Fetch, *, with_weights: bool) -> Path:
         f"{fetch.url} is no folder here, and as a name of the Hugging Face hub it is neither in "
         f"its cache (HF_HOME) nor to be had: {reason} ({fetch.setting})"
     )
-
-
-def _names_of_weights(folder: Path, setting: str) -> list[str]:
-    """Return the names of the files that hold a model's weights; other files may hold them, too."""
-    if (folder / WEIGHTS_INDEX).is_file():
-        return [path.name for path in weight_files(folder, setting)]
-    return [WEIGHTS]
 
 
 def with_tokenizer(folder: Path, cache: Path, setting: str = "run.model") -> Path:
@@ -218,8 +226,12 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
                     small = [one for one in files if not one.name.endswith(_WEIGHTS)]
                     _download(folder, small, unfinished)
                     if is_model and with_weights:
-                        names = _names_of_weights(unfinished, fetch.setting)
+                        all_names = [one.name for one in folder.files()]
+                        index = unfinished / WEIGHTS_INDEX
+                        names = weight_names(all_names, index, fetch.url, fetch.setting)
                         _download(folder, [one for one in files if one.name in names], unfinished)
+                    if is_model:
+                        refuse_pointers(unfinished, fetch.url, fetch.setting)
                     if _listed(folder, is_model=is_model) != files:
                         raise StorageError(f"{fetch.url} changed while it was fetched")
         return copy
@@ -232,9 +244,8 @@ def _place(fetch: Fetch, content: str, *, with_weights: bool) -> Path:
 def _listed(folder: RemoteFolder, *, is_model: bool) -> list[RemoteFile]:
     files = folder.files()
     if is_model:
+        refuse_no_config({one.name for one in files}, folder.url, folder.setting)
         files = [one for one in files if _is_of_model(PurePosixPath(one.name))]
-        if "config.json" not in {one.name for one in files}:
-            raise ConfigError(f"no config.json in {folder.url} ({folder.setting})")
     elif [one.name for one in files] != [""]:
         raise ConfigError(f"{folder.url} is no file ({folder.setting})")
     return files

@@ -1,6 +1,6 @@
 """Files of a Hugging Face folder to read and copy: only those in it."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,18 +27,44 @@ def refuse_no_model(folder: Path, setting: str = "run.model") -> None:
     Raises:
         ConfigError: so it is; with the way to one.
     """
-    if not (folder / "config.json").is_file():
-        instead = _instead(folder) or (
+    refuse_no_config(names_in(folder), str(folder), setting)
+    refuse_pointers(folder, str(folder), setting)
+
+
+def refuse_no_config(names: Collection[str], place: str, setting: str) -> None:
+    """Refuse what is no model's folder: ``names`` are those of its files, ``place`` is where.
+
+    Raises:
+        ConfigError: so it is; with the way to one.
+    """
+    if "config.json" not in names:
+        instead = _instead(names) or (
             "a model is a folder on this host (hf download NAME --local-dir DIR makes one); "
             "run.model may also be the URL of one, or a name of the Hugging Face hub"
         )
-        raise ConfigError(f"no config.json in {folder}: {instead} ({setting})")
+        raise ConfigError(f"no config.json in {place}: {instead} ({setting})")
+
+
+def refuse_pointers(folder: Path, place: str, setting: str) -> None:
+    """Refuse a folder with pointers of Git LFS; ``place`` is where its files come from.
+
+    Raises:
+        ConfigError: it has one; with the way to the file.
+    """
     for path in sorted(folder.iterdir()):
         if path.suffix in (*COPIED_SUFFIXES, _WEIGHTS_SUFFIX) and _is_pointer(path):
             raise ConfigError(
-                f"{path} is a pointer of Git LFS, not the file itself: git lfs pull in {folder}, "
-                f"or hf download NAME --local-dir DIR ({setting})"
+                f"{place}/{path.name} is a pointer of Git LFS, not the file itself: git lfs pull "
+                "in the repository that it is from, or hf download NAME --local-dir DIR "
+                f"({setting})"
             )
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of what a folder holds; one that is not there holds nothing."""
+    if not folder.is_dir():
+        return set()
+    return {path.name for path in folder.iterdir() if path.exists()}
 
 
 def _is_pointer(path: Path) -> bool:
@@ -47,9 +73,9 @@ def _is_pointer(path: Path) -> bool:
     return path.read_bytes().startswith(_POINTER)
 
 
-def _instead(folder: Path) -> str:
+def _instead(names: Collection[str]) -> str:
     """Return what a folder without a model holds instead, and what to do with it."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    names = {name.partition("/")[0] for name in names}  # not of what lies below it
     suffixes = {PurePath(name).suffix for name in names}
     if "adapter_config.json" in names:
         return (
@@ -70,29 +96,45 @@ def _instead(folder: Path) -> str:
 def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
     """Return the files with the weights of a folder, which a setting names.
 
-    One, or the files that its index names.
+    Raises:
+        ConfigError: there are none, or the index is none or names a file that is not beside it.
+    """
+    names = weight_names(names_in(folder), folder / WEIGHTS_INDEX, str(folder), setting)
+    return [folder / name for name in names]
+
+
+def weight_names(
+    listed: Collection[str], index: Path, place: str, setting: str = "run.model"
+) -> list[str]:
+    """Return the names of the files with a model's weights: one, or those that its index names.
+
+    Args:
+        listed: names of all its files, wherever they are.
+        index: file with the index, if that is listed.
+        place: where they are, for errors.
+        setting: that names them.
 
     Raises:
-        ConfigError: there are none, or the index is none or names a file elsewhere.
+        ConfigError: there are none, or the index is none or names a file that is not listed.
     """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    index = folder / WEIGHTS_INDEX
-    if not index.is_file():
-        instead = f": {what}" if (what := _instead(folder)) else ""
+    if WEIGHTS in listed:
+        return [WEIGHTS]
+    if WEIGHTS_INDEX not in listed:
+        instead = f": {what}" if (what := _instead(listed)) else ""
         raise ConfigError(
-            f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}{instead} ({setting})"
+            f"{place} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}{instead} ({setting})"
         )
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
     except UNREADABLE as error:
-        raise ConfigError(f"{index}: {error} ({setting})") from error
+        raise ConfigError(f"{place}/{WEIGHTS_INDEX}: {error} ({setting})") from error
     for name in sorted(names):
-        if PurePath(name).name != name or name in {"", ".."} or "\0" in name:
+        if name not in listed or PurePath(name).name != name:
             raise ConfigError(
-                f"{index} names {name!r:.200}, which is no file beside it ({setting})"
+                f"{place}/{WEIGHTS_INDEX} names {name!r:.200}, which is no file beside it: fetch "
+                f"or save the whole folder again ({setting})"
             )
-    return [folder / name for name in sorted(names)]
+    return sorted(names)
 
 
 def copied_files(folder: Path) -> list[Path]:

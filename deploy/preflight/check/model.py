@@ -24,13 +24,7 @@ def observe_model(folder: Path, hf: HfConfig) -> tuple[list[Fact], dict[str, str
     except ConfigError as error:
         facts.append(fail("tokenizer", str(error), _SETTING))
     try:
-        missing = [path.name for path in weight_files(folder) if not path.is_file()]
-    except ConfigError as error:
-        return [*facts, fail("model", str(error), _SETTING)], digests
-    if missing:
-        what = f"{folder} lacks {', '.join(missing)}, which its index names"
-        return [*facts, fail("model", what, _SETTING)], digests
-    try:
+        weight_files(folder)
         check_weight_files(folder)
         with HfTensors(folder) as tensors:
             tensors.refuse_others(hf)

@@ -141,6 +141,53 @@ def test_run_section_fetches_a_model_by_url_for_its_checks_without_weights(tmp_p
     assert sorted(path.name for path in whole.iterdir()) == ["config.json", "model.safetensors"]
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"params.json": ""}, r"no config\.json in URL: .*hf download NAME"),
+        ({"adapter_config.json": "{}"}, r"no config\.json in URL: .* by lora\.adapter"),
+        ({"model-q4_k_m.gguf": ""}, r"no config\.json in URL: .*that they were made from"),
+        ({"config.json": "{}", "model.gguf": ""}, r"URL holds neither .*were made from"),
+        ({"config.json": "{}", "pytorch_model.bin": ""}, r"URL holds neither .*save_pretrained's"),
+        ({"config.json": "{}", "original/a.pth": ""}, r"URL holds neither \S+ nor \S+"),
+        (
+            {"config.json": "{}", "model-00001-of-00002.safetensors": ""},
+            r"URL holds neither .*weights under other names are not read: fetch",
+        ),
+        ({"config.json": "{}", INDEX: "[]"}, rf"URL/{INDEX}: "),
+        (
+            {"config.json": "{}", INDEX: '{"weight_map": {"a": "a.safetensors"}}'},
+            rf"URL/{INDEX} names 'a\.safetensors', which is no file beside it: fetch",
+        ),
+        (
+            {"config.json": "{}", "model.safetensors": POINTER},
+            r"URL/model\.safetensors is a pointer",
+        ),
+        (
+            {"config.json": "{}", "tokenizer.json": POINTER, "model.safetensors": ""},
+            r"URL/tokenizer\.json is a pointer of Git LFS.*hf download NAME --local-dir DIR",
+        ),
+    ],
+)
+def test_a_url_of_no_model_is_refused_with_the_way_to_one(
+    tmp_path: Path, files: dict[str, str], why: str
+):
+    """Some were taken without their weights, and others refused without the way out."""
+    url, cache = f"file://{tmp_path}/there", tmp_path / "cache"
+    for name, text in files.items():
+        path = tmp_path / "there" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    run = RunSection(model=url, cache_dir=str(cache))
+    with pytest.raises(ConfigError, match=rf"^{why.replace('URL', url)}.* \(run\.model\)$"):
+        model_folder(run, with_weights=True)
+    assert not cache.exists() or copies(cache) == []
+
+
 def test_default_cache_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/large/disk")
     assert default_cache() == Path("/large/disk/slipstream")
@@ -236,6 +283,20 @@ def test_a_model_that_is_nowhere_is_refused(hub: Path, contents: dict[str, str])
     why = r"org/tiny is no folder here, and .* neither in its cache .*HF_HUB_OFFLINE.*run\.model"
     with pytest.raises(ConfigError, match=why):
         model_folder(RunSection(model="org/tiny", contents=contents))
+
+
+def test_what_the_cache_has_of_a_model_is_named(hub: Path):
+    """A broken index was said to be a model that is nowhere."""
+    snapshot = cached(hub, "org/tiny", COMMIT)
+    (snapshot / "model.safetensors").unlink()
+    run = RunSection(model="org/tiny")
+    assert model_folder(run) == snapshot
+    why = r"^org/tiny holds neither .* \(run\.model, cached: .*offline"
+    with pytest.raises(ConfigError, match=why):
+        model_folder(run, with_weights=True)
+    (snapshot / INDEX).write_text("[]")
+    with pytest.raises(ConfigError, match=rf"^org/tiny/{INDEX}: .* \(run\.model, cached: "):
+        model_folder(run, with_weights=True)
 
 
 def test_a_policy_beside_the_trained_one_may_be_a_model_of_the_hub(hub: Path):

@@ -27,6 +27,10 @@ def index(folder: Path, *names: str) -> None:
 
 def test_weights_are_one_file_or_those_of_the_index(tmp_path: Path):
     index(tmp_path, "b.safetensors", "a.safetensors", "b.safetensors")
+    (tmp_path / "a.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"names 'b\.safetensors', which is no file beside it"):
+        weight_files(tmp_path)
+    (tmp_path / "b.safetensors").touch()
     assert weight_files(tmp_path) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     (tmp_path / "model.safetensors").touch()
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
@@ -37,7 +41,10 @@ def test_weights_are_one_file_or_those_of_the_index(tmp_path: Path):
 )
 def test_an_index_names_files_beside_it(tmp_path: Path, name: str):
     index(tmp_path, "a.safetensors", name)
-    with pytest.raises(ConfigError, match=r"index\.json names .*no file beside it \(run\.model\)"):
+    (tmp_path / "a.safetensors").touch()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c").touch()
+    with pytest.raises(ConfigError, match=r"index\.json names .*no file beside it.*\(run\.model\)"):
         weight_files(tmp_path)
 
 
@@ -95,7 +102,7 @@ def test_a_pointer_of_git_lfs_is_no_file(tmp_path: Path, name: str):
     refuse_no_model(folder)
     (folder / name).write_text(pointer)
     with pytest.raises(
-        ConfigError, match=rf"{name} is a pointer of Git LFS.* git lfs pull in .*/m"
+        ConfigError, match=rf"/m/{name} is a pointer of Git LFS.* git lfs pull in the repos"
     ):
         model_folder(RunSection(model=str(folder)))
 
