@@ -156,7 +156,9 @@ def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]
         ),
         "algo.kl.reference and algo.kl.renew_every have no effect without a reference policy "
         '(algo.kl.to = "behavior")': (
-            not choice.needs_reference and bool({"reference", "renew_every"} & set(section.kl))
+            choice.has_kl
+            and not choice.needs_reference
+            and bool({"reference", "renew_every"} & set(section.kl))
         ),
         "algo.teacher has no effect as long as algo.teacher.coefficient is 0": (
             bool(section.teacher)

@@ -180,15 +180,22 @@ def with_contents(config: RunConfig) -> RunConfig:
     """Return the run with the hash of what each URL or name of the hub names, the same for all.
 
     Raises:
-        ConfigError: one cannot be listed.
+        ConfigError: one cannot be listed, or [algo], by which models are used, is wrong.
     """
     run, data, evaluation = config.run, config.broker.data, config.broker.eval
     files = {"data.file": data.file, "eval.file": evaluation.file}
     for setting, tables in (("data.sources", data.sources), ("eval.sets", evaluation.sets)):
         files |= {f"{setting}.{name}.file": table.file for name, table in tables.items()}
-    algo = config.learner.algo
-    models = {"run.model": run.model, "algo.kl.reference": str(algo.kl.get("reference", ""))}
-    models["algo.teacher.model"] = str(algo.teacher.get("model", ""))
+    algo, models = config.learner.algo, {"run.model": run.model}
+    beside = (algo.kl.get("reference", ""), algo.teacher.get("model", ""))
+    if any(is_fetched(str(name)) for name in beside):
+        from slipstream.learner.training.algorithm import algorithm_of  # torch
+
+        choice = algorithm_of(config.learner).choice
+        if choice.needs_reference:
+            models["algo.kl.reference"] = choice.kl.reference
+        if choice.has_teacher:
+            models["algo.teacher.model"] = choice.teacher.model
     contents = dict(run.contents)
     for setting, url in {**models, **files}.items():
         is_model = setting in models

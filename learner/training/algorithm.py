@@ -87,7 +87,8 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
     if choice.has_teacher and not teacher.model and not teacher.endpoint:
         raise ConfigError(
             "algo.teacher.coefficient > 0 needs a teacher: algo.teacher.model (a Hugging Face "
-            "folder) or algo.teacher.endpoint (URL of an SGLang server)"
+            "folder, its URL or its name on the Hugging Face hub) or algo.teacher.endpoint (URL of "
+            "an SGLang server)"
         )
     if choice.has_teacher and teacher.endpoint and sampling.temperature != 1.0:
         raise ConfigError(

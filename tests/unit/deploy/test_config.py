@@ -131,13 +131,24 @@ def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
 
 def test_every_url_of_a_run_is_held_to_the_content_of_its_start(table: Table, tmp_path: Path):
     url = f"file://{tmp_path}/model"
-    algo = {"kl": {"reference": url}, "teacher": {"model": f"{url}/"}}
+    algo = {
+        "kl": {"coefficient": 0.1, "reference": url},
+        "teacher": {"coefficient": 1.0, "model": f"{url}/"},
+    }
     (tmp_path / "train.jsonl").write_text("{}")
     file = f"file://{tmp_path}/train.jsonl"
     run = run_config(changed({**table, "algo": algo}, "data", file=file))
     assert with_contents(run).run.contents == {
         name: content_hash(name, "test", is_model=name != file) for name in (url, f"{url}/", file)
     }
+
+
+def test_a_model_beside_the_policy_that_is_not_used_is_not_asked_for(table: Table):
+    algo = {
+        "kl": {"coefficient": 0.0, "reference": "org/gone"},
+        "teacher": {"coefficient": 0.0, "model": "file:///gone"},
+    }
+    assert with_contents(run_config({**table, "algo": algo})).run.contents == {}
 
 
 def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):

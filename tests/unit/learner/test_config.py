@@ -5,6 +5,7 @@ import pytest
 from slipstream.learner.config import learner_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
+from tests.support.blank_model import write_blank_model
 
 
 @pytest.fixture
@@ -22,6 +23,17 @@ def test_decay_ends_with_the_run_by_default(run: Table):
     assert learner_settings({"run": run}).lr_decay_steps == 20
     learner = {"lr_schedule": "cosine", "lr_decay_steps": 50}
     assert learner_settings({"run": run, "learner": learner}).lr_decay_steps == 50
+
+
+def test_whether_the_reference_is_the_policy_is_told_without_its_weights(tmp_path: Path):
+    write_blank_model(tmp_path / "model", hidden=16, layers=1)
+    url, cache = f"file://{tmp_path}/model", tmp_path / "cache"
+    run = {"model": url, "cache_dir": str(cache)}
+    settings = learner_settings({"run": run, "lora": {"rank": 2}})
+    (config,) = (path for path in cache.iterdir() if path.is_dir())
+    assert [settings.base_is(name) for name in ("", url, str(config))] == [True] * 3
+    assert not settings.base_is(str(tmp_path / "model"))
+    assert [path for path in cache.iterdir() if path.is_dir()] == [config]
 
 
 def test_settings_of_the_optimizer_that_cannot_be_are_refused(run: Table):

@@ -63,7 +63,8 @@ def test_the_routing_before_the_first_of_several_updates_needs_several(model: st
 
 
 def test_missing_teacher_is_refused(model: str):
-    with pytest.raises(ConfigError, match=r"needs a teacher: algo\.teacher\.model"):
+    why = r"needs a teacher: algo\.teacher\.model \(a Hugging Face folder, its URL or its name on"
+    with pytest.raises(ConfigError, match=why):
         algorithm(model, algo={"teacher": {"coefficient": 1.0}})
 
 
