@@ -171,7 +171,11 @@ def algorithms(reference: Path) -> dict[str, dict[str, object]]:
             "entropy_bonus": 0.01,
             "data": {"zero_variance": "mask"},
         },
-        "group": {"preset": "grpo", "whiten": "group", "kl": penalty},
+        "group": {
+            "preset": "grpo",
+            "whiten": "group",
+            "kl": {**penalty, "reference": f"file://{reference}"},
+        },
         "taught": {
             "preset": "distill",
             "advantage": "grpo",
