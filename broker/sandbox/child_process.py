@@ -231,10 +231,18 @@ class ChildProcess(asyncio.Protocol):
         return next(iter(children.get(self._process.pid, ())), None)
 
     async def end(self, *, in_order: bool = False) -> None:
-        """Kill it with all that it has started; return when nothing is left.
+        """Kill it with all that it has started; return when nothing is left, even if cancelled.
 
         With ``in_order`` its functions may first release their resources; not for long.
         """
+        ending = asyncio.ensure_future(self._end(in_order=in_order))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
+
+    async def _end(self, *, in_order: bool) -> None:
         self._ending = True
         process = self._process
         if process is None:

@@ -12,15 +12,17 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.broker.config import RewardSection, RewardTable
+from slipstream.broker.reward_worker import slot as slot_module
 from slipstream.broker.reward_worker.child import Link, Runner
 from slipstream.broker.reward_worker.choice import RewardChoice
 from slipstream.broker.reward_worker.messages import Answered, Call, Load, from_child, to_child
 from slipstream.broker.reward_worker.queue import request_of
-from slipstream.broker.reward_worker.slot import how_it_ended
+from slipstream.broker.reward_worker.slot import Slot, how_it_ended
 from slipstream.broker.rewards.loading import load_function
 from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
 from slipstream.broker.rewards.sdk import Takes
 from slipstream.broker.sandbox import child_process
+from slipstream.broker.sandbox.child_process import ChildProcess
 from slipstream.broker.sandbox.frames import Unframer, frame_of
 from slipstream.broker.sandbox.output import OutputLog
 from slipstream.broker.sandbox.process_table import (
@@ -273,3 +275,34 @@ def test_exit_code_is_described_in_words():
 def test_descendants_of_foreign_roots_are_refused(root: int):
     with pytest.raises(ValueError, match="no descendants that are ours"):
         descendants(root, {0: [1], 1: [os.getpid()]})
+
+
+class UnstartableChild(ChildProcess):
+    """A child that does not start, and whose end takes a while."""
+
+    is_ending, may_end, has_ended = asyncio.Event(), asyncio.Event(), False
+
+    async def start(self, **_: object) -> None:
+        raise OSError("no process")
+
+    async def _end(self, *, in_order: bool) -> None:
+        self.is_ending.set()
+        await self.may_end.wait()
+        type(self).has_ended = True
+
+
+async def test_a_child_that_failed_to_start_is_ended_though_the_pool_closes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(slot_module, "ChildProcess", UnstartableChild)
+    slot = Slot(0, RewardSection(), lambda *_: None, lambda *_: None)
+    load = Load(rewards=(), offered={}, timeout_s=1.0)
+    starting = asyncio.create_task(slot.start(load, hide=(), environment={}))
+    async with asyncio.timeout(HANG_S):
+        await UnstartableChild.is_ending.wait()
+        starting.cancel()
+        await asyncio.sleep(0)
+        UnstartableChild.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert UnstartableChild.has_ended
