@@ -39,11 +39,25 @@ _BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
 _PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")
 _STARS = re.compile(r"\*{2,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
-_TEXT_ALONE = re.compile(r"^\s*\\text[a-z]*\s*\{([^{}]*)\}\s*$")
-_TEXT_OR_SIGN = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{[^{}]*\}|\\[^a-zA-Z]")
+_TEXT = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
+_SIGN = re.compile(r"\\[^a-zA-Z]")
 _WORD = re.compile(r"[^\W\d_]{3,}")
-_NUMBER = re.compile(r"\d(?:[\d.,]*\d)?(?:\s*/\s*\d+)?")
-_NO_WORDS = re.compile(r"[+*^_<>\\]|\d[A-Za-z](?![A-Za-z])|\b[A-Za-z]\s*-")  # a formula
+_NUMBER = r"[-\N{MINUS SIGN}]?\.?\d(?:[\d.,]*\d)?(?:\s*/\s*\d+)?"
+_FORMULA = re.compile(r"[+*^_<>\\!({\[]|\d[A-Za-z](?![A-Za-z])|\b[A-Za-z]\s*-")
+_NUMBER_IN_WORDS = re.compile(
+    r"(?:.*(?:\b(?:is|are|was|were|be|has|have|had|gets?|got|needs?|makes?|made|takes?|took|costs?"
+    r"|pays?|paid|spends?|spent|earns?|earned|sells?|sold|buys?|bought|equals?|about|approximately"
+    rf"|exactly|only)|[=:]))?[\s$\N{{EURO SIGN}}\N{{POUND SIGN}}]*({_NUMBER})\D*",
+    re.DOTALL | re.IGNORECASE,
+)
+_OTHER_NUMBER = re.compile(  # "half of it is 5", "5 million"
+    r"\b(?:not?|never|at|if|except|than|minus|plus|negative|half|halves|twice|double|squared|cubed"
+    r"|(?:square|cube) of|roots?|powers?|factorial|mod|pi|times\s+\w+|dozens?"
+    r"|(?:hundred|thousand|[mbt]r?illion)(?:th)?s?|(?:four|fif|six|seven|eigh|nin|ten)ths?|thirds?"
+    r"|quarters?|zero|two|three|four|five|six|seven|eight|nine|ten)\b|n['\u2019]t\b"
+    r"|\d.*(?:\b(?:and|or|below|above|under|over|less|fewer|short)\b|\s[-\N{MINUS SIGN}]\s)",
+    re.DOTALL | re.IGNORECASE,
+)
 _DELIMITED = re.compile(r"(?<!\\)(?:\$.*(?<!\\)\$|\\boxed\s*\{|\\\(|\\\[)", re.DOTALL)
 _TRUTH_S = 5.0  # CPU seconds to read a ground truth
 _MAX_EXPONENT_DIGITS = 4
@@ -70,7 +84,9 @@ def read_truths(prompt: Prompt) -> list[list[Any]]:
     except (_TooLong, RecursionError) as error:
         raise ValueError(f"ground_truth cannot be evaluated: {truth!r:.200}") from error
     if not truths or not all(truths):
-        raise ValueError(f"ground_truth holds no mathematics: {truth!r:.200}")
+        raise ValueError(
+            f"ground_truth holds no mathematics, or a number in other words: {truth!r:.200}"
+        )
     return [reading for readings in truths for reading in readings]
 
 
@@ -121,13 +137,18 @@ def score(
 
 
 def _readings(marked: str) -> list[list[Any]]:
-    """Return what a marked answer or a truth may mean: mathematics, or the number in some words."""
-    found = [_marked_value(marked)]
-    words = _TEXT_OR_SIGN.sub(" ", _TEXT_ALONE.sub(r"\1", marked))
-    numbers = _NUMBER.findall(marked)
-    if len(numbers) == 1 and _WORD.search(words) and not _NO_WORDS.search(words):
-        found.append(_parse(words))
-    return found
+    """Return what a marked answer or a truth may mean: mathematics, or the number in some words.
+
+    That is nothing where the words may make another number of it.
+    """
+    words = _SIGN.sub(" ", _TEXT.sub(r" \1 ", marked))
+    is_text = _WORD.search(words) and not _FORMULA.search(words)
+    if not is_text or len(re.findall(_NUMBER, words)) != 1:
+        return [_marked_value(marked)]
+    number = _NUMBER_IN_WORDS.fullmatch(words)
+    if number is None or _OTHER_NUMBER.search(words):
+        return []
+    return [_marked_value(marked), _parse(number[1])]
 
 
 def _marked_value(marked: str) -> list[Any]:

@@ -387,7 +387,6 @@ def test_mathematics_is_compared_by_value():
         (r"\boxed{13}", "12 dollars", 0.0),
         (r"\boxed{12}", r"\text{12 dollars}", 1.0),
         (r"\boxed{\textbf{about 12 dollars}}", "12", 1.0),
-        (r"\boxed{3}", r"3\text{ apples and }x", 0.0),
         ("<answer>7</answer>", "7 people", 1.0),
         ("The answer is 7.", "She has 7 apples.", 1.0),
         ("12000", "12,000 people", 1.0),
@@ -405,8 +404,59 @@ def test_mathematics_is_compared_by_value():
         (r"\boxed{2\sqrt{x} apples}", 2, 0.0),
         (r"\boxed{5}", r"\log 5 apples", 0.0),
         (r"\boxed{2}", "2x dollars", 0.0),
+        ("<answer>John has 72 apples left</answer>", 72, 1.0),
+        (r"\boxed{-5}", "-5 degrees", 1.0),
+        (r"\boxed{5}", "-5 degrees", 0.0),
+        (r"\boxed{.5}", "It is about .5 cups.", 1.0),
+        (r"\boxed{72}", r"72\text{ square feet}", 1.0),
+        (r"\boxed{720}", "6! ways", 1.0),
+        (r"\boxed{6}", "6! ways", 0.0),
+        (r"\boxed{(5, \infty)}", "(5, infinity)", 1.0),
     ]:
         assert math_answer.score(transcript(answer, truth), limit_s=HANG_S)["score"] == score
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "negative 5",
+        "minus 5 degrees",
+        "5 below zero",
+        "5 million",
+        "5 million dollars",
+        r"5\text{ million}",
+        r"5\text{ dozen}",
+        "5 dozen",
+        "5 hundred",
+        "5 thirds of a cup",
+        "5 and a half",
+        "5 squared",
+        "5 times the radius",
+        "5 - x apples",
+        "square root of 5",
+        "half of 5",
+        "half of it is 5",
+        "pi over 5",
+        "5 over pi",
+        "all real numbers except 5",
+        r"\text{all real numbers except } 5",
+        "undefined at x = 5",
+        "x is greater than 5",
+        "at most 5",
+        "5 at least",
+        "5 or more",
+        "not 5",
+        "it isn't exactly 5",
+        "she doesn't have 5",
+        r"5\text{ apples and }x",
+        "Team 5",
+    ],
+)
+def test_words_that_may_make_another_number_are_no_number(words: str):
+    found = math_answer.score(transcript(f"<answer>{words}</answer>", 5), limit_s=HANG_S)
+    assert found["score"] == found["parsed"] == 0.0
+    with pytest.raises(ValueError, match="ground_truth holds no mathematics, or a number in other"):
+        math_answer.score(transcript(r"\boxed{5}", words))
 
 
 def test_truths_are_read_as_math_verify_reads_them():
