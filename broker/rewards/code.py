@@ -226,6 +226,8 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
         if isinstance(output, str):
             with contextlib.suppress(ValueError):
                 results[-1] = json.loads(output, parse_int=_integer)
+    if _holds(results, lambda value: value != value):
+        raise ValueError(f"ground_truth: an output is missing, or NaN: {_shortened(truth)}")
     calls = zip(map(_arguments, inputs), results, strict=True)
     return Tests(function=str(function), calls=tuple(calls))
 
@@ -248,15 +250,17 @@ def _arguments(item: Any) -> list[Json]:  # noqa: ANN401
             item = [json.loads(line, parse_int=_integer) for line in lines]
         except ValueError as error:
             raise ValueError(f"ground_truth: expected JSON in inputs: {error}") from error
-    if _has_long_integer(item):
+    if _holds(item, lambda value: isinstance(value, Decimal)):
         raise ValueError(f"ground_truth: an argument has more than {_MOST_DIGITS:,} digits")
     return item if isinstance(item, list) else [item]
 
 
-def _has_long_integer(value: Any) -> bool:  # noqa: ANN401
+def _holds(value: Any, what: Callable[[Any], bool]) -> bool:  # noqa: ANN401
+    """Return whether a value of JSON, or one inside it, is such."""
     if isinstance(value, list | dict):
-        return any(map(_has_long_integer, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Decimal)
+        inner = value.values() if isinstance(value, dict) else value
+        return any(_holds(one, what) for one in inner)
+    return what(value)
 
 
 def _shortened(value: object) -> str:

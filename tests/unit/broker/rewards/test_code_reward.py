@@ -124,6 +124,13 @@ def test_a_function_may_return_nothing():
     assert parse_tests(truth).calls == (([1], None), ([2], 3))
 
 
+@pytest.mark.parametrize("missing", [NAN, "NaN", [[2.0, NAN]], {"mean": NAN}])
+def test_a_result_that_no_function_can_return_is_refused(missing: Json):
+    truth: Json = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [1.0, missing]}
+    with pytest.raises(ValueError, match="ground_truth: an output is missing, or NaN"):
+        parse_tests(truth)
+
+
 def test_test_cases_are_read_in_all_their_shapes():
     assert parse_tests(SUMS) == parse_tests(json.dumps(SUMS))
     assert parse_tests(SUMS).inputs == (b"1 2\n", b"3 4\n")
