@@ -186,7 +186,10 @@ def _offered(tree: ast.Module) -> tuple[set[str], set[str]]:
     nodes: list[ast.AST] = [*tree.body]
     for node in nodes:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda()):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda())
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Lambda())
+            ):
                 defined.add(name)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 (bound if _is_stub(node) else defined).add(node.name)
