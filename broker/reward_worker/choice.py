@@ -62,7 +62,7 @@ def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]
     """Have the reward of each row read it, where it declares how; return what was unreadable.
 
     Raises:
-        ConfigError: a reward cannot be loaded here.
+        ConfigError: a reward cannot be loaded here; ``is_missing`` tells why.
     """
     choice = RewardChoice(reward)
     readers: dict[int, Reader | None] = {}
@@ -80,3 +80,8 @@ def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]
         except Exception as error:  # noqa: BLE001 a reader may be anyone's
             readings[place].unread.append((prompt, failure(error).unavailable))
     return [reading for reading in readings if reading.unread]
+
+
+def is_missing(error: BaseException | None) -> bool:
+    """True if a reward was not loaded because this machine lacks a module, or it is misspelled."""
+    return error is not None and (isinstance(error, ImportError) or is_missing(error.__cause__))

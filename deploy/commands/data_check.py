@@ -26,7 +26,7 @@ from slipstream.broker.data.sources import (
     local_eval,
     training_sources,
 )
-from slipstream.broker.reward_worker.choice import Reading, read_rows
+from slipstream.broker.reward_worker.choice import Reading, is_missing, read_rows
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.preflight.check.trial import gives_all_rewards, odd_shapes
 from slipstream.deploy.terminal.console import make_console
@@ -102,7 +102,7 @@ def data_check(words: Sequence[str], config: Path | None, model: str | None) -> 
     ``words`` are section.key=value settings and at most one file.
 
     Raises:
-        ConfigError: a file or setting that cannot be read at all.
+        ConfigError: a file or setting that cannot be read at all, or that a reward refuses.
     """
     overrides = [word for word in words if "=" in word]
     files = [Path(word) for word in words if "=" not in word]
@@ -194,6 +194,8 @@ def _read(report: SourceReport, reward: RewardSection) -> None:
     try:
         report.unread = read_rows(reward, rows)
     except ConfigError as error:
+        if not is_missing(error):
+            raise
         report.remarks.append(f"no reward has read its rows: {error}")
 
 

@@ -15,7 +15,7 @@ from slipstream.broker.config import RewardSection, private_paths
 from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.data.rows import odd_shape
 from slipstream.broker.data.sources import load_source, local_data, training_sources
-from slipstream.broker.reward_worker.choice import read_rows
+from slipstream.broker.reward_worker.choice import is_missing, read_rows
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.host_program import PROGRESS
@@ -70,7 +70,8 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
     try:
         readings = read_rows(reward, _counted(prompts))
     except ConfigError as error:  # a worker elsewhere may have what is missing here
-        return [warn("data", f"no reward has read its rows here: {error}", "reward.function")]
+        outcome = warn if is_missing(error) else fail
+        return [outcome("data", f"no reward has read its rows here: {error}", "reward.function")]
     return [
         (fail if len(one.unread) == one.num_rows and not environment.is_named else warn)(
             "data", one.found, "reward.function"

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,24 +141,30 @@ def test_every_row_is_read_by_the_reward_of_its_data_source(
     shown = capsys.readouterr().out
     assert "1 of 2 rows: no ground truth that code:score reads, row 1: raised ValueError" in shown
     assert "1 of 2 rows: no ground truth that numeric:score reads, row 3: raised" in shown
-    assert data_check([file, "reward.function=slipstream.broker.rewards.no:score"], None, None) == 0
-    assert "note: no reward has read its rows: cannot load" in capsys.readouterr().out
+    missing = "slipstream.broker.rewards.no:score"
+    part = f"reward.options.parts.a.function={missing}"
+    weighted = "reward.function=slipstream.broker.rewards.weighted:Weighted"
+    for words in ([f"reward.function={missing}"], [weighted, part]):
+        assert data_check([file, *words], None, None) == 0
+        shown = capsys.readouterr().out
+        assert "note: no reward has read its rows: " in shown
+        assert f"{missing!r}: ModuleNotFoundError" in shown
 
 
-def test_a_reward_with_wrong_options_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_reward_with_wrong_options_is_refused(tmp_path: Path):
     file = write(tmp_path / "a.jsonl", {"prompt": "1", **TRUE})
     for function, options, why in [
+        ("math_answer:score", "{limit = 3}", "reward.options.limit: slipstream.broker.rewards."),
         ("code:score", "{exakt = true}", "reward.options.exakt: slipstream.broker.rewards.code:"),
         ("weighted:Weighted", "{}", "cannot be made with reward.options = {}: TypeError: "),
         ("weighted:Weighted", "{parts = {a = {weight = 'x'}}}", "reward.options.parts.a: "),
         ("judge:LlmJudge", "{template = 3}", "cannot be made with reward.options = "),
+        ("numeric:scor", "{}", "cannot load reward.function "),
     ]:
         words = [f"reward.function=slipstream.broker.rewards.{function}"]
         words.append(f"reward.options={options}")
-        assert data_check([file, *words], None, None) == 0
-        shown = capsys.readouterr().out
-        assert "note: no reward has read its rows: " in shown
-        assert why in shown
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            data_check([file, *words], None, None)
 
 
 def test_rows_that_environments_score_need_no_truth(

@@ -34,6 +34,7 @@ def judged(prompts: list[Prompt], *words: str) -> list[Fact]:
         ([UNREAD], (ACTS,), ["warn"]),
         ([UNREAD], (ACTS, "reward.workers=0"), []),
         ([UNREAD], ("reward.function=slipstream.broker.rewards.no:score",), ["warn"]),
+        ([READ], ("reward.options={exakt = true}",), ["fail"]),
         ([UNREAD], ("reward.function=slipstream.broker.rewards.lengths:linear",), []),
         ([UNREAD], ("reward.function=mine.py:score",), []),
     ],
