@@ -15,8 +15,9 @@ _OWN_ROLES = frozenset({"assistant", "model", "gpt", "bot"})  # the policy's, as
 _TURN_KEYS = ("role", "content")
 _TURNS_AS_TEXT = re.compile(  # one turn, a list of them, or an object that holds such a list
     r"""\s*(?:\{\s*['"]\w+['"]\s*:\s*)?\[?\s*\{"""
-    r"""(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""",
-    re.DOTALL,
+    r"""(?=.*['"](?:role|from)['"]\s*:\s*['"](?:system|developer|user|human|prompter|assistant"""
+    r"""|model|gpt|chatgpt|bot|tool|function)['"])(?=.*['"](?:content|value)['"]\s*:)""",
+    re.DOTALL | re.IGNORECASE,
 )
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # that MessagePack holds
 
