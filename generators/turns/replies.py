@@ -12,7 +12,7 @@ from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.thoughts import THINK, THINK_ENDS, Part, split_thoughts
 
 _NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
-_REPLY = "a reply 4c5d"
+_REPLY = "a reply 4c5d"  # words that no template or parser writes itself
 
 
 class ParsedReply(NamedTuple):

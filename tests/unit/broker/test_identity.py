@@ -4,6 +4,7 @@ import asyncio
 import queue
 import resource
 import shutil
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -204,6 +205,21 @@ def test_the_count_of_events_is_put_on_disk_by_itself(tmp_path: Path):
     counted.append(3, 1.0, [b"d"])
     counted.close()
     assert synced.queue[-1] == 4
+
+
+def test_of_counts_that_a_slow_disk_has_not_taken_one_waits_at_most(tmp_path: Path):
+    begun, is_free = queue.Queue[int](), threading.Event()
+
+    def sync(file: int) -> None:
+        begun.put(file)
+        is_free.wait(HANG_S)
+
+    counted = CountedTrail(tmp_path / NUM_EVENTS, Trail(), sync=sync)
+    for number in range(9):
+        counted.append(number, 1.0, [b"a"])
+    is_free.set()
+    counted.close()
+    assert begun.qsize() <= 3, "the first one, the one that waited, and that of the end"
 
 
 def test_a_full_disk_is_named_where_events_are_counted_for_the_first_time(tmp_path: Path):
