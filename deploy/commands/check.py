@@ -183,8 +183,8 @@ def _surveyed(
                 raise ConfigError(f"--node is {node}, deploy.hosts has {len(config.deploy.hosts)}")
             if node > 0:
                 progress(f"answering the first host, at {rendezvous}")
-                return answer_first_host(config, plans, node, rendezvous)
-            first = FirstHost(addressed(config, rendezvous.host), plans, rendezvous)
+                return answer_first_host(config, plans, node, rendezvous, progress)
+            first = FirstHost(addressed(config, rendezvous.host), plans, rendezvous, progress)
             stack.callback(first.close)
             reports = [_report(facts), *survey(first, progress)]
             first.tell(reports)

@@ -46,7 +46,7 @@ class HostProgram:
         *,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
-        progress: Callable[[str], None] = lambda _what: None,
+        progress: Callable[[str], None],
     ) -> None:
         """Start it.
 

@@ -135,7 +135,12 @@ class RoleHost:
         """
         if self._program is None:
             where = Path(folder) if folder else None
-            self._program = self._forks.submit(HostProgram, module, folder=where).result()
+            self._program = self._forks.submit(
+                HostProgram,
+                module,
+                folder=where,
+                progress=lambda _what: None,  # nobody watches
+            ).result()
         return self._program.ask(request, limit_s)
 
     def start(self, request: bytes) -> int:

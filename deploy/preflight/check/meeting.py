@@ -77,13 +77,20 @@ class FirstHost:
 
     is_cluster = False
 
-    def __init__(self, config: RunConfig, plans: Sequence[RolePlan], rendezvous: Address) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plans: Sequence[RolePlan],
+        rendezvous: Address,
+        progress: Callable[[str], None],
+    ) -> None:
         """Listen for the other hosts.
 
         Args:
             config: of the run, with the addresses at which it listens.
             plans: of its processes on all hosts.
             rendezvous: where the hosts meet.
+            progress: called with what the programs of this host are about.
 
         Raises:
             ConfigError: the address cannot be listened at.
@@ -100,7 +107,9 @@ class FirstHost:
             named="--rendezvous",
         )
         self._mail = Mailbox(store)
-        self._local = LocalPlaces(config, here, node=hosts[0], address=rendezvous.host)
+        self._local = LocalPlaces(
+            config, here, node=hosts[0], address=rendezvous.host, progress=progress
+        )
         others = [plan for plan in plans if plan.host != hosts[0]]
         self._nodes = {plan.host: hosts.index(plan.host) for plan in others}
         self._present: set[int] = set()  # that have answered
@@ -141,7 +150,11 @@ class FirstHost:
 
 
 def answer_first_host(
-    config: RunConfig, plans: Sequence[RolePlan], node: int, rendezvous: Address
+    config: RunConfig,
+    plans: Sequence[RolePlan],
+    node: int,
+    rendezvous: Address,
+    progress: Callable[[str], None],
 ) -> list[HostReport]:
     """Answer what the first host asks, with this host's own settings; return its reports.
 
@@ -150,13 +163,15 @@ def answer_first_host(
         plans: of its processes on all hosts.
         node: number of this host in deploy.hosts.
         rendezvous: where the first host listens.
+        progress: called with what the programs of this host are about.
 
     Raises:
         PeerLostError: the first host is not there, or has ended.
     """
     limit_s = config.learner.learner.rendezvous_timeout_s
     mail = Mailbox(_connected(rendezvous, limit_s))
-    places = LocalPlaces(config, [plan for plan in plans if plan.host == config.deploy.hosts[node]])
+    here = [plan for plan in plans if plan.host == config.deploy.hosts[node]]
+    places = LocalPlaces(config, here, progress=progress)
     try:
         return _answered(mail, places, node, limit_s)
     finally:

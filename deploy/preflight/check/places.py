@@ -22,7 +22,7 @@ class LocalPlaces:
         *,
         node: str = "localhost",
         address: str = _LOOPBACK,
-        progress: Callable[[str], None] = lambda _what: None,
+        progress: Callable[[str], None],
     ) -> None:
         """Start them; on the main thread.
 
