@@ -179,6 +179,18 @@ def cut_metrics(path: Path, step: int, evaluated: Collection[int]) -> _Place:
     return msgspec.structs.replace(newest, wall_s=wall_s)
 
 
+def steps_in(path: Path) -> tuple[int, set[int]]:
+    """Return the newest learner step that has a line, -1 if none has, and those evaluated."""
+    newest, evaluated = -1, set[int]()
+    for row in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        place = _place_of(row)
+        if place is not None and _EVAL in row:
+            evaluated.add(place.step)
+        elif place is not None:
+            newest = max(newest, place.step)
+    return newest, evaluated
+
+
 def _place_of(row: bytes) -> _Place | None:
     """Return where a line belongs; None if it is not whole."""
     try:

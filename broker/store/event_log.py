@@ -5,6 +5,7 @@ has them. The oldest segment goes when all are too large. A broker that starts a
 numbers which of the stored events its predecessor did not write any more.
 """
 
+import errno
 import logging
 import os
 import struct
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQd")  # length of the event, its number, unix time
 _SEGMENTS = 8
 _SYNC_EVERY_S = 1.0
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Trail:
@@ -65,7 +67,7 @@ class CountedTrail(Trail):
             sync: puts a file on disk, on a thread of its own, about once a second.
 
         Raises:
-            ConfigError: the file holds no number, or there is none and it cannot be written.
+            ConfigError: the file holds no number, or cannot be read or written.
         """
         self._path = path
         self._trail = trail
@@ -78,8 +80,8 @@ class CountedTrail(Trail):
         except ValueError as error:
             raise ConfigError(f"{path} holds no number: put it back, or remove it") from error
         except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(f"cannot write {path}: {why}; make room in run.dir") from error
+            way_out = "; make room in run.dir" if error.errno in _NO_ROOM else ""
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}{way_out}") from error
         self._sync = sync
         self._has_ended = threading.Event()
         self._syncing = ThreadPoolExecutor(1, "num_events")

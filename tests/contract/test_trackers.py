@@ -8,17 +8,17 @@ import importlib
 import importlib.util
 import itertools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slipstream.broker.report.trackers.loading import IDS_FILE, LOGGED_FILE
 from slipstream.broker.startup import start_trackers
+from slipstream.wire.files.run_folder import METRICS
 from tests.support.broker_starts import settings_in
-from tests.support.checkpoint_infos import write_checkpoint
 from tests.support.tracker_packages import stand_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,9 +93,8 @@ def live(name: str, tmp_path: Path) -> Callable[..., str]:
     more = [one.replace("FOLDER", str(folder)) for one in OPTIONS[name]]
     numbers = itertools.count(1)
 
-    def lives(value: float, *steps: int, saved: str = "") -> str:
-        resumed = f"run.resume_from={saved}"
-        settings = settings_in(tmp_path, "run.name=run", trackers, resumed, *more)
+    def lives(value: float, *steps: int) -> str:
+        settings = settings_in(tmp_path, "run.name=run", trackers, *more)
         running = asyncio.run(start_trackers(settings))
         for step in steps:
             running.log(abs(step), {NAMES[step < 0]: value})
@@ -142,15 +141,22 @@ def test_an_evaluation_is_shown_again_though_its_broker_was_killed_before_it(
         assert sorted(read()[NAMES[1]]) == (newest if name == "tensorboard" else first)
 
 
-def test_a_run_of_before_tracked_json_continues_after_its_checkpoint(
+def test_a_run_without_tracked_json_continues_after_what_metrics_jsonl_has(
     name: str, live: Callable[..., str], read: Read | None, tmp_path: Path
 ):
-    live(1.0, 1, 2, -2, 3, 4, 5, -4)
+    logged = (1, 2, -2, 3, 4, 5, -4)
+    live(1.0, *logged)
     (tmp_path / "run" / LOGGED_FILE).unlink()
-    saved = write_checkpoint(tmp_path / "run", 1, 3)
-    live(2.0, 4, 5, saved=str(saved))
-    shutil.rmtree(saved)  # as newer ones took its place
-    live(3.0, 6, -4, saved=str(saved))
-    if name == "tensorboard" and read is not None:
-        assert read()[NAMES[0]] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 3.0)]
-        assert read()[NAMES[1]] == [(2, 1.0), (4, 3.0)]
+    rows = [{"step": abs(step), NAMES[step < 0]: 1.0} for step in logged]
+    lines = "".join(f"{msgspec.json.encode(row).decode()}\n" for row in rows)
+    metrics = tmp_path / "run" / METRICS
+    metrics.write_text(lines + '{"step": 6')  # of a broker that was killed
+    live(2.0)
+    metrics.unlink()  # as far as the checkpoint does not have it
+    live(2.0, 4, 5)
+    live(3.0, 6, -4)
+    if read is None:
+        return
+    again, evaluated = (2.0, 3.0) if name == "tensorboard" else (1.0, 1.0)
+    steps = [*((step, 1.0) for step in (1, 2, 3)), (4, again), (5, again), (6, 3.0)]
+    assert read() == {NAMES[0]: steps, NAMES[1]: [(2, 1.0), (4, evaluated)]}

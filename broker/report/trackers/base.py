@@ -30,7 +30,7 @@ class Logged(msgspec.Struct):
     step: int = -1  # the newest learner step
     evaluated: set[int] = msgspec.field(default_factory=set)
     taken_back: set[int] = msgspec.field(default_factory=set)
-    """Evaluations of those that trackers which can have hidden, as the run went back."""
+    """Evaluations that TensorBoard hides since the run went back."""
 
     def repeats(self, step: int, figures: Mapping[str, float]) -> bool:
         """True if there is such a point already."""

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.broker.report.metrics_file import steps_in
 from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.report.trackers.base import Logged, TrackedRun, Tracker
 from slipstream.broker.report.trackers.verl_names import WithVerlNames
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
+from slipstream.wire.files.run_folder import METRICS
 from slipstream.wire.settings.sections import LoggingSection, RunSection
 from slipstream.wire.unreadable import UNREADABLE
 
@@ -21,18 +23,12 @@ LOGGED_FILE = "tracked.json"
 
 
 def load_trackers(
-    logging: LoggingSection,
-    run: RunSection,
-    settings: Mapping[str, object],
-    *,
-    resumed_at: int | None = None,
+    logging: LoggingSection, run: RunSection, settings: Mapping[str, object]
 ) -> BackgroundTrackers:
     """Start the adapters that logging.trackers names, after what earlier lives logged.
 
     A tracker that has runs of its own gets the id it had in an earlier life, from trackers.json.
-
-    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the step of the
-    checkpoint that the run resumes from, after which it goes on where tracked.json is not there.
+    ``settings`` are all of the run, for trackers that show them.
 
     Raises:
         ConfigError: a package is not installed, the tracker refuses its options, or tracked.json
@@ -43,7 +39,11 @@ def load_trackers(
     ids: dict[str, str] = {}
     if ids_file.is_file():
         ids = json.loads(ids_file.read_text())
-    logged = read_logged(run.folder) or Logged(-1 if resumed_at is None else resumed_at)
+    logged = read_logged(run.folder)
+    if logged is None:  # a new run, or of a version that wrote metrics.jsonl alone
+        logged = Logged(*steps_in(run.folder / METRICS))
+        if logged != Logged():
+            write_logged(run.folder, logged)  # before what is repeated is cut off there
     for name in logging.trackers:
         if name == "tensorboard":
             from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker

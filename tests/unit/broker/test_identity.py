@@ -222,6 +222,14 @@ def test_of_counts_that_a_slow_disk_has_not_taken_one_waits_at_most(tmp_path: Pa
     assert begun.qsize() <= 3, "the first one, the one that waited, and that of the end"
 
 
+def test_room_is_asked_for_only_where_a_count_of_events_cannot_be_written_for_want_of_it(
+    tmp_path: Path,
+):
+    (tmp_path / NUM_EVENTS).mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write .*num_events: Is a directory$"):
+        CountedTrail(tmp_path / NUM_EVENTS, Trail())
+
+
 def test_a_full_disk_is_named_where_events_are_counted_for_the_first_time(tmp_path: Path):
     file, limits = tmp_path / NUM_EVENTS, resource.getrlimit(resource.RLIMIT_FSIZE)
     CountedTrail(tmp_path / "before", Trail()).close()
