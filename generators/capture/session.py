@@ -329,21 +329,21 @@ class CaptureSession:
     def _compare(self, alike: Sequence[Mapping[str, Json]], tools: Sequence[Json]) -> None:
         """Remember where the first history that begins a branch differs from one before.
 
-        That is the one that shares most with it, of those that it rewrites.
+        That is the one that shares most with it. A history with no more replies than some
+        conversation began with begins another, as of another task or role of an agent.
         """
-        if self.first_difference:
+        begun_with = (_num_replies(one.asked) for one in self._kept)
+        if self.first_difference or _num_replies(alike) <= min(begun_with, default=0):
             return
         now = self._written(alike, tools) or ""
-        shared, before = 0, ""
+        shared, before = -1, ""
         for known in self._newest:
-            if _rewrites(alike, known):
-                written = self._written_of(known, True)
-                pairs = enumerate(zip(written, now, strict=False))
-                at = next((place for place, (one, other) in pairs if one != other), None)
-                if at is None:
-                    return  # it is asked again
-                if at > shared:
-                    shared, before = at, written
+            written = self._written_of(known, True)
+            at = _num_shared(written, now)
+            if at == len(now):
+                return  # it is asked again
+            if at > shared:
+                shared, before = at, written
         if before:
             self.first_difference = (
                 f"after {before[max(0, shared - _SHOWN) : shared]!r} came "
@@ -367,16 +367,15 @@ class CaptureSession:
         return [*said, *(self._encode(rest) if rest else [])]
 
 
-def _rewrites(alike: Sequence[Mapping[str, Json]], known: Reply) -> bool:
-    """Return whether a history is another form of one with a reply.
+def _num_shared(text: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    differing = (place for place, (one, another) in pairs if one != another)
+    return next(differing, min(len(text), len(other)))
 
-    It begins with the same message, or only that is another. All else is another conversation, as
-    of another role of an agent.
-    """
-    said = numbered([normalized(one) for one in known.said])
-    first, *others = ({**one, "reasoning_content": None} for one in said)
-    now = [{**one, "reasoning_content": None} for one in alike[: len(said)]]
-    return now[0] == first or now[1:] == others
+
+def _num_replies(messages: Sequence[Mapping[str, Json]]) -> int:
+    return sum(one["role"] == "assistant" for one in messages)
 
 
 def num_characters(value: Json) -> int:

@@ -316,6 +316,10 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
 async def test_a_role_of_an_agent_that_has_others_began_no_rewritten_history():
     async with served("a plan", "work", "a better plan", "more work", "wrong") as it:
         planner, worker = [system("You plan."), user("?")], [system("You work."), user("?")]
@@ -324,16 +328,33 @@ async def test_a_role_of_an_agent_that_has_others_began_no_rewritten_history():
                 messages += [(await ask(it, messages)).choices[0].message, user("and?")]
         assert len(it.session.conversation.branches) == 1
         assert it.session.first_difference == ""
-        await ask(it, [*planner[:2], {"role": "assistant", "content": "a plot"}, *planner[3:]])
-        assert "came 'an" in it.session.first_difference, it.session.first_difference
-        assert "now 'ot<" in it.session.first_difference
+        await ask(it, [*worker[:4], said("more play"), *worker[5:]])
+        assert "more ' came 'work<" in it.session.first_difference, it.session.first_difference
+        assert "now 'play<" in it.session.first_difference
 
 
-async def test_the_time_in_a_system_message_rewrites_a_history():
+@pytest.mark.parametrize(
+    "shown", [[], [user("1?"), said("one")], [user("1?"), said("one"), user("2?"), said("two")]]
+)
+async def test_another_task_of_an_agent_is_no_rewritten_history(shown: list[Any]):
+    async with served("a", "b", "c") as it:
+        for task in ("2+2?", "3+3?"):
+            messages = [system("You add."), *shown, user(task)]
+            reply = (await ask(it, messages)).choices[0].message
+        assert len(it.session.conversation.branches) == 1
+        assert it.session.first_difference == ""
+        changed = said(f"not {reply.content}")
+        await ask(it, [*messages, changed, user("and?")])
+        assert "|>\\n' came 'b<" in it.session.first_difference, it.session.first_difference
+
+
+@pytest.mark.parametrize(("asked", "reply"), [("?", "a"), ("?", "another"), ("They met.", "a")])
+async def test_the_time_in_a_system_message_rewrites_a_history_whatever_else_does(
+    asked: str, reply: str
+):
     async with served("a", "b") as it:
-        first = [system("It is 10:01."), user("?")]
-        reply = (await ask(it, first)).choices[0].message
-        await ask(it, [system("It is 10:02."), user("?"), reply, user("and?")])
+        await ask(it, [system("It is 10:01."), user("?")])
+        await ask(it, [system("It is 10:02."), user(asked), said(reply), user("and?")])
         assert "is 10:0' came '1." in it.session.first_difference, it.session.first_difference
 
 
