@@ -391,7 +391,7 @@ class GeneratorWorker:
             counters=finite(counters),
             adopted=self._adopted,
             gauges=finite(gauges),
-            rewritten=self._turn_sampler.rewritten if self._turn_sampler is not None else "",
+            rewritten=self._turn_sampler.differences.newest if self._turn_sampler else "",
         )
         await self._client.ask(report, Done)
 

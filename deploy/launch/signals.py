@@ -58,7 +58,7 @@ class Signals:
     def forget(self) -> None:
         """Forget what has arrived: one Ctrl-C may come twice, and then its terminal may close.
 
-        That it does is not heeded any more.
+        From now on SIGHUP is ignored.
         """
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._received.clear()

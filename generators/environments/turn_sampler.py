@@ -76,7 +76,10 @@ async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> E
 
 
 class Differences(deque[str]):
-    """Of the newest trajectories, where a history that began a branch first differs, or empty."""
+    """First differences of histories that began a branch, by trajectory; empty where none did.
+
+    Those of the newest hundred are kept.
+    """
 
     def __init__(self) -> None:
         super().__init__(maxlen=_REMEMBERED)
@@ -89,9 +92,6 @@ class Differences(deque[str]):
 
 class TurnSampler:
     """Runs trajectories in an environment. Make one with ``running``."""
-
-    rewritten = ""
-    """First difference of the newest history that began a branch; empty if none did lately."""
 
     def __init__(
         self,
@@ -209,7 +209,6 @@ class TurnSampler:
             self._num_abandoned += session.num_abandoned
             self._num_rejected += session.rejected
             self.differences.append(session.first_difference)
-            self.rewritten = self.differences.newest
 
     @property
     def counters(self) -> dict[str, float]:

@@ -38,6 +38,12 @@ def test_a_reply_of_very_many_calls_is_read_within_a_bound_and_loses_nothing():
     assert asked < 3 << 20
 
 
+def test_each_of_many_calls_is_found_without_those_before_it():
+    """Else the bound was reached by half as many."""
+    found = read_reply("\n".join(map(written, range(60))), read, looks_like_call, MARKS)
+    assert (found.text, len(found.calls)) == ("", 60)
+
+
 @pytest.mark.parametrize("value", ["_" * 20_000, "a\\n" * 5_000, "\\u00e9 " * 5_000])
 def test_long_arguments_are_soon_read(value: str):
     text = f'<call>{{"name": "add", "arguments": {{"x": "{value}"}}}}</call>'
