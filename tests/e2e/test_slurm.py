@@ -111,7 +111,8 @@ def submitted(folder: Path, **changed: object) -> Iterator[Job]:
         end(job.process)
 
 
-# Kills, stops and resumes of the same processes, without Slurm: tests/chaos.
+# Kills, stops and resumes of the same processes, without Slurm: tests/chaos. That a job is queued
+# again, its script says: tests/unit/deploy/interop/render/test_slurm.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signalled", "generators"),

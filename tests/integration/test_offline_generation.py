@@ -89,6 +89,7 @@ def test_every_prompt_is_answered_scored_and_recorded(tmp_path: Path):
     assert "a.trajectories exists and was generated with run.seed = 4, now it is 5" in other.stderr
 
 
+# In `make test` a run is ended so, with its engine: tests/e2e/test_user_loop.py.
 @pytest.mark.slow
 def test_ctrl_c_ends_it_and_leaves_no_process_behind(tmp_path: Path):
     command = write_run(tmp_path, length=900, shortest=900)

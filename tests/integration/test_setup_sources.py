@@ -114,7 +114,7 @@ def test_torch_index_without_an_answer_is_left_for_the_package_index(
 @pytest.mark.parametrize(
     ("offered", "others", "broken", "why"),
     [
-        # The same question is asked above, of an index without an answer.
+        # For either package the same question is asked above, of an index without an answer.
         pytest.param(
             *("2.13.00.1+cpu", True, False, "does not answer or has no such torch"),
             marks=pytest.mark.slow,

@@ -123,4 +123,6 @@ MODELS: dict[str, dict[str, object]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-IN_MAKE_TEST = {"deepseek_v3"}  # dense layers, experts and latent attention; the others are slow
+IN_MAKE_TEST = {"deepseek_v3"}
+"""Has dense layers, experts and latent attention. The others are slow; only they have heads that
+turn by half, and norms after attention and MLP (glm4)."""
