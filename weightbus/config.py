@@ -11,7 +11,7 @@ from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import lora_section
 from slipstream.wire.settings.sections import AtLeast0, AtLeast1, NotNegative
 
-# Libraries keep a time in 64 bits, in nanoseconds or less.
+# Libraries hold times in 64 bits, in nanoseconds or finer.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 NumConnections = Annotated[int, msgspec.Meta(ge=0, le=256)]  # each has a thread
 ProbeTokens = Annotated[int, msgspec.Meta(ge=8)]
@@ -125,7 +125,9 @@ def weightbus_section(table: Table) -> WeightBusSection:
         check_transport(found.transport)
     is_live = found.transport != AUTO and TRANSPORTS[found.transport].writes_live
     if is_live and lora_section(table).is_named:
-        others = " or ".join(f'"{name}"' for name, one in TRANSPORTS.items() if not one.writes_live)
+        others = " or ".join(
+            f'"{name}"' for name, entry in TRANSPORTS.items() if not entry.writes_live
+        )
         raise ConfigError(
             f'weightbus.transport = "{found.transport}" writes into the weights of a paused '
             f"engine, and with lora.rank versions are adapters beside them: set {others}, or "

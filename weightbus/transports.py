@@ -1,7 +1,7 @@
 """Every transport by name. To add one: a class in relay/transports/, and a line here.
 
-Classes are imported by the relay alone. Facts for other roles are in a transport's line:
-they check settings without torch.
+Only the relay imports the classes. A transport's line has the facts that other roles need to check
+settings without torch.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ _CLASSES = "slipstream.weightbus.relay.transports"
 
 
 class TransportEntry(NamedTuple):
-    """One transport, as every role knows it."""
+    """Facts about one transport for every role."""
 
     path: str  # MODULE:CLASS, a subclass of relay.transports.base.Transport
     dials_host: bool = False  # engines connect to weightbus.host
     is_staged: bool = True  # agents keep a version in memory until their engine has loaded it
-    writes_live: bool = False  # into weights of the engine; versions of adapters stand beside them
-    serves_parts: bool = False  # of versions that lie on several hosts of the learner
+    writes_live: bool = False  # overwrites the engine's weights: adapters cannot use it
+    serves_parts: bool = False  # can serve a version that is spread over the learner's hosts
 
     def why_not_from_afar(self, host: str) -> str:
         """Return why an engine on another host cannot use it; empty if it can.
 
         Args:
-            host: weightbus.host.
+            host: Value of weightbus.host.
         """
         if self.dials_host and is_loopback(host):
             return f"it is on another host, and weightbus.host is {host}"
@@ -40,8 +40,8 @@ TRANSPORTS: Mapping[str, TransportEntry] = {
     "tcp": TransportEntry(f"{_CLASSES}.staged:OverTcp", serves_parts=True),
     "disk": TransportEntry(f"{_CLASSES}.disk:OverDisk", is_staged=False),
 }
-AUTO = "auto"  # a setting that ``chosen`` replaces by a transport
-FALLBACK = "tcp"  # needs nothing that an engine on the weight bus does not have
+AUTO = "auto"  # setting that ``chosen`` replaces by a transport
+FALLBACK = "tcp"  # works for every engine on the weight bus
 
 
 def chosen(name: str) -> str:
@@ -50,10 +50,10 @@ def chosen(name: str) -> str:
 
 
 def check_transport(name: str) -> None:
-    """Refuse a name that is no transport's.
+    """Refuse the name of an unknown transport.
 
     Raises:
-        ConfigError: with the names that are.
+        ConfigError: there is no such transport; the text lists the known ones.
     """
     if name not in TRANSPORTS:
         raise ConfigError(

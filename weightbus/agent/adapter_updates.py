@@ -1,4 +1,4 @@
-"""The relay's commands, carried out at an engine whose versions stand beside each other.
+"""The relay's commands, carried out at an engine that holds several versions at once.
 
 Nothing is paused, and no failure tears an engine: a version that is loaded and not adopted is used
 by no request.
@@ -30,7 +30,7 @@ class EngineAdapters(EngineWeights, Protocol):
         ...
 
     async def load_adapter(self, received: Path, version: PolicyVersion) -> None:
-        """Load a version beside the others, from the safetensors file in a folder."""
+        """Load one more version, from the safetensors file in a folder."""
         ...
 
     async def drop_adapter(self, version: PolicyVersion) -> None:
@@ -52,7 +52,7 @@ class AdapterUpdates(EngineUpdates):
 
     @override
     async def _swap(self, received: Path, version: PolicyVersion, digest: str) -> Adoption:
-        """Load a version beside the others and answer under it from now on."""
+        """Load one more version and answer under it from now on."""
         began_s = time.monotonic()
         await self._adapters.load_adapter(received, version)
         self._is_torn = True  # there is a version to adopt, or to drop

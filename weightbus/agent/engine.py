@@ -14,7 +14,7 @@ class Adoption(NamedTuple):
     """The result of ``EngineWeights.adopt_folder``."""
 
     num_in_flight: int  # generations, at the pause
-    phase_seconds: Mapping[str, float]  # of PUBLISH_PHASES
+    phase_seconds: Mapping[str, float]  # keys are from PUBLISH_PHASES
     differing: Mapping[str, str] = {}
     """Checksums of all tensors, if they are not the expected ones: then the engine is paused."""
 
@@ -92,7 +92,7 @@ class EngineWeights(Protocol):
 
 
 async def pause_in_steps(engine: EngineWeights) -> int:
-    """Do what ``EngineWeights.pause_for_update`` promises, with an engine's other methods."""
+    """Implement ``EngineWeights.pause_for_update`` by an engine's other methods."""
     num_in_flight = await engine.pause()
     await engine.begin_update()
     return num_in_flight
@@ -101,7 +101,7 @@ async def pause_in_steps(engine: EngineWeights) -> int:
 async def finish_in_steps(
     engine: EngineWeights, version: PolicyVersion, *, digest: str
 ) -> Mapping[str, str]:
-    """Do what ``EngineWeights.finish_update`` promises, with an engine's other methods."""
+    """Implement ``EngineWeights.finish_update`` by an engine's other methods."""
     await engine.end_update()
     checksums = await engine.checksums() if digest else {}
     if digest and digest_of(checksums) != digest:
@@ -114,7 +114,7 @@ async def finish_in_steps(
 async def adopt_in_steps(
     engine: EngineWeights, folder: Path, version: PolicyVersion, *, digest: str
 ) -> Adoption:
-    """Do what ``EngineWeights.adopt_folder`` promises, with an engine's other methods."""
+    """Implement ``EngineWeights.adopt_folder`` by an engine's other methods."""
     seconds: dict[str, float] = {}
     since_s = time.monotonic()
 

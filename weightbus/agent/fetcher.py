@@ -24,9 +24,9 @@ from slipstream.wire.messages.weightbus import BucketAnswer, BulkDoor, FetchBuck
 
 _log = logging.getLogger(__name__)
 _UNIX = "ipc://"
-_HEAD_BYTES = 64 << 10  # of an answer, apart from a bucket; deltas are shorter than it
+_HEAD_BYTES = 64 << 10  # an answer apart from its bucket; deltas are shorter than the bucket
 _NO_DELTAS = msgspec.UNSET
-Base: TypeAlias = PolicyVersion | msgspec.UnsetType | None  # as in FetchBucket
+Base: TypeAlias = PolicyVersion | msgspec.UnsetType | None  # type of FetchBucket.base
 _GONE = {
     zmq.EVENT_DISCONNECTED: "its connection broke",
     zmq.EVENT_CONNECT_RETRIED: "it cannot be reached",
@@ -37,11 +37,11 @@ _GONE = {
 
 
 class DoorFailedError(PublishError):
-    """A bucket cannot be had there; it may be had elsewhere."""
+    """A door does not give a bucket; another door may."""
 
 
 class _Connection:
-    """One socket, and the requests that wait for their answers there."""
+    """One socket, and the requests that wait for answers on it."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ def _bucket(answer: BucketAnswer, frames: list[Frame]) -> Frame | BucketDelta:
 class _OpenDoor:
     """The connections to one door.
 
-    One that ``heals`` is not given up when a connection breaks, and raises ConfigError where there
-    can be none.
+    A door that ``heals`` is kept when a connection breaks, and raises ConfigError if it cannot be
+    connected to.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class _OpenDoor:
             self.close()
             if heals:
                 raise
-            self.failure = str(error)  # another's word: it is left for the next one
+            self.failure = str(error)  # another engine named this door: take the next one
 
     def close(self) -> None:
-        self._broke("it was left")  # whoever still fetches there is told
+        self._broke("it was left")  # fails the fetches that still wait there
         for connection in self._connections:
             connection.close()
 
@@ -177,7 +177,7 @@ class _OpenDoor:
 
 
 async def _watch(monitor: zmq.asyncio.Socket, on_break: Callable[[str], None]) -> None:
-    """Report each time that a connection breaks or is refused."""
+    """Report every connection that breaks or is refused."""
     while True:
         event = await recv_monitor_message(monitor)
         if why := _GONE.get(zmq.Event(event["event"])):
@@ -198,27 +198,27 @@ class BucketFetcher:
         """Connect to nothing yet.
 
         Args:
-            context: the sockets'.
-            timeout_s: of one bucket at the last of its doors; half of it at those before.
-            connections: to each door; 0 is 1 on this host and 4 to others.
-            traffic: counts what is fetched.
+            context: Context of the sockets.
+            timeout_s: Limit for one bucket at its last door; half of it at the doors before.
+            connections: Number to each door; 0 is 1 on this host and 4 to others.
+            traffic: Counter of fetched bytes.
         """
         self._context = context
-        self._max_bytes = _HEAD_BYTES  # of a frame that is expected
+        self._max_bytes = _HEAD_BYTES  # largest frame that is expected
         self._timeout_s = timeout_s
         self._num_connections = connections
         self.traffic = traffic or Traffic()
         self._address: RelayAddress | None = None
         self._key: ClientKey | None = None
         self._relay: _OpenDoor | None = None
-        self.engines: tuple[str, ...] = ()  # that have served buckets of the last version
+        self.engines: tuple[str, ...] = ()  # addresses that served buckets of the last version
         self._others: dict[BulkDoor, _OpenDoor] = {}
 
     def connect(self, address: RelayAddress, key: ClientKey | None) -> None:
         """Connect to another relay, or reconnect to the same.
 
         Raises:
-            ConfigError: it requires a key, and there is none.
+            ConfigError: it requires a key, and no key is given.
         """
         if self._relay is not None:
             self._relay.fail(PublishError("the relay has moved"))
@@ -260,7 +260,7 @@ class BucketFetcher:
 
         Raises:
             PublishError: there is no relay, a part has no door, a door proves no key, or others
-                could make what comes from it.
+                could forge its bytes.
         """
         largest = max((bucket.num_bytes for bucket in manifest.buckets), default=0)
         self._expect(largest + _HEAD_BYTES)
@@ -288,7 +288,7 @@ class BucketFetcher:
         )
 
     def _expect(self, max_bytes: int) -> None:
-        """Have plain doors take frames of this size, and no larger ones."""
+        """Let plain doors accept frames of up to this size."""
         if max_bytes <= self._max_bytes:
             return
         self._max_bytes = max_bytes
@@ -339,7 +339,7 @@ class BucketFetcher:
 class Receiving:
     """One version on its way: which door is asked for which bucket.
 
-    A door that fails is left for the next one in order, for all that is still missing.
+    A door that fails is replaced by the next one, for every bucket that is still missing.
     """
 
     def __init__(
@@ -352,17 +352,17 @@ class Receiving:
         timeout_s: float,
         traffic: Traffic,
     ) -> None:
-        self.order = order  # indices of buckets, as they are to be fetched
+        self.order = order  # indices of buckets, in the order of fetching
         self.ahead = ahead  # buckets to fetch at a time
         self._manifest = manifest
-        self._doors = doors  # by part; the first is in use
+        self._doors = doors  # doors by part; the first is in use
         self._timeout_s = timeout_s
         self._traffic = traffic
         self._served: dict[int, _OpenDoor] = {}
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Addresses of other engines that have served buckets of it."""
+        """Addresses of other engines that have served buckets of this version."""
         doors = {door.door for door in self._served.values() if door.door.of_engine}
         return tuple(sorted(door.endpoint for door in doors))
 
@@ -372,7 +372,7 @@ class Receiving:
         ``base`` is that of FetchBucket. Only relays answer with deltas.
 
         Raises:
-            PublishError: the last door does not.
+            PublishError: the last door gave neither.
         """
         doors = self._doors[self._manifest.buckets[index].part]
         while True:
@@ -404,7 +404,7 @@ class Receiving:
         return True
 
     def _leave(self, door: _OpenDoor, why: str) -> None:
-        """Leave a door that has successors, wherever it is in use."""
+        """Leave a door in every part that has another one."""
         is_news = False
         for doors in self._doors:
             if doors[0] is door and len(doors) > 1:
@@ -424,8 +424,8 @@ def fetch_order(parts: Sequence[int], first_part: int) -> list[int]:
     """Return the indices of buckets in the order of fetching: parts take turns.
 
     Args:
-        parts: of each bucket.
-        first_part: begins; the numbers wrap around.
+        parts: Number of the part of each bucket.
+        first_part: Number of the part to begin with; numbers wrap around.
     """
     by_part: dict[int, list[int]] = {}
     for index, part in enumerate(parts):

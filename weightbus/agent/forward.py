@@ -1,7 +1,7 @@
 """An agent's door for other engines: serves the buckets that it has received and verified.
 
-Whom it serves which version, the relay says (Admit). A request for a bucket that is not there yet
-waits; requests and copies of buckets on their way are bounded in number, and waiting in time.
+The relay decides which engines get which version (Admit). A request for a missing bucket waits.
+Requests and copies of buckets on their way are bounded in number, and waiting in time.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from slipstream.wire.process.rarely import Rarely
 _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 MAX_REQUESTS = 64  # being answered at a time; more are refused
-_MAX_COPIES = 16  # of buckets that no peer has taken yet
+_MAX_COPIES = 16  # buckets that no peer has taken yet
 
 
 class Forwarder:
@@ -44,20 +44,19 @@ class Forwarder:
     ) -> None:
         """Make a key; ``open`` listens at ``listen``, tcp://ADDRESS:PORT, unencrypted if plain.
 
-        A request waits at most ``patience_s``. Nobody is served while the relay that admitted them
-        is not heard.
+        A request waits at most ``patience_s``. No request is served while the relay is silent.
         """
         self._listener = ForwardListener(listen, is_plain=is_plain, refusals=Refusals(traffic))
         self._staging = staging
         self._patience_s = patience_s
         self._traffic = traffic
         self._is_relay_heard = is_relay_heard
-        self._version: PolicyVersion | None = None  # that is served
+        self._version: PolicyVersion | None = None  # the only version served
         self._socket: zmq.asyncio.Socket | None = None
         self._copies = asyncio.Semaphore(_MAX_COPIES)
 
     def open(self, context: zmq.asyncio.Context) -> BulkDoor:
-        """Listen; return where others find it. Nobody is admitted yet.
+        """Listen; return the door for others. No key is admitted yet.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -67,7 +66,7 @@ class Forwarder:
         return door
 
     def admit(self, version: PolicyVersion, keys: tuple[str, ...]) -> None:
-        """Serve a version to the holders of these keys, and no other to anyone."""
+        """Serve only this version, and only to the holders of these keys."""
         self._version = version
         self._listener.admit({key: key for key in keys})
 
@@ -107,7 +106,7 @@ class Forwarder:
                     task.add_done_callback(ended)
 
     def _why_not(self, key: str, request: FetchBucket) -> str:
-        """Return why a key gets no such bucket; empty if it does."""
+        """Return why a key does not get a bucket; empty if it does."""
         if self._listener.name_of(key) is None or request.version != self._version:
             return "the relay did not admit this"
         if not self._is_relay_heard():
@@ -128,13 +127,13 @@ class Forwarder:
         except PublishError as error:
             await self._refuse(socket, peer, request, str(error))
             return
-        # Copied, as the memory may be written again while the bytes are on their way.
+        # Copy: the memory may be written again while the bytes are on their way.
         copy = np.empty(place.num_bytes, dtype=np.uint8)
         loop = asyncio.get_running_loop()
-        # ZeroMQ lets go of it once it is sent.
+        # ZeroMQ drops the copy once it is sent.
         weakref.finalize(copy, _release, loop, self._copies).atexit = False
         await asyncio.to_thread(self._staging.read_into, copy.data, place.start)
-        why = self._why_not(key, request)  # it may have been revoked meanwhile
+        why = self._why_not(key, request)  # the key may have been revoked meanwhile
         if not why and not self._staging.held.holds(request.version, request.index):
             why = "another version took its place"
         if why:
@@ -155,6 +154,6 @@ class Forwarder:
 
 
 def _release(loop: asyncio.AbstractEventLoop, copies: asyncio.Semaphore) -> None:
-    """Give the room of a copy back; any thread."""
+    """Free the place of a copy; any thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(copies.release)

@@ -1,4 +1,4 @@
-"""Which buckets of a version are whole and verified in an agent's memory, and who waits for one."""
+"""Buckets of a version that are whole and verified in an agent's memory, and waits for them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 
 class Place(NamedTuple):
-    """Where a bucket is in the memory, in bytes."""
+    """Position of a bucket in the memory, in bytes."""
 
     start: int
     num_bytes: int
@@ -23,11 +23,11 @@ class HeldBuckets:
         self._manifest: WeightManifest | None = None
         self._starts: Sequence[int] = ()
         self._indices: set[int] = set()
-        self._lost: PolicyVersion | None = None  # will not come, as far as is known
+        self._lost: PolicyVersion | None = None  # version that is not expected any more
         self._changed = asyncio.Event()
 
     def begin(self, manifest: WeightManifest, starts: Sequence[int]) -> None:
-        """Record that a version is being written from now on, over the one before.
+        """Record that a version is being written over the previous one.
 
         ``starts`` are the offsets of its buckets in the memory.
         """

@@ -1,12 +1,13 @@
 """An agent's memory for a version that it received and its engine has not loaded.
 
-The bytes lie in memory without a name, as a safetensors file that the engine finds through a link
-to this process's descriptor: they go with the process, however it ends. The link is in a folder of
-the version's name, which is there while the memory holds that version, whole and verified: an
-engine that carries out an order late finds no other version in its place.
+The bytes are a safetensors file in memory without a name, which the engine finds through a link to
+this process's descriptor: the kernel frees them when the process ends, however it ends. The link is
+in a folder named for the version. The folder exists while the memory holds that version, whole and
+verified: an engine that carries out an order late finds no other version in its place.
 
-With deltas the memory is kept from one version to the next, and each bucket of it is what the next
-version's deltas are applied to, in place: while that lasts, and if it fails, it is nothing.
+With deltas the memory is kept from one version to the next, and the next version's deltas are
+applied to its buckets in place. A bucket has no valid version while a delta is applied to it, and
+after that fails.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from slipstream.wire.models.model_files import WEIGHTS
 
 _log = logging.getLogger(__name__)
 _MEMORY = "memory"  # link to the descriptor
-_STEP_BYTES = 64 << 20  # allocated at a time: bounds how long receiving waits
+_STEP_BYTES = 64 << 20  # allocated at a time: bounds the wait of receiving
 
 
 class Staging:
@@ -43,27 +44,27 @@ class Staging:
     def __init__(self, folder: Path, name: str, *, uses_deltas: bool = False) -> None:
         """Make a folder in ``folder``, in which the engine will find each version by its label.
 
-        ``uses_deltas`` keeps what arrived as the base of what will.
+        ``uses_deltas`` keeps each version as the base of the next.
         """
-        self.fetched_bytes = 0  # by the last ``receive``
+        self.fetched_bytes = 0  # count of the last ``receive``
         self.num_refused_deltas = 0
-        self.may_be_read = False  # by an engine: then the next version gets other memory
+        self.may_be_read = False  # an engine may read it: the next version gets other memory
         self._uses_deltas = uses_deltas
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
         self._shown: Path | None = None  # folder of the version that the memory holds
         self._lock = threading.Lock()
         self._descriptor = -1
-        self.held = HeldBuckets()  # what other agents may fetch from here
+        self.held = HeldBuckets()  # buckets that other agents may fetch from here
         self._open()
 
     @property
     def folder(self) -> Path:
-        """Where the engine finds the folder of a version."""
+        """Parent of the folder of a version, for the engine."""
         return self._folder
 
     def _show(self, version: PolicyVersion) -> Path:
-        """Return the folder of a version that is whole."""
+        """Show a whole version to the engine; return its folder."""
         folder = self._folder / version.label
         folder.mkdir(exist_ok=True)
         self._shown = folder
@@ -71,7 +72,7 @@ class Staging:
         return folder
 
     def _hide(self) -> None:
-        """Have no engine find a version in memory that is about to be something else."""
+        """Hide the version from the engine before its memory changes."""
         shown, self._shown = self._shown, None
         if shown is not None:
             (shown / WEIGHTS).unlink(missing_ok=True)
@@ -83,8 +84,8 @@ class Staging:
         self._descriptor = os.memfd_create("slipstream-received")
         self._size = 0
         self._mapped: mmap.mmap | None = None
-        self._layout: tuple[object, ...] = ()  # of what the memory holds
-        self._bases: list[PolicyVersion | None] = []  # by bucket, if its bytes were verified
+        self._layout: tuple[object, ...] = ()  # layout of the memory's contents
+        self._bases: list[PolicyVersion | None] = []  # version of each bucket, once verified
         link = self._folder / _MEMORY
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
@@ -106,7 +107,7 @@ class Staging:
     def free(self) -> None:
         """Release the memory until a version is received again.
 
-        It is replaced, not truncated: an engine that still maps it must not crash.
+        The memory is replaced, not truncated: an engine that still maps it must not crash.
         """
         self.held.end()
         self._hide()
@@ -128,7 +129,7 @@ class Staging:
             self._folder.rmdir()
 
     def _leave_to_reader(self) -> None:
-        """Go on in other memory: the engine may still read this, as its answer never came."""
+        """Change to other memory: the engine never answered and may still read this one."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -144,7 +145,7 @@ class Staging:
                 os.close(left)
 
     def base(self, index: int) -> PolicyVersion | msgspec.UnsetType | None:
-        """Return the version that a bucket's bytes are of, None while they are nothing.
+        """Return the version of a bucket's bytes; None if they have no valid version.
 
         Unset without deltas.
         """
@@ -153,11 +154,11 @@ class Staging:
         return self._bases[index] if index < len(self._bases) else None
 
     def read_into(self, data: memoryview, start: int) -> None:
-        """Copy bytes that were received, as they are in this moment. Blocks; any thread."""
+        """Copy received bytes as they are now. Blocks; any thread."""
         with self._lock:
             while data and self._descriptor >= 0:
                 if not (count := os.preadv(self._descriptor, [data], start)):
-                    return  # it was freed: ``held`` says so
+                    return  # freed meanwhile: ``held`` has ended
                 data, start = data[count:], start + count
 
     async def receive(
@@ -172,12 +173,12 @@ class Staging:
         """Fetch every bucket by its index and check every digest; return the folder to load.
 
         Args:
-            manifest: what to fetch.
-            fetch: returns the bytes of a bucket, or deltas from its ``base``. If these do not make
-                the manifest's bucket it is asked again, when the bucket has no base.
-            order: of the indices; theirs if None.
-            ahead: buckets fetched at a time.
-            rejected: is told of wrong bytes; True if others may be fetched in their place.
+            manifest: Description of the version to fetch.
+            fetch: Returns the bytes of a bucket, or deltas from its ``base``. If the deltas do not
+                make the manifest's bucket, it is called again, when the bucket has no base.
+            order: Indices in the order of fetching; None is ascending.
+            ahead: Buckets fetched at a time.
+            rejected: Called with wrong bytes; True if they may be fetched again.
 
         Raises:
             PublishError: bytes are missing, too many, or not those of the manifest.
@@ -225,12 +226,12 @@ class Staging:
         except* PublishError as errors:
             self.held.end()
             raise PublishError(str(errors.exceptions[0])) from errors
-        finally:  # no write may be left when the next version arrives
+        finally:  # no write may be pending when the next version arrives
             await asyncio.gather(*keeping, return_exceptions=True)
         return self._show(manifest.version)
 
     def _make_room(self, header: bytes, manifest: WeightManifest) -> None:
-        """Lay the memory out for a version; one of another layout is forgotten."""
+        """Lay the memory out for a version; contents of another layout are dropped."""
         layout = (header, *(bucket.num_bytes for bucket in manifest.buckets))
         total = len(header) + manifest.num_bytes
         with self._lock:

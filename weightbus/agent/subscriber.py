@@ -68,12 +68,12 @@ class Subscriber:
 
         A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
         ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
-        generates with from now on (see ``EngineUpdates``), ``on_probe`` right after it, once per
-        adopted version, with what the learner computed under it. The caller closes ``staging``.
-        ``key`` is proved to a relay on another host. ``adapters`` is the engine if its versions are
-        adapters. At ``forward`` (tcp://ADDRESS:PORT) other engines may get the buckets that this
-        one has, unencrypted with ``forwards_plain``; ``connections`` go to each place where buckets
-        are, 0 chooses. ``others`` have ranks of the engine, too.
+        generates with from now on (see ``EngineUpdates``). ``on_probe`` follows it, once per
+        adopted version, with the learner's results under that version. The caller closes
+        ``staging``. ``key`` is proved to a relay on another host. ``adapters`` is the engine if its
+        versions are adapters. At ``forward`` (tcp://ADDRESS:PORT) other engines may fetch this
+        engine's buckets, unencrypted with ``forwards_plain``. ``connections`` is their number to
+        each door; 0 chooses. ``others`` are the other hosts with ranks of the engine.
         """
         self._join = join
         self._silence_s = silence_s
@@ -124,7 +124,7 @@ class Subscriber:
 
         Raises:
             PublishError: too many publishes in a row failed at this engine.
-            ConfigError: the relay requires a key, and there is none.
+            ConfigError: the relay requires a key, and no key is given.
         """
         context = zmq.asyncio.Context(
             io_threads=num_connections(self._connections, is_far=bool(address.key))
@@ -169,10 +169,10 @@ class Subscriber:
         return self._now() - self._last_message_s
 
     def move(self, address: RelayAddress) -> None:
-        """Connect to a relay at another address or the same, while ``run`` runs.
+        """Connect to a relay at another address, or again at the same, while ``run`` runs.
 
-        ZeroMQ does not retry a connection that was refused, as by a relay that does not know a new
-        key yet: connecting to the same address again does.
+        ZeroMQ does not retry a refused connection: a relay refuses a new key that it does not know
+        yet. Connecting to the same address again retries it.
         """
         before, self._address = self._address, address
         if self._socket is None or self._fetcher is None:

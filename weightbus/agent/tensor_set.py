@@ -20,7 +20,7 @@ class TensorSet:
     """Tensors of an engine's model: shapes by Hugging Face name, and the type of all."""
 
     shapes: Shapes
-    dtype: str  # as in float32
+    dtype: str  # example: float32
 
     @property
     def num_bytes(self) -> int:
@@ -32,7 +32,7 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
     """Return the tensors of an engine that was started from a Hugging Face folder.
 
     ``dtype`` is the engine's; files may have another, with scales. Layers that predict further
-    tokens are none of the policy's.
+    tokens do not belong to the policy.
 
     Raises:
         ConfigError: the folder has no safetensors file, or one that cannot be read.
@@ -55,18 +55,18 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
 
 
 def _number_of_layers(folder: Path) -> float:
-    """Return the number of a policy's layers, if those that predict further tokens follow them."""
+    """Return the number of a policy's layers; infinity if no layers predict further tokens."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
             return int(config["num_hidden_layers"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return math.inf  # what is wrong with it, the engine reports
+        return math.inf  # the engine reports what is wrong with it
     return math.inf
 
 
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
-    """Describe a manifest's difference from the model's tensors; empty if there is none.
+    """Describe a manifest's difference from the model's tensors; empty if they agree.
 
     A tied output layer may be left out or sent.
     """

@@ -53,9 +53,9 @@ class OtherHosts(Protocol):
     """The other hosts of an engine whose ranks are on several."""
 
     async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
-        """Have each fetch a version into its memory; return the bytes that they fetched.
+        """Order each host to fetch a version into its memory; return the bytes that they fetched.
 
-        Raises PublishError. ``may_be_read`` says that the ranks there may still load an earlier
+        Raises PublishError. With ``may_be_read`` the ranks there may still load an earlier
         version: then the next one gets other memory.
         """
         ...
@@ -71,14 +71,14 @@ async def fetch_into(
     """Fetch a version into the memory of this host; return its folder.
 
     Args:
-        staging: the memory.
-        manifest: of the version.
-        fetcher: connected to a relay.
-        sources: those of Receive.
-        first_part: that of Receive.
+        staging: The memory.
+        manifest: Description of the version.
+        fetcher: Fetcher that is connected to a relay.
+        sources: Doors, from Receive.
+        first_part: Part to begin with, from Receive.
 
     Raises:
-        PublishError: it is not whole.
+        PublishError: the version did not arrive whole.
     """
     try:
         receiving = fetcher.receiving(manifest, sources, first_part)
@@ -114,9 +114,9 @@ class EngineUpdates:
     ) -> None:
         """Control an engine with this layout of tensors; ``holder`` None is one rank on a CPU.
 
-        ``on_adopt`` gets the version that the engine generates with, and for how many seconds the
-        engine stood still for it, None if that is all the time since ``on_pause``.
-        ``others`` have the rest of its ranks.
+        ``on_adopt`` gets the version that the engine generates with, and the seconds that the
+        engine stood still for it; None is all the time since ``on_pause``.
+        ``others`` are the hosts with the rest of its ranks.
         """
         self._engine = engine
         self._others = others
@@ -126,23 +126,23 @@ class EngineUpdates:
         self._on_pause = on_pause
         self._on_adopt = on_adopt
         self._on_probe = on_probe
-        self._manifest: WeightManifest | None = None  # that was offered
+        self._manifest: WeightManifest | None = None  # the offered version
         self._received: Path | None = None
-        self._expected: Mapping[str, str] | None = None  # checksums of what was received
-        self._fetched_there = 0  # bytes of the last version, by other hosts
-        self._engines: tuple[str, ...] = ()  # that served parts of what was received
-        self._checksums: dict[str, str] = {}  # that the engine answered last
-        self._group = ""  # of the engine's collective; empty without one
-        self._before: PolicyVersion | None = None  # that a paused engine ran
+        self._expected: Mapping[str, str] | None = None  # checksums of the received version
+        self._fetched_there = 0  # bytes of the last version that other hosts fetched
+        self._engines: tuple[str, ...] = ()  # other engines that served the received version
+        self._checksums: dict[str, str] = {}  # the engine's last answer
+        self._group = ""  # name of the engine's collective; empty without one
+        self._before: PolicyVersion | None = None  # version before the pause
         self._is_torn = False
-        self._is_open = False  # an update of the engine
+        self._is_open = False  # the engine has an open update
         self._has_failed = False  # in the current publish
-        self.failures: list[str] = []  # of publishes since the last adopted one
+        self.failures: list[str] = []  # failed publishes since the last adopted one
         self.is_paused = False
         self.adopted: PolicyVersion | None = None
 
     async def execute(self, command: Order, fetcher: BucketFetcher) -> Outcome:
-        """Carry out a command; a failure is an outcome, too."""
+        """Carry out a command; a failure is returned as its outcome."""
         number = command.command_id
         try:
             match command:
@@ -178,7 +178,7 @@ class EngineUpdates:
         return Outcome(command_id=number)
 
     def _lose(self, command: Order) -> None:
-        """Have nobody wait here for a version whose publish failed before it was received."""
+        """End the waits for a version whose publish failed before it was received."""
         manifest = command.manifest if isinstance(command, Offer | Receive) else self._manifest
         if manifest is not None:
             self._staging.held.lose(manifest.version)
@@ -196,7 +196,7 @@ class EngineUpdates:
 
     async def _open_group(self, command: OpenGroup) -> None:
         await self._leave_group()
-        self._group = command.group_name  # also if it is joined after this call was given up
+        self._group = command.group_name  # set first: a cancelled call may still join the group
         await self._engine.open_group(
             host=command.host,
             port=command.port,
@@ -214,7 +214,7 @@ class EngineUpdates:
             await self._engine.close_group(group)
 
     async def _receive(self, command: Receive, fetcher: BucketFetcher) -> Outcome:
-        """Get a version; compute while the engine generates what its checksums have to be."""
+        """Get a version; compute its expected checksums while the engine generates."""
         manifest, holder = command.manifest, self._holder
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
@@ -242,7 +242,7 @@ class EngineUpdates:
                 elsewhere = group.create_task(there)
                 here = group.create_task(self._fetch_here(command, fetcher))
         except* PublishError as errors:
-            self._staging.held.end()  # also where it was whole here
+            self._staging.held.end()  # also if it was whole on this host
             raise PublishError(str(errors.exceptions[0])) from errors
         self._fetched_there = elsewhere.result()
         return here.result()
@@ -255,7 +255,7 @@ class EngineUpdates:
         return await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
 
     async def _adopt(self, command: Adopt) -> Outcome:
-        """Have the engine run the received version, or know that it may hold a mixture.
+        """Switch the engine to the received version, or record that it may hold a mixture.
 
         Raises:
             PublishError: it was not received, or the engine holds something else.
@@ -279,8 +279,8 @@ class EngineUpdates:
     async def _swap(self, received: Path, version: PolicyVersion, digest: str) -> Adoption:
         await self._leave_group()  # an update that it left open would interfere with the load
         self._pausing()
-        self._is_torn = True  # until the engine says that it is not
-        self._staging.may_be_read = True  # also after an answer that did not come
+        self._is_torn = True  # until the engine has answered
+        self._staging.may_be_read = True  # stays set if no answer comes
         adoption = await self._engine.adopt_folder(received, version, digest=digest)
         self._staging.may_be_read = False
         return adoption
@@ -296,7 +296,7 @@ class EngineUpdates:
         self._on_probe(version, probe, self._engines)
 
     async def _verify(self, command: Verify) -> Outcome:
-        """Close an update; answer with a digest of the engine, or the checksums of the last."""
+        """Close an update; answer with a digest of the engine, or its last checksums."""
         number = command.command_id
         if command.wants == "checksums":
             return Outcome(command_id=number, checksums=self._checksums)
@@ -318,7 +318,7 @@ class EngineUpdates:
         if not self.is_paused or group_name != self._group:
             raise PublishError(f"bucket {index} comes out of order")
         self._is_torn = True
-        if not self._is_open:  # the group was made anew since the pause
+        if not self._is_open:  # the group was opened again since the pause
             await self._engine.begin_update()
             self._is_open = True
         last = index == len(buckets) - 1
@@ -341,7 +341,7 @@ class EngineUpdates:
         else:
             await self._engine.label(version)
             self._is_torn = False
-            self._before = version  # also if the next line fails
+            self._before = version  # set first: the next line may fail
             await self._engine.resume()
         self._staging.free()  # the next version arrives over the collective
         self._generates(version, command.probe)

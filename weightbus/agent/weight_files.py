@@ -13,8 +13,8 @@ def tensor_shapes(path: Path) -> Shapes:
     """Return the shape of each tensor in a file.
 
     Raises:
-        OSError: it cannot be opened.
-        SafetensorError: its header is no safetensors header, or describes a file of another size.
+        OSError: the file cannot be opened.
+        SafetensorError: it has no safetensors header, or one that describes another file size.
     """
     with safe_open(path, framework="numpy") as file:  # no tensor is read
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 it is no dict
@@ -24,7 +24,8 @@ def check_weight_files(folder: Path) -> None:
     """Check that a folder holds safetensors files, each of the length that its header describes.
 
     Raises:
-        EngineError: there is none, or one of them cannot be read, is cut off or too long.
+        EngineError: the folder has no such file, or one that cannot be read, is cut off or too
+            long.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:

@@ -1,4 +1,4 @@
-"""Checks if two processes can be in one collective."""
+"""Checks whether two processes can be in one collective."""
 
 from contextlib import suppress
 from dataclasses import dataclass

@@ -27,22 +27,22 @@ from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
 
 _log = logging.getLogger(__name__)
 _DOMAIN = "slipstream-weights"
-_HEARTBEAT_MS = 2_000  # of a connection: notices a host that is gone
+_HEARTBEAT_MS = 2_000  # interval on a connection: notices a host that is gone
 _DEAD_AFTER_MS = 10_000
-_KEEPALIVE_S = 10  # of one that carries buckets, which delay heartbeats
+_KEEPALIVE_S = 10  # used instead where buckets would delay heartbeats
 MAX_WAITING = 8  # buckets requested by a peer and not read by it
-_FAR_CONNECTIONS = 4  # to a door on another host: one core encrypts a connection
+_FAR_CONNECTIONS = 4  # connections to a door on another host: one core encrypts each
 FETCH_AHEAD = 2  # buckets that an agent requests at a time on a connection
-MAX_BYTES = 16 << 20  # of a message from an agent, in pieces: checksums of all its tensors
-_MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
-_PLAIN_FRAMES = 2  # of a request at a plain door: MAC, body
+MAX_BYTES = 16 << 20  # largest message of an agent, in pieces: checksums of all its tensors
+_MAX_BULK_BYTES = 4 << 10  # largest request for a bucket
+_PLAIN_FRAMES = 2  # frames of a request at a plain door: MAC, body
 _TCP = "tcp://"
-# Of descriptors, for the connections to a port. A relay has the first two, and three others.
+# Shares of the descriptors for connections to a port. A relay uses the first two, and three others.
 _COMMANDS, _BUCKETS, _FORWARD, _LEADER = 1 / 8, 1 / 2, 1 / 8, 1 / 4
 
 
 class KeyedListener:
-    """Listens at sockets of its own key for clients whose keys were admitted."""
+    """Listens with a key of its own for clients whose keys were admitted."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class KeyedListener:
         """Make a key, unless one is given.
 
         Args:
-            listen: tcp://ADDRESS:PORT.
-            setting: whose value that is.
-            key: instead of a new one.
-            is_plain: where buckets are fetched nothing is encrypted.
-            refusals: counts what gets no answer.
+            listen: Address, tcp://ADDRESS:PORT.
+            setting: Name of the setting with this address.
+            key: Key to use instead of a new one.
+            is_plain: True if the doors for buckets encrypt nothing.
+            refusals: Counter of connections and requests that get no answer.
         """
         self._listen = listen
         self._setting = setting
@@ -100,9 +100,9 @@ class KeyedListener:
         return is_known
 
     def request(self, peer: zmq.Frame, frames: Sequence[zmq.Frame]) -> tuple[str, bytes] | None:
-        """Return the key that proved a message to where buckets are fetched, and the message.
+        """Return the key that proved a request for a bucket, and the request.
 
-        None where no key did. Whether it is admitted, now, ``name_of`` says.
+        None if no key proved it. ``name_of`` tells whether the key is admitted now.
         """
         key = proved(peer)
         if not self.is_plain:
@@ -117,7 +117,7 @@ class KeyedListener:
     def admitted_request(
         self, peer: zmq.Frame, frames: Sequence[zmq.Frame]
     ) -> tuple[str, bytes] | None:
-        """Return the same of a key that is admitted now, else None."""
+        """Return what ``request`` does if the key is admitted now, else None."""
         if (received := self.request(peer, frames)) is None:
             return None
         if self.name_of(received[0]) is None:
@@ -165,7 +165,7 @@ class KeyedListener:
         return router.socket
 
     def close(self, linger_ms: int = 0) -> None:
-        """Stop listening; what was sent may still leave for so long."""
+        """Stop listening; sent messages may still leave during ``linger_ms``."""
         for router in self._routers:
             router.close(linger_ms)
         self._routers.clear()
@@ -185,7 +185,7 @@ class RemoteListener(KeyedListener):
     ) -> None:
         """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
 
-        Buckets go over the port after it, or any if it is 0; with ``is_plain`` unencrypted.
+        Buckets use the next port, or any port if PORT is 0; with ``is_plain`` unencrypted.
         """
         super().__init__(listen, setting="weightbus.listen", is_plain=is_plain, refusals=refusals)
         self.address: RelayAddress | None = None  # once it listens
@@ -193,20 +193,20 @@ class RemoteListener(KeyedListener):
 
     @property
     def holders(self) -> Mapping[str, str] | None:
-        """The admitted keys, and the names of who has them; None before any were named."""
+        """Names by admitted key; None before the first call of ``admit``."""
         return self._holders if self._is_informed else None
 
     def admit_parts(self, keys: Sequence[str]) -> None:
-        """Admit the keys of parts 1, 2, ... of the learner besides, and of no others."""
+        """Admit the keys of the learner's parts 1, 2, ... in addition, instead of earlier ones."""
         self._parts = {key: number for number, key in enumerate(keys, 1)}
 
     def part_of(self, key: str) -> int | None:
-        """Return the number of the part that has a key; None if it is no part's."""
+        """Return the number of the part that has a key; None if no part has it."""
         return self._parts.get(key)
 
     @property
     def door(self) -> BulkDoor | None:
-        """Where buckets are fetched, once it listens."""
+        """Door for buckets, once it listens."""
         return self.address.bulk if self.address is not None else None
 
     @override
@@ -256,7 +256,7 @@ class RemoteListener(KeyedListener):
 
 
 class ForwardListener(KeyedListener):
-    """Listens for other engines that fetch what this one has received."""
+    """Listens for other engines that fetch the buckets that this one has received."""
 
     def __init__(
         self, listen: str, *, is_plain: bool = False, refusals: Refusals | None = None
@@ -265,7 +265,7 @@ class ForwardListener(KeyedListener):
         super().__init__(listen, setting="weightbus.forward", is_plain=is_plain, refusals=refusals)
 
     def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, BulkDoor]:
-        """Listen; return the socket, and where others find it.
+        """Listen; return the socket, and its door for others.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -280,12 +280,12 @@ class ForwardListener(KeyedListener):
 
 
 class LeaderListener(KeyedListener):
-    """Listens for other hosts, which have the key that is proved to them."""
+    """Listens for other hosts, which hold the same key as this one."""
 
     def __init__(self, endpoint: str, key: ClientKey, *, setting: str = "--rendezvous") -> None:
         """Admit the holders of ``key`` alone. ``open`` starts listening.
 
-        ``setting`` is that whose value ``endpoint`` is.
+        ``setting`` is the setting with the value ``endpoint``.
         """
         super().__init__(endpoint, setting=setting, key=key)
         self.admit({key.public: key.name})
@@ -301,7 +301,7 @@ class LeaderListener(KeyedListener):
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:
-    """Return how many connections carry buckets: ``wanted``, or as many as suit if that is 0."""
+    """Return how many connections carry buckets: ``wanted``, or a suitable number if that is 0."""
     return wanted or (_FAR_CONNECTIONS if is_far else 1)
 
 
@@ -311,7 +311,7 @@ def proved(frame: zmq.Frame) -> str:
 
 
 def detect_dead_peers(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
-    """Make a socket notice that the host on the other side is gone."""
+    """Make a socket notice that the other host is gone."""
     if has_buckets:
         socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -341,12 +341,12 @@ def connect(
 def connect_to_door(
     socket: zmq.asyncio.Socket, door: BulkDoor, key: ClientKey | None, *, max_bytes: int = -1
 ) -> Proof | None:
-    """Connect a DEALER to where buckets are fetched; return what proves requests there, if any.
+    """Connect a DEALER to a door for buckets; return the proof of requests that it needs, if any.
 
-    ``max_bytes`` limits a frame that a plain door sends, as another may send it; -1 is no limit.
+    ``max_bytes`` limits a frame from a plain door, which others could forge; -1 is no limit.
 
     Raises:
-        ConfigError: the door requires a key, and none is given; or its key or address is none.
+        ConfigError: the door requires a key, and none is given; or its key or address is invalid.
     """
     proof: Proof | None = None
     try:

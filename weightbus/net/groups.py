@@ -1,11 +1,11 @@
 """Process groups of a relay and engines: every wait has a deadline here, whatever the backend.
 
 gloo connects in the call that makes a group, and its work fails when a peer dies. NCCL connects in
-the first collective, which may block for ever; its work may then never end; to destroy a group
-waits for its work; and its watchdog ends the process. So a group counts as joined when one byte has
-passed, whatever may block runs in a thread that is left behind at the deadline, work is polled
-together with the group's store, which ends with rank 0, and a group is aborted where its backend
-can be.
+the first collective, which may block for ever; its work may then never end; destroying a group
+waits for its work; and its watchdog ends the process. Therefore a group counts as joined once one
+byte has passed; calls that may block run in a thread that is left behind at the deadline; work is
+polled together with the group's store, which ends with rank 0; and a group is aborted if its
+backend allows that.
 """
 
 import datetime
@@ -28,7 +28,7 @@ _NOTHING = "nothing"  # a key: only the answer counts
 def open_group(
     backend: str, store: Store, *, name: str, rank: int, world_size: int, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Make a group beside the default one; gloo waits for the others here, NCCL does not.
+    """Make a group besides the default one; gloo waits for the others here, NCCL does not.
 
     Raises:
         RuntimeError: from torch, when others did not come in time.
@@ -60,15 +60,15 @@ def pass_first_byte(group: dist.ProcessGroup, device: torch.device, *, timeout_s
 def broadcast(
     flat: Tensor, group: dist.ProcessGroup, *, timeout_s: float, watches_store: bool = True
 ) -> None:
-    """Send from rank 0, or receive there: block until the bytes have passed.
+    """Send from rank 0, or receive from it: block until the bytes have passed.
 
-    On a GPU that happens on a stream of its own: work that fails there holds up nothing else.
+    On a GPU this uses a stream of its own: work that fails there holds up nothing else.
 
     Args:
-        flat: [num_bytes] uint8, sent or written.
-        group: of this rank.
-        timeout_s: that it may take.
-        watches_store: give up too when rank 0 has left the group.
+        flat: Bytes to send or to write, [num_bytes] uint8.
+        group: Group of this rank.
+        timeout_s: Limit for the transfer.
+        watches_store: Also give up when rank 0 has left the group.
 
     Raises:
         PublishError: it failed, or did not end in time.
@@ -105,15 +105,15 @@ def _wait_for(
 ) -> None:
     """Block until ``work`` is complete: on a GPU, until the bytes are there.
 
-    ``group`` is given up when rank 0 has left it. ``arrived`` is an event to be recorded behind the
-    work and waited for: NCCL calls work complete that has failed, and its bytes are not there.
+    ``group`` is given up when rank 0 has left it. ``arrived`` is an event to record behind the work
+    and to wait for: NCCL reports failed work as complete, although its bytes are missing.
 
     Raises:
-        TimeoutError: it is not by ``end_s``, monotonic seconds.
+        TimeoutError: it is not complete by ``end_s``, monotonic seconds.
         RuntimeError: from torch: it failed, or rank 0 has left.
     """
     next_poll_s = time.monotonic() + _STORE_POLL_S
-    is_ordered = False  # the event behind the work
+    is_ordered = False  # the event is recorded behind the work
     while True:
         if work.is_completed():
             if not is_ordered:

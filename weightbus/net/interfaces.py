@@ -1,4 +1,4 @@
-"""The environment of a collective: which interface it takes, and that it ends no process."""
+"""Environment of a collective: selects its interface and keeps it from ending processes."""
 
 import socket
 from collections.abc import Mapping
@@ -7,23 +7,23 @@ import psutil
 
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ANY_PORT = 9  # nothing is sent
-# Of processes in which NCCL may lose its peers: neither its watchdog nor that one's monitor may end
-# them. The deadlines of groups.py notice the same failures.
+# Processes may lose their peers in NCCL: its watchdog and the watchdog's monitor must not end them.
+# The deadlines of groups.py notice the same failures.
 NCCL_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-# A relay has a group per engine: one whose peer has stopped must not hold up those of others, as it
-# would in the single queue to the GPU that a learner wants.
+# A relay has a group per engine: one with a stopped peer must not hold up the other groups, as it
+# would in the single queue to the GPU that a learner uses.
 RELAY_ENVIRONMENT: Mapping[str, str] = {**NCCL_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that makes gloo and NCCL use the interface that leads to a host.
 
-    By default both take the address of the machine's name, which may be in another
-    network, or one that only this machine knows. Variables set by the user stay, unless the
-    host is this one: then nothing may be reachable from outside. Empty if no interface leads there.
+    By default both use the address of the machine's name, which may be in another network or known
+    to this machine alone. Variables set by the user stay, unless the host is this one: then nothing
+    may be reachable from outside. Empty if no interface leads there.
     """
     name = _interface_towards(host)
     stays = () if is_loopback(host) else environment
@@ -31,7 +31,7 @@ def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which a host is reached; empty if it is not."""
+    """Return this machine's address towards a host; empty if the host is unreachable."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, _ANY_PORT, type=socket.SOCK_DGRAM
@@ -46,7 +46,7 @@ def address_towards(host: str) -> str:
 def _interface_towards(host: str) -> str:
     own = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if own and any(one.address.partition("%")[0] == own for one in addresses):
+        if own and any(entry.address.partition("%")[0] == own for entry in addresses):
             return str(name)
     return ""
 

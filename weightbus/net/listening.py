@@ -8,14 +8,14 @@ from slipstream.wire.settings.rendezvous import Address
 
 
 def endpoint_of(address: Address, *, named: str) -> str:
-    """Return an address as ZeroMQ takes it, to listen there or to connect: without a name.
+    """Return a numeric ZeroMQ endpoint, to listen at or to connect to.
 
     Args:
-        address: of this machine or of another one.
-        named: setting or option that names it, for the error.
+        address: Address of this machine or of another one.
+        named: Setting or option that names it, for the error.
 
     Raises:
-        ConfigError: nothing is known by that name.
+        ConfigError: no host has this name.
     """
     try:
         *_, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
@@ -29,9 +29,9 @@ def listen_at(host: str, port: int = 0, *, named: str) -> socket.socket:
     """Return a socket that listens on one address.
 
     Args:
-        host: the address, or a name of it.
-        port: to listen on; 0 has the system choose.
-        named: setting or option that names the address, for the error.
+        host: Address, or its name.
+        port: Port to listen on; with 0 the system chooses.
+        named: Setting or option that names the address, for the error.
 
     Raises:
         ConfigError: this machine has no such address, or the port is taken.

@@ -1,8 +1,8 @@
-"""Keys proved without encryption: what goes over such a door carries a MAC and can be read.
+"""Keys proved without encryption: a request at such a door carries a MAC and can be read.
 
-The keys are those of CURVE. What a member's pair and a door's have in common, by X25519, keys the
-MACs, so there is no other secret. A door makes its pair anew at each start: what was proved to one
-proves nothing to another.
+The keys are those of CURVE. X25519 derives a secret from a member's pair and a door's pair, and
+this keys the MACs, so no other secret is needed. A door makes a new pair at each start: a proof for
+one door proves nothing to another.
 """
 
 import hashlib
@@ -24,26 +24,26 @@ from slipstream.wire.process.rarely import Rarely
 
 _log = logging.getLogger(__name__)
 _BYTES = 32
-_CONTEXT = b"slipstream-bulk"  # of the key, not of any other use of the pairs
+_CONTEXT = b"slipstream-bulk"  # separates this key from other uses of the pairs
 _CONNECTION, _REQUEST = b"connection", b"request"
-_MAX_MEMBERS = 4_096  # whose keys are kept; others are derived again
+_MAX_MEMBERS = 4_096  # members with a kept key; others are derived again
 
 
 class Proof:
-    """What the holders of two key pairs, a member's and a door's, can compute and nobody else."""
+    """MACs that only a member and a door can compute, from their two key pairs."""
 
     def __init__(self, shared: bytes, *, member: str, door: str) -> None:
         """Derive the key of the MACs.
 
         Args:
-            shared: what X25519 makes of either secret and the other public key.
-            member: public key (Z85) of the member.
-            door: public key (Z85) of the door.
+            shared: Result of X25519 for either secret and the other public key.
+            member: Public key (Z85) of the member.
+            door: Public key (Z85) of the door.
         """
         material = shared + member.encode() + door.encode()
         self._key = hashlib.blake2b(material, digest_size=_BYTES, person=_CONTEXT).digest()
         self.password = self._mac(b"", _CONNECTION).hex()
-        """Of a connection: strangers get none."""
+        """Password of a connection, which strangers cannot open."""
 
     def of(self, request: Frame) -> bytes:
         """Return the MAC of a request."""
@@ -58,25 +58,25 @@ class Proof:
 
 
 def proof_of_member(*, public: str, secret: str, door: str) -> Proof:
-    """Return what proves a member's pair (Z85) to the door with a public key.
+    """Return the proof of a member's pair (Z85) to the door with a public key.
 
     Raises:
-        ConfigError: one of them is no key.
+        ConfigError: one of them is not a key.
     """
     return Proof(_shared(secret, door), member=public, door=door)
 
 
 def proof_at_door(*, public: str, secret: str, member: str) -> Proof:
-    """Return what a member with a public key proves to the door of this pair (Z85).
+    """Return the proof of a member with a public key to the door of this pair (Z85).
 
     Raises:
-        ConfigError: one of them is no key.
+        ConfigError: one of them is not a key.
     """
     return Proof(_shared(secret, member), member=member, door=public)
 
 
 def _shared(secret: str, public: str) -> bytes:
-    # Imported here, as most runs have no plain door.
+    # Import here: most runs have no plain door.
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     try:
@@ -88,10 +88,10 @@ def _shared(secret: str, public: str) -> bytes:
 
 
 class ProofsAtDoor:
-    """What members prove to one door."""
+    """Proofs of members at one door."""
 
     def __init__(self, *, public: str, secret: str, is_admitted: Callable[[str], bool]) -> None:
-        """``is_admitted`` decides about a public key, each time."""
+        """``is_admitted`` is called each time with a public key."""
         self._is_admitted = is_admitted
 
         @lru_cache(maxsize=_MAX_MEMBERS)
@@ -104,13 +104,13 @@ class ProofsAtDoor:
         self._proof = proof
 
     def may_connect(self, member: str, password: str) -> bool:
-        """True if a connection may be made by who holds this key."""
+        """True if the holder of this key may connect."""
         if not self._is_admitted(member) or (proof := self._proof(member)) is None:
             return False
         return hmac.compare_digest(proof.password.encode(), password.encode())
 
     def sent(self, member: str, request: Frame, mac: Frame) -> bool:
-        """True if the holder of this key, admitted or not, made a request."""
+        """True if the holder of this key, admitted or not, sent a request."""
         proof = self._proof(member)
         return proof is not None and proof.holds(request, mac)
 
@@ -131,7 +131,7 @@ class Authenticator(AsyncioAuthenticator):
 
 
 class Refusals:
-    """Counts what is refused without an answer, and logs it once a minute at most."""
+    """Counts refusals without an answer, and logs them once a minute at most."""
 
     def __init__(
         self, traffic: Traffic | None = None, *, now: Callable[[], float] = time.monotonic
@@ -141,7 +141,7 @@ class Refusals:
         self._rarely = Rarely(_log, now=now)
 
     def add(self, what: str) -> None:
-        """Count one; ``what`` is logged, with how many there were since."""
+        """Count one refusal; ``what`` is logged, with the number since the last line."""
         self._traffic.unproved_requests += 1
         if num := self._rarely.num_due():
             _log.warning("refused: %s (%d since the last such line)", what, num)

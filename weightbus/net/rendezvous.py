@@ -1,6 +1,6 @@
 """A torch store that listens on one chosen address and nowhere else.
 
-torch's TCPStore knows no authentication and by itself listens on every interface.
+torch's TCPStore has no authentication and by default listens on every interface.
 """
 
 import datetime
@@ -17,11 +17,11 @@ def open_store(
     """Return the master store of a group, which listens on one address of this machine.
 
     Args:
-        host: the address, or a name of it.
-        world_size: of the group.
-        timeout_s: for keys.
-        port: to listen on; 0 has the system choose.
-        named: setting or option that names the address, for the error.
+        host: Address, or its name.
+        world_size: Size of the group.
+        timeout_s: Limit of waits for keys.
+        port: Port to listen on; with 0 the system chooses.
+        named: Setting or option that names the address, for the error.
 
     Raises:
         ConfigError: this machine has no such address, or the port is taken.
@@ -33,7 +33,7 @@ def open_store(
 def store_on(
     listener: socket.socket, host: str, *, world_size: int | None, timeout_s: float
 ) -> TCPStore:
-    """Return the master store of a group behind a socket that listens at ``host``, and is its."""
+    """Return the master store of a group; it takes over a socket that listens at ``host``."""
     return TCPStore(
         host,
         listener.getsockname()[1],

@@ -1,7 +1,7 @@
 """A ROUTER socket in an event loop that takes all waiting messages at once.
 
-zmq.asyncio makes a future for every message and every send, which costs more than what a relay does
-with a message of one of a thousand engines.
+zmq.asyncio makes a future for every message and every send, which costs more than the relay's work
+on a message of one of a thousand engines.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class Router:
     """Sends without waiting, and hands messages to a function. Use it inside one event loop."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        """Take over a socket, which the caller closes after ``run`` was cancelled."""
+        """Take over a socket; the caller closes it after ``run`` was cancelled."""
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
         self._take: Callable[[list[zmq.Frame]], None] | None = None
         self._end: asyncio.Future[None] | None = None
@@ -47,7 +47,7 @@ class Router:
         try:
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
         finally:
-            self._look()  # sending takes note of what has arrived: the descriptor tells no more
+            self._look()  # sending consumes the descriptor's signal of arrived messages
 
     def _look(self) -> None:
         if not self._is_due and self._take is not None:
@@ -64,8 +64,10 @@ class Router:
                     received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return
-                self._take(received)  # its own zmq.Again is an error: a message would be lost
-        except Exception as error:  # noqa: BLE001 it is raised by ``run``
+                self._take(
+                    received
+                )  # a zmq.Again from ``take`` is an error: a message would be lost
+        except Exception as error:  # noqa: BLE001 raised by ``run``
             self._end.set_exception(error)
             return
         self._look()

@@ -37,7 +37,7 @@ async def in_own_thread(work: Callable[[], T]) -> T:
             failure = error
         try:
             loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:  # the loop has ended, and its callers with it
+        except RuntimeError:  # the loop and its callers have ended
             return
 
     start(run)
@@ -48,13 +48,13 @@ def in_time(work: Callable[[], T], timeout_s: float) -> T:
     """Return the result of a blocking call, which continues if this gives up. Blocks.
 
     Raises:
-        TimeoutError: it lasts longer.
+        TimeoutError: it lasts longer than ``timeout_s``.
     """
     return submit(work).result(timeout_s)
 
 
 def submit(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """Begin a blocking call; return its result to come."""
+    """Begin a blocking call; return a future of its result."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -75,10 +75,10 @@ def start(work: Callable[[], None]) -> None:
 
 
 def are_done(timeout_s: float) -> bool:
-    """Wait for all such threads; True if they have ended.
+    """Wait for the threads that were started here; True if all have ended.
 
-    A process in which one is still inside torch must leave by ``os._exit``: an interpreter that
-    ends around it aborts.
+    If a thread is still inside torch, the process must leave by ``os._exit``: the interpreter would
+    abort at its end.
     """
     deadline_s = time.monotonic() + timeout_s
     for thread in list(_started):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 
-_KEPT = 4  # what groups ask for at one time is close together
+_KEPT = 4  # groups request neighboring buckets at a time
 
 
 class BucketsOnGpu:
@@ -17,13 +17,13 @@ class BucketsOnGpu:
         """Copy nothing yet."""
         self._snapshot = snapshot
         self._lock = threading.Lock()
-        self._buckets: dict[int, Tensor] = {}  # by number, the oldest first
+        self._buckets: dict[int, Tensor] = {}  # buckets by number, the oldest first
 
     def get(self, index: int, device: torch.device) -> Tensor:
         """Return the bytes of a bucket, [num_bytes] uint8, on a device.
 
-        The copy is asynchronous where the memory is pinned; what this device does next waits for
-        it. A bucket lives as long as what was started with it needs it.
+        The copy is asynchronous if the memory is pinned; later work on this device waits for it. A
+        bucket lives until the work that was started with it ends.
         """
         flat = self._snapshot.bucket(index)
         if device.type == "cpu":
@@ -36,6 +36,6 @@ class BucketsOnGpu:
             return self._buckets[index]
 
     def clear(self) -> None:
-        """Let go of all copies: nobody reads this version now."""
+        """Drop all copies: this version has no readers now."""
         with self._lock:
             self._buckets.clear()

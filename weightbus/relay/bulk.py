@@ -31,7 +31,7 @@ async def serve_buckets(
 ) -> None:
     """Answer requests for buckets at a ROUTER until cancelled.
 
-    ``listener`` checks the keys of other hosts; None on a Unix socket. ``traffic`` counts.
+    ``listener`` checks the keys of other hosts; None on a Unix socket. ``traffic`` counts answers.
     """
 
     async def answer_later(peer: bytes, key: str, request: FetchBucket) -> None:
@@ -40,7 +40,7 @@ async def serve_buckets(
             await _send(socket, peer, answer, frames, traffic)
 
     async with asyncio.TaskGroup() as group:
-        waiting: set[asyncio.Task[None]] = set()  # for deltas that are being computed
+        waiting: set[asyncio.Task[None]] = set()  # answers whose deltas are being computed
         while True:
             peer, *frames = await socket.recv_multipart(copy=False)
             key, body = "", b""
@@ -49,7 +49,7 @@ async def serve_buckets(
             elif (received := listener.admitted_request(peer, frames)) is not None:
                 key, body = received
             else:
-                continue  # it was revoked, or is another's
+                continue  # its key was revoked, or never admitted
             try:
                 request = decode_fetch(body)
             except ProtocolError as error:
@@ -66,7 +66,7 @@ async def serve_buckets(
 async def _with_deltas(
     request: FetchBucket, versions: Versions, deltas: Deltas
 ) -> tuple[BucketAnswer, list[Frame]]:
-    """Return the answer to a request with a base, once its deltas are there or will not be."""
+    """Return the answer to a request with a base, once its deltas are ready or will not come."""
     publication = bucket_of(request, versions)
     found = await deltas.delta(request, publication) if publication is not None else None
     if found is None or bucket_of(request, versions) is not publication:
@@ -82,7 +82,7 @@ async def _with_deltas(
 
 
 def bucket_of(request: FetchBucket, versions: Versions) -> Publication | None:
-    """Return the version with the requested bucket; None if there is none."""
+    """Return the version with the requested bucket; None if it is not served."""
     publication = versions.find(request.version)
     if publication is None or not publication.snapshot.has(request.index):
         return None
@@ -90,7 +90,7 @@ def bucket_of(request: FetchBucket, versions: Versions) -> Publication | None:
 
 
 def whole(request: FetchBucket, versions: Versions) -> tuple[BucketAnswer, list[Frame]]:
-    """Return the answer with all bytes of a bucket, which are not copied."""
+    """Return the answer with all bytes of a bucket, without copying them."""
     publication = bucket_of(request, versions)
     error = "" if publication is not None else "it is no longer served"
     answer = BucketAnswer(version=request.version, index=request.index, error=error)

@@ -1,10 +1,10 @@
-"""Pure: which engines fetch a version from the relay, and which from an engine that has it.
+"""Pure: assigns each engine its source of a version, the relay or an engine that has it.
 
-At most ``fanout`` engines fetch from the relay; behind each stands a chain of the others, in the
-order in which they come, and each serves one at most. An engine is placed once per version: its
-source was placed before it, so no two wait for each other. One that comes again, because it failed,
-gets the version from the relay and serves nobody. Whoever stands behind another has the relay as
-its last source, so that a chain heals.
+At most ``fanout`` engines fetch from the relay. Each of them is the head of a chain of the other
+engines, in the order of arrival; each engine serves one other at most. An engine is placed once per
+version, after its source, so no two engines wait for each other. An engine that comes again after a
+failure gets the version from the relay and serves no other. Every engine in a chain has the relay
+as its last source, so that a chain heals.
 """
 
 import re
@@ -16,7 +16,8 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
 
 _KEY = re.compile(r"[!-~]{40}")  # a public key as Z85
-# An engine's word: no name, which agents would look up, nor anything else that ZeroMQ takes.
+# Addresses come from engines: accept no names, which agents would look up, nor other endpoints of
+# ZeroMQ.
 _ADDRESS = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
 
 
@@ -31,9 +32,9 @@ class Chains:
         self._placed: set[str] = set()
 
     def place(self, version: PolicyVersion, name: str) -> str | None:
-        """Return the engine behind which another stands for a version; None for the relay.
+        """Return the source of an engine for a version: another engine, or None for the relay.
 
-        Engines that offer no door to others are not to be placed.
+        Only place engines that offer a door to others.
         """
         if self.fanout == 0:
             return None
@@ -50,10 +51,10 @@ class Chains:
         return shortest[-2]
 
     def leave(self, name: str) -> None:
-        """Have no other engine stand behind one: it failed, or left."""
+        """Take an engine that failed or left out of its chain: it serves no other."""
         if self.fanout == 0:
             return
-        self._placed.add(name)  # also one that was served alone
+        self._placed.add(name)  # also an engine that was served alone
         for chain in self._chains:
             if name in chain:
                 chain.remove(name)
@@ -61,7 +62,7 @@ class Chains:
 
 
 def may_be_source(door: BulkDoor | None) -> bool:
-    """True if others can be sent to the door that an engine offers: it has a key, at an address."""
+    """True if others can use the door that an engine offers: it has a key and an address."""
     if door is None:
         return False
     return bool(_ADDRESS.fullmatch(door.endpoint) and _KEY.fullmatch(door.key))
@@ -73,9 +74,9 @@ def sources_behind(
     """Return the sources of an engine, by part, for Receive.
 
     Args:
-        before: door of the engine before it in its chain; None at its head.
-        own: the relay's door for it, the last source where a part names none.
-        parts: doors of each part of the version; none if all is in this relay's memory.
+        before: Door of the engine before it in its chain; None at the head of the chain.
+        own: Relay's door for it, the last source if there are no parts.
+        parts: Doors of each part of the version; empty if all is in this relay's memory.
     """
     if before is None:
         return tuple(tuple(doors) for doors in parts)

@@ -8,13 +8,13 @@ M = TypeVar("M", bound=Hashable)
 
 
 class Phase(Enum):
-    """Phase that all remaining members do together."""
+    """Phase of a publish; all remaining members do it together."""
 
     OFFER = auto()
     PREPARE = auto()  # while the engines generate
-    ADOPT = auto()  # the agent alone: an engine runs the new version, the one before, or nothing
+    ADOPT = auto()  # agent alone: its engine runs the new version, the previous one, or nothing
     PAUSE = auto()
-    PREPARE_AGAIN = auto()  # for the remaining members: a group is opened again
+    PREPARE_AGAIN = auto()  # opens a group again for the remaining members
     LOAD = auto()  # a member that fails from here on may hold a mixture
     VERIFY = auto()
     COMMIT = auto()
@@ -25,7 +25,7 @@ LIVE = (  # bytes go into paused engines
     *(Phase.OFFER, Phase.PREPARE, Phase.PAUSE, Phase.PREPARE_AGAIN),
     *(Phase.LOAD, Phase.VERIFY, Phase.COMMIT),
 )
-_REPEATED = {Phase.PREPARE, Phase.PREPARE_AGAIN}  # as often as a member is lost in it
+_REPEATED = {Phase.PREPARE, Phase.PREPARE_AGAIN}  # done again whenever a member is lost in it
 OTHER_FAILED = "another engine of its group failed"
 
 
@@ -37,7 +37,7 @@ class Course(Generic[M]):
     """
 
     def __init__(self, members: Sequence[M], phases: Sequence[Phase]) -> None:
-        self.members = list(members)  # that remain
+        self.members = list(members)  # remaining members
         self._phases = phases
         self.failed: dict[M, str] = {}
         self._number = 0
@@ -48,7 +48,7 @@ class Course(Generic[M]):
         return self._phases[self._number] if self._number < len(self._phases) else None
 
     def done(self, failed: Mapping[M, str]) -> None:
-        """Move on after a phase, which some members could not do, and why."""
+        """Move on after a phase; ``failed`` has the members that could not do it, and why."""
         phase, reasons = self.phase, dict(failed)
         if phase is Phase.LOAD and failed:
             reasons = dict.fromkeys(self.members, OTHER_FAILED) | reasons
@@ -62,8 +62,8 @@ def is_check_due(every: int, num_publishes: int, *, is_repair: bool) -> bool:
     """True if the engine's checksums are compared before a member commits.
 
     Args:
-        every: weightbus.engine_check_every.
-        num_publishes: to this member, including this one.
-        is_repair: its last publish failed; repairs are always checked.
+        every: Value of weightbus.engine_check_every.
+        num_publishes: Publishes to this member, including this one.
+        is_repair: True if its last publish failed; repairs are always checked.
     """
     return is_repair or (every > 0 and (num_publishes - 1) % every == 0)

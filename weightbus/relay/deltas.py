@@ -1,12 +1,12 @@
-"""What changed between the versions that a relay has served, for agents that have one of them.
+"""Changes between the versions that a relay has served, for agents that have one of them.
 
-A chain of steps, each from one version to the next that was encoded. It is computed beside the
-transactions, and only while agents ask for it. The bytes that a step starts from are a copy of the
-relay's own: a slot kept for them would, beside one that a slow engine is reading and the newest, be
-the third of three, and the learner would wait.
+The changes are a chain of steps, each from one version to the next that was encoded. The chain is
+computed in parallel to the transactions, and only while agents ask for it. The relay keeps a copy
+of the bytes that a step starts from. A slot would not do: with the newest version and one that a
+slow engine is reading, all three slots would be taken, and the learner would wait.
 
-A relay of one part has the steps of that part's buckets. Its slots are given out by the head, which
-knows nothing of what is read here: a version that is overwritten meanwhile ends the chain.
+A relay of one part has the steps of that part's buckets. The head assigns its slots and does not
+know what is read here: a version that is overwritten meanwhile ends the chain.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import FetchBucket
 
 _log = logging.getLogger(__name__)
-_Blocks = tuple[bytes | None, ...]  # by tensor of a bucket; None: it is sent whole
+_Blocks = tuple[bytes | None, ...]  # deltas by tensor of a bucket; None: it is sent whole
 
 
 @dataclass(slots=True)
 class _Step:
-    """What changed from one version to another, by bucket; the last ones may be missing yet."""
+    """Changes from one version to another, by bucket; the last buckets may still be missing."""
 
     base: PolicyVersion
     version: PolicyVersion
@@ -42,7 +42,7 @@ class _Step:
     num_bytes: int = 0
 
     def add(self, blocks: _Blocks, most_bytes: int) -> None:
-        """Take the next bucket's; it is sent whole if the step would be larger than that."""
+        """Add the next bucket; it is sent whole if the step would exceed ``most_bytes``."""
         num_bytes = sum(len(block or b"") for block in blocks)
         fits = self.num_bytes + num_bytes <= most_bytes
         self.buckets.append(blocks if fits else (None,) * len(blocks))
@@ -64,11 +64,12 @@ class Deltas:
         """Encode nothing until an agent asks.
 
         Args:
-            versions: those of the relay.
-            most_steps: steps to keep; 0 disables deltas.
-            most_bytes: of all steps that are kept.
-            wait_s: how long a request waits for a step that is being computed.
-            holds: a version is not overwritten while it is read here; False at a part's relay.
+            versions: Versions of the relay.
+            most_steps: Steps to keep; 0 disables deltas.
+            most_bytes: Limit for all kept steps.
+            wait_s: Limit of a request's wait for a step that is being computed.
+            holds: True if a version is not overwritten while it is read here; False at a part's
+                relay.
         """
         self.whole_because: Counter[str] = Counter()  # buckets sent to agents that wanted deltas
         self.num_sent = 0  # buckets sent as deltas
@@ -79,8 +80,8 @@ class Deltas:
         self._holds = holds
         self._left = 0  # versions to encode unless an agent asks again
         self._steps: deque[_Step] = deque()
-        self._head: PolicyVersion | None = None  # that the next step starts from
-        self._copy: Tensor | None = None  # of its bytes, [num_bytes], uint8
+        self._head: PolicyVersion | None = None  # base of the next step
+        self._copy: Tensor | None = None  # bytes of the base, [num_bytes], uint8
         self._buckets: tuple[Bucket, ...] = ()
         self._progress = asyncio.Event()
         self._logged: tuple[PolicyVersion, str] | None = None
@@ -116,7 +117,7 @@ class Deltas:
     async def _found(
         self, base: PolicyVersion | None, publication: Publication, index: int
     ) -> BucketDelta | str:
-        """Return the deltas, or why there are none."""
+        """Return the deltas, or why the bucket is sent whole."""
         if not self._most_steps:
             return "deltas are disabled"
         if not self._left:
@@ -141,7 +142,7 @@ class Deltas:
     def _chain(
         self, base: PolicyVersion, version: PolicyVersion, index: int
     ) -> list[_Blocks] | None:
-        """Return a bucket's blocks of each step between two versions, None while there are none."""
+        """Return a bucket's blocks of each step between two versions; None while one is missing."""
         found: list[_Blocks] = []
         at = base
         for step in self._steps:
@@ -189,7 +190,7 @@ class Deltas:
             return
         step = _Step(base, publication.version)
         self._steps.append(step)
-        self._head = None  # the copy is neither
+        self._head = None  # the copy is neither version
         before = WeightSnapshot(base, snapshot.layout, copy, snapshot.part)
         for index in range(len(buckets)):
             if not snapshot.has(index):
@@ -227,9 +228,9 @@ class Deltas:
 
 
 def renewed(before: WeightSnapshot, after: WeightSnapshot, index: int) -> _Blocks:
-    """Return what changed in a bucket, by tensor, and copy it. Blocks; reads memory at its speed.
+    """Return a bucket's changes by tensor, and copy its bytes. Blocks; as fast as the memory.
 
-    None is in the place of a delta that is no shorter than the tensor.
+    None replaces a delta that is not shorter than its tensor.
     """
     old, new = before.bucket(index).numpy(), after.bucket(index).numpy()
     blocks: list[bytes | None] = []
@@ -246,9 +247,9 @@ def renewed(before: WeightSnapshot, after: WeightSnapshot, index: int) -> _Block
 def shortest(
     snapshot: WeightSnapshot, index: int, base: PolicyVersion, steps: Sequence[_Blocks]
 ) -> BucketDelta | None:
-    """Choose for each tensor of a bucket its deltas of all steps or its bytes, the fewer.
+    """Choose the shorter for each tensor of a bucket: its deltas of all steps, or its bytes.
 
-    None if the whole bucket is no longer than that.
+    None if the whole bucket is not longer than the choice.
     """
     bucket, data = snapshot.layout.buckets[index], snapshot.bucket(index).numpy().data
     whole: set[int] = set()

@@ -1,8 +1,8 @@
-"""Pure: which members are brought to which version next, alone or in a group.
+"""Pure: decides the members to bring to a version next, alone or in a group.
 
 A member gets its first version, and a whole one after any failure, by itself; afterwards it shares
 a group if its transport has groups. Newest wins: members are brought to the newest version only.
-Time comes in as monotonic seconds; nothing here waits, and a member waits for others only within a
+Time comes in as monotonic seconds. Nothing here waits, and a member waits for others only within a
 publish to their group.
 """
 
@@ -50,7 +50,7 @@ class Fleet:
     """The members, the versions that they run, and the servings under way."""
 
     def __init__(self, *, silence_s: float, retry_s: float, engines_per_group: int) -> None:
-        """Start without members; one is silent after ``silence_s`` without a heartbeat.
+        """Start without members; a member is silent after ``silence_s`` without a heartbeat.
 
         ``retry_s`` is the pause after a failure.
         """
@@ -63,7 +63,7 @@ class Fleet:
     # ---- events --------------------------------------------------------------
 
     def join(self, seat: Seat) -> None:
-        """Add a member; an earlier one of that name must have been forgotten."""
+        """Add a member; forget an earlier one of that name first."""
         self.seats[seat.name] = seat
 
     def heartbeat(self, name: str, adopted: PolicyVersion | None, now_s: float) -> None:
@@ -74,12 +74,12 @@ class Fleet:
             seat.adopted = adopted
 
     def forget(self, name: str) -> CollectiveGroup | None:
-        """Remove a member; return its group if that is empty now and no publish to it runs."""
+        """Remove a member; return its group if it is empty now and no publish to it runs."""
         seat = self.seats.pop(name)
         return self._take_out(seat)
 
     def started(self, serving: Serving) -> None:
-        """Record that these members are being served: nothing else is decided for them."""
+        """Record that these members are being served: they get no other decision meanwhile."""
         for seat in serving.seats:
             seat.receiving = serving.version
         if serving.group is not None:
@@ -107,7 +107,7 @@ class Fleet:
         return self._dissolved(group) if not group.seats else None
 
     def postponed(self, serving: Serving, now_s: float) -> None:
-        """Record that a serving did not begin; its members are as they were, and wait a while."""
+        """Record that a serving did not begin; its members are unchanged, and wait a while."""
         for seat in serving.seats:
             seat.receiving = None
             seat.again_s = now_s + self._retry_s
@@ -140,7 +140,7 @@ class Fleet:
         for seat in idle:
             if seat.group is not None or not seat.shares_group or seat.adopted is None:
                 continue
-            for group in self._groups:  # of engines on like devices with the same transport
+            for group in self._groups:  # members of a group have one transport and kind of device
                 is_alike = (group.transport, group.device) == (seat.transport, seat.device)
                 if is_alike and len(group.seats) < self._engines_per_group:
                     break

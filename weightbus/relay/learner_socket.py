@@ -1,4 +1,4 @@
-"""The relay's socket for the learner on its host, and the end of a relay that has none."""
+"""The relay's socket for the learner on its host, and the end of a relay without a learner."""
 
 import asyncio
 import logging
@@ -32,8 +32,8 @@ from slipstream.wire.messages.weightbus import RelayAddress
 
 _log = logging.getLogger(__name__)
 _LINGER_MS = 200
-_MOST = 16  # connections: one learner, and those before it
-_MAX_BYTES = 256 << 20  # of a request: shapes of all tensors
+_MOST = 16  # connections: one learner, and earlier ones
+_MAX_BYTES = 256 << 20  # largest request: shapes of all tensors
 
 
 class LearnerSocket:
@@ -48,14 +48,14 @@ class LearnerSocket:
         door: Callable[[], RelayAddress | None] = lambda: None,
         on_head: Callable[[ServeHead], None] | None = None,
     ) -> None:
-        """Serve nobody yet.
+        """Serve no learner yet.
 
         Args:
-            versions: that the learner writes.
-            stop: set when no version will follow.
-            linger_s: without a message of a learner, after which it is set too.
-            door: returns where this relay listens for other hosts.
-            on_head: at a part, is told of its head.
+            versions: Versions that the learner writes.
+            stop: Event that is set when no version will follow.
+            linger_s: Time without a message of a learner after which ``stop`` is set too.
+            door: Returns this relay's address for other hosts.
+            on_head: Called with the head, at a part.
         """
         self._versions = versions
         self._stop = stop

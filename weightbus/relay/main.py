@@ -53,7 +53,7 @@ from slipstream.wire.settings.sections import (
 )
 
 _log = logging.getLogger(__name__)
-_CLOSE_S = 1.0  # for groups whose engines are gone
+_CLOSE_S = 1.0  # wait for groups whose engines are gone
 _LEAST_DESCRIPTORS = 256  # an engine on another host takes five connections
 
 
@@ -77,7 +77,7 @@ def relay_settings(table: Table) -> RelaySettings:
 
 
 class Relay:
-    """One relay that runs transactions, in one event loop: a head where there are parts."""
+    """One relay that runs transactions, in one event loop: the head if there are parts."""
 
     def __init__(self, settings: RelaySettings, *, stop: asyncio.Event, parts: int = 1) -> None:
         """Create a relay; ``run`` serves until ``stop``, which the relay may also set.
@@ -124,7 +124,7 @@ class Relay:
 
 
 def listener_of(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
-    """Return where this relay listens for other hosts; ``traffic`` counts whom it refuses."""
+    """Return this relay's listener for other hosts; ``traffic`` counts refusals."""
     return RemoteListener(bus.listen, is_plain=bus.bulk == "plain", refusals=Refusals(traffic))
 
 
@@ -192,7 +192,7 @@ def main() -> int:
         raise_descriptor_limit(_LEAST_DESCRIPTORS)
         variables = interface_variables(settings.weightbus.host, os.environ)  # noqa: TID251
         os.environ.update(variables)  # noqa: TID251 gloo and NCCL have no setting
-        gc.freeze()  # imported modules stay: collecting them would delay a publish
+        gc.freeze()  # imported modules stay; scanning them would delay a publish
         with only_relay(relay_lock(settings.run, part)):
             asyncio.run(_serve(settings, lifeline, part=part, parts=arguments.parts))
             if not are_done(_CLOSE_S):

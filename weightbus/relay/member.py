@@ -1,4 +1,4 @@
-"""One engine on the weight bus: its state as the relay knows it, and commands to its agent."""
+"""One engine on the weight bus: its state, known to the relay, and commands to its agent."""
 
 import asyncio
 import itertools
@@ -26,10 +26,10 @@ from slipstream.wire.messages.weightbus import (
 from slipstream.wire.process.visible import one_line
 
 State = Literal["current", "behind", "receiving", "torn"]
-PROBE_S = 0.25  # how often a member that does not answer is probed
+PROBE_S = 0.25  # interval between probes of a member that does not answer
 _MOST_REASON = 500  # characters, as the broker shows
 _MOST_DIGEST = 100
-_MOST = 1e15  # of a figure
+_MOST = 1e15  # limit of a figure
 _command_ids = itertools.count(secrets.randbits(48))  # differ from those of an earlier relay
 
 
@@ -52,26 +52,26 @@ class Member:
     ) -> None:
         self.name = name
         self.bulk = bulk  # this relay's door for it
-        self.before: Member | None = None  # in its chain, for the version that it receives
-        self.first_part = 0  # of a version, to fetch from; that of the one before it
-        self.serves: Member | None = None  # the one behind it, which its door admits
+        self.before: Member | None = None  # its source in a chain, for the version it receives
+        self.first_part = 0  # first part to fetch of a version; in a chain the same for all
+        self.serves: Member | None = None  # member behind it, admitted at its door
         self.num_commands = 0
         self._traffic = traffic or Traffic()
         self._relay = relay  # incarnation of this relay
-        self.key = key  # that it proved; empty on this host
+        self.key = key  # key that it proved; empty on this host
         self.peer = peer  # routing id of its agent
         self.join = join
         self.transport = transport
         self.adopted: PolicyVersion | None = join.adopted
         self.since_s = time.time()  # unix time
         self.receiving: PolicyVersion | None = None
-        self.failure = ""  # of its last publish
+        self.failure = ""  # reason that its last publish failed
         self.num_publishes = 0
         self.is_checked = True  # in its current publish
         self.router = router
         self._timeout_s = timeout_s
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
-        self._waits_since_s = 0.0  # the first of these
+        self._waits_since_s = 0.0  # start of the first wait
         self._gone = ""
 
     @property
@@ -80,7 +80,7 @@ class Member:
         return self.router, self.peer
 
     def state(self, newest: PolicyVersion | None) -> State:
-        """Return its state beside the newest version."""
+        """Return its state compared with the newest version."""
         if self.receiving is not None:
             return "receiving"
         if self.adopted is None:
@@ -90,7 +90,7 @@ class Member:
     def heartbeat(self, join: Join) -> None:
         """Record a heartbeat."""
         if self.receiving is None and self.adopted != join.adopted:
-            self.holds(join.adopted)  # it returned to its previous version, or lost it
+            self.holds(join.adopted)  # the engine returned to its previous version, or lost it
 
     def holds(self, version: PolicyVersion | None) -> None:
         """Record the version of its engine; None if it may hold a mixture."""
@@ -104,7 +104,7 @@ class Member:
             future.set_result(bounded(outcome))
 
     def leave(self, why: str) -> None:
-        """Fail all pending commands at once: the agent will not answer."""
+        """Fail all pending commands: the agent will not answer."""
         self._gone = why
         self._fail(PublishError(f"{self.name} {why}"))
 
@@ -163,7 +163,7 @@ class Member:
         limit_s = timeout_s or self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                outcome = await future  # which is cancelled: a later outcome is of no use
+                outcome = await future  # cancelled at the limit: a later outcome has no use
         except TimeoutError as error:
             raise PublishError(
                 f"{self.name} did not answer {what} in {limit_s:g} s ({setting})"
@@ -177,7 +177,7 @@ class Member:
         return bool(self._waiting) and now_s - self._waits_since_s >= PROBE_S
 
     def probe(self) -> None:
-        """Fail all pending commands if the agent's connection does not exist any more."""
+        """Fail all pending commands if the agent's connection is gone."""
         try:
             self._transmit(Heard(relay=self._relay))
         except PublishError as error:
@@ -190,10 +190,10 @@ class Member:
 
 
 def bounded(outcome: Outcome) -> Outcome:
-    """Return an outcome without longer texts and other figures than an agent has reason to send.
+    """Return an outcome with texts and figures bounded to what an agent has reason to send.
 
-    What an agent says goes into records, of which one that is too large for the broker would keep
-    all others from it, and with them the news of revoked keys from this relay.
+    An agent's outcomes go into records. A record too large for the broker would block all others,
+    and with them the news of revoked keys for this relay.
     """
     seconds = outcome.phase_seconds
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""A part relay: serves the buckets that one host of a learner on several keeps, for the head."""
+"""A part relay: serves, for the head, the buckets on one host of a learner on several hosts."""
 
 import asyncio
 import logging
@@ -26,8 +26,8 @@ from slipstream.wire.process.run_until import run_until
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
-_MAX_REPORTS = 64  # to a head that does not read them
-_AGAIN_S = 3.0  # of silence: a head that did not know our key yet refused the connection
+_MAX_REPORTS = 64  # reports queued for a head that does not read them
+_AGAIN_S = 3.0  # silence before connecting again: a head refuses a key that it does not know yet
 
 
 class PartRelay:
@@ -47,13 +47,14 @@ class PartRelay:
         """Create a relay; ``run`` serves until ``stop``, which it may also set.
 
         Args:
-            part: its number.
-            versions: of this host's memory.
-            listener: where engines fetch.
-            deltas: of its versions, which they do not hold.
-            stop: ends it.
-            linger_s: that it outlives the learner, and what the head said the head.
-            traffic: counts what is sent.
+            part: Its number.
+            versions: Versions in this host's memory.
+            listener: Listener where engines fetch.
+            deltas: Deltas of its versions, which they do not keep from being overwritten.
+            stop: Event that ends it.
+            linger_s: Time that it outlives the learner, and that a silent head's keys and holds
+                stay valid.
+            traffic: Counter of sent buckets.
         """
         self._part = part
         self._versions = versions
@@ -65,8 +66,8 @@ class PartRelay:
         self._keys = KnownKeys(linger_s=linger_s)
         versions.held = lambda: self._holds.held(time.monotonic())
         self._head: ServeHead | None = None
-        self._moved = asyncio.Event()  # the head is another
-        self._last_message_s = 0.0  # of the head, monotonic
+        self._moved = asyncio.Event()  # set when the head is another
+        self._last_message_s = 0.0  # time of the head's last message, monotonic
         self._learner = LearnerSocket(
             versions, stop=stop, linger_s=linger_s, on_head=self._found_head
         )
@@ -129,7 +130,7 @@ class PartRelay:
                 )
             finally:
                 socket.close()
-            self._versions.let_go()  # holds of a head that is silent lapse
+            self._versions.let_go()  # holds of a silent head lapse
 
     async def _silence(self) -> None:
         """Return once the head is silent."""
@@ -180,12 +181,12 @@ class PartRelay:
         if self._holds.heard(command.relay, now_s):
             _log.info("another head relay leads the publishes now")
             self._versions.let_go()
-        keys = command.generator_keys  # those of a head before are good until then
+        keys = command.generator_keys  # keys of the previous head are valid until then
         if self._keys.heard(command.keys_digest, keys, now_s) and keys is not None:
             self._listener.admit(keys)
 
     async def _watch_keys(self) -> None:
-        """Admit nobody any more when no head has said for long who may fetch."""
+        """Admit no key any more when no head has confirmed the keys for ``linger_s``."""
         while True:
             left_s = self._keys.lapses_in_s(time.monotonic())
             if left_s is not None and left_s <= 0:
@@ -195,7 +196,7 @@ class PartRelay:
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _hold(self, socket: zmq.asyncio.Socket, command: Hold) -> None:
-        """Answer with the digests of a version that is whole here, and still is then."""
+        """Answer with the digests of a version that is whole here until the answer is sent."""
         version, error = command.version, ""
         digests: dict[str, str] = {}
         publication = self._versions.find(version)
@@ -208,5 +209,5 @@ class PartRelay:
                 self._holds.release(version)
                 digests, error = {}, f"{version.label} was overwritten there"
         answer = PartHeld(command_id=command.command_id, error=error, digests=digests)
-        with suppress(zmq.ZMQError):  # it is full or left: the head gives up at its deadline
+        with suppress(zmq.ZMQError):  # the socket is full or closed: the head gives up in time
             await socket.send_multipart(cut([encode(answer)]), zmq.NOBLOCK)

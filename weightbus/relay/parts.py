@@ -1,4 +1,4 @@
-"""The head's side of the parts of a learner on several hosts: their reports, and holds there."""
+"""The head's side of the parts of a learner on several hosts: their reports, and its holds."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ Send = Callable[[HeadCommand], None]
 
 
 class _Part:
-    """One part, where it was heard of last."""
+    """One part at its last known connection."""
 
     def __init__(self, state: PartState, peer: bytes, send: Send) -> None:
         self.state = state
@@ -35,13 +35,13 @@ class _Part:
         self.waiting: dict[int, tuple[Hold, asyncio.Future[PartHeld]]] = {}
 
     def moved(self, peer: bytes, send: Send) -> None:
-        """Ask again what it may have answered over a connection that is gone."""
+        """Repeat requests whose answers may have been lost with the old connection."""
         self.peer, self.send = peer, send
         for hold, _ in self.waiting.values():
             send(hold)
 
     def gone(self, why: str) -> None:
-        """Fail what waits for it."""
+        """Fail the requests that wait for this part."""
         for _, future in self.waiting.values():
             if not future.done():
                 future.set_exception(PublishError(why))
@@ -54,18 +54,18 @@ class Parts:
         """Start without parts.
 
         Args:
-            relay: incarnation of this head.
-            timeout_s: in which a part answers.
+            relay: Incarnation of this head.
+            timeout_s: Limit for a part's answer.
         """
         self.relay = relay
         self._timeout_s = timeout_s
         self._parts: dict[int, _Part] = {}
         self._numbers = itertools.count(1)
         self._held: set[PolicyVersion] = set()
-        self._keys: Mapping[str, str] | None = None  # who may fetch
+        self._keys: Mapping[str, str] | None = None  # keys that may fetch
         self._keys_digest = ""
         self.expected = 0
-        """How many there are to be."""
+        """Expected number of parts."""
 
     def take(
         self,
@@ -80,12 +80,12 @@ class Parts:
         """Take the report of a part that has proved its key.
 
         Args:
-            part: number of the part that the key is of.
-            report: that it sent.
-            send: sends it a command.
-            peer: its connection.
-            generator_keys: who may fetch from it; None: not known yet.
-            heard: is told of its state.
+            part: Number of the part with the key.
+            report: Report that it sent.
+            send: Sends it a command.
+            peer: Its connection.
+            generator_keys: Keys that may fetch from it; None if not known yet.
+            heard: Called with its state.
         """
         known = self._parts.get(part)
         if isinstance(report, PartHeld):
@@ -109,12 +109,12 @@ class Parts:
         self._keep(generator_keys)
         self._tell(known, has_keys=report.keys_digest == self._keys_digest)
         for version in report.held:
-            if version not in self._held:  # that it was to be released was lost
+            if version not in self._held:  # an earlier Release was lost
                 known.send(Release(epoch=report.epoch, version=version))
         heard(report)
 
     def tell(self, generator_keys: Mapping[str, str] | None) -> None:
-        """Tell the parts at once who may fetch, if that has changed: an engine has joined."""
+        """Tell the parts at once which keys may fetch, if these changed: an engine has joined."""
         if not self._keep(generator_keys):
             return
         for number, part in self._parts.items():
@@ -124,7 +124,7 @@ class Parts:
                 _log.warning("part %d does not hear of new keys: %s", number, error)
 
     def _keep(self, generator_keys: Mapping[str, str] | None) -> bool:
-        """Keep who may fetch; True if that has changed."""
+        """Keep the keys that may fetch; True if they have changed."""
         if generator_keys is None or generator_keys == self._keys:
             return False
         self._keys = dict(generator_keys)
@@ -132,7 +132,7 @@ class Parts:
         return True
 
     def _tell(self, part: _Part, *, has_keys: bool) -> None:
-        """Answer a heartbeat, with the keys if the part has others."""
+        """Answer a heartbeat, with the keys if the part has other ones."""
         keys = None if has_keys or self._keys is None else dict(self._keys)
         heard = PartHeard(relay=self.relay, keys_digest=self._keys_digest, generator_keys=keys)
         part.send(heard)
@@ -144,10 +144,10 @@ class Parts:
             known.gone(f"part {part} is silent")
 
     def doors(self) -> list[BulkDoor]:
-        """Return where the buckets of parts 1, 2, ... are fetched.
+        """Return the doors for the buckets of parts 1, 2, ...
 
         Raises:
-            PublishError: a part is not there.
+            PublishError: a part is missing.
         """
         return [part.state.door for part in self._all()]
 
@@ -158,11 +158,11 @@ class Parts:
         return [self._parts[number] for number in numbers]
 
     async def hold(self, version: PolicyVersion, layout: WeightManifest) -> dict[str, str]:
-        """Have every part keep a version; return the digests of their tensors.
+        """Make every part keep a version; return the digests of their tensors.
 
         Raises:
-            PublishError: a part does not have it, does not answer in time, or answers with
-                digests of others than its own tensors of the ``layout``.
+            PublishError: a part does not have it, does not answer in time, or answers with digests
+                of other tensors than its own in the ``layout``.
         """
         names, asked = names_by_part(layout), self._all()
         self._held.add(version)
@@ -209,7 +209,7 @@ class Parts:
         return answer.digests
 
     def release(self, version: PolicyVersion) -> None:
-        """Have the parts keep a version no longer."""
+        """Let the parts drop a version."""
         self._held.discard(version)
         for number, part in list(self._parts.items()):
             try:

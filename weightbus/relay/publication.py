@@ -1,4 +1,4 @@
-"""A version with everything that transfers of it need; each part is computed once, on demand."""
+"""A version with everything that its transfers need; each part is computed once, on demand."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class PartsOfLearner(Protocol):
-    """The parts on other hosts of a learner."""
+    """The parts of a learner on its other hosts."""
 
     async def hold(self, version: PolicyVersion, layout: WeightManifest) -> dict[str, str]:
-        """Have every part keep a version; return the digests of their tensors in the layout.
+        """Make every part keep a version; return the digests of their tensors in the layout.
 
         Raises:
             PublishError: a part does not have it.
@@ -33,14 +33,14 @@ class PartsOfLearner(Protocol):
         ...
 
     def release(self, version: PolicyVersion) -> None:
-        """Have the parts keep it no longer."""
+        """Let the parts drop a version."""
         ...
 
     def doors(self) -> list[BulkDoor]:
-        """Return where the buckets of parts 1, 2, ... are fetched.
+        """Return the doors for the buckets of parts 1, 2, ...
 
         Raises:
-            PublishError: a part is not there.
+            PublishError: a part is missing.
         """
         ...
 
@@ -48,7 +48,7 @@ class PartsOfLearner(Protocol):
 class Publication:
     """One version on its way to the engines. Use it inside one event loop.
 
-    A caller that is cancelled does not cancel a part for the others.
+    A cancelled caller does not cancel a computation for the others.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Publication:
         """Compute nothing yet.
 
         Args:
-            snapshot: what this relay has of the version.
-            pin: pins its memory, once.
-            digests: those of the manifest.
-            parts: that have the rest of it; None: it is the whole version.
-            probe: what the learner computes under it.
+            snapshot: This relay's buckets of the version.
+            pin: Pins their memory, once.
+            digests: Kind of the manifest's digests.
+            parts: Parts with the rest of the version; None if the snapshot is whole.
+            probe: Results of the learner under this version.
         """
         self._digest_kind: DigestKind = digests
         self.pin = pin
@@ -79,9 +79,9 @@ class Publication:
         self._own: asyncio.Future[dict[str, str]] | None = None
         self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
         self._digest = ""
-        self._digests: dict[Holder, str] = {}  # of the expected checksums
+        self._digests: dict[Holder, str] = {}  # digests of the expected checksums
         self._encoded: msgspec.Raw | None = None
-        self._begun: set[asyncio.Future[Any]] = set()  # and not done
+        self._begun: set[asyncio.Future[Any]] = set()  # computations that are not done
 
     @property
     def version(self) -> PolicyVersion:
@@ -95,7 +95,7 @@ class Publication:
 
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
         """Start to compute the result of ``manifest``."""
-        if self._manifest is None or _has_failed(self._manifest):  # a part may have it now
+        if self._manifest is None or _has_failed(self._manifest):  # a part may have the version now
             self._manifest = self._begin(asyncio.ensure_future(self._held_and_digested()))
         return self._manifest
 
@@ -109,7 +109,7 @@ class Publication:
         return with_digests(layout, self.version, digests)
 
     async def digests(self) -> dict[str, str]:
-        """Return the digests of what this relay has of the version."""
+        """Return the digests of this relay's tensors of the version."""
         return await asyncio.shield(self._begin_own())
 
     def _begin_own(self) -> asyncio.Future[dict[str, str]]:
@@ -117,19 +117,19 @@ class Publication:
         return self._own
 
     def doors(self, own: BulkDoor) -> list[tuple[BulkDoor, ...]]:
-        """Return where an engine fetches each part; none if all is in this relay's memory.
+        """Return an engine's doors for each part; empty if all is in this relay's memory.
 
         ``own`` is this relay's door for it.
 
         Raises:
-            PublishError: a part is not there.
+            PublishError: a part is missing.
         """
         if self.parts is None:
             return []
         return [(own,), *((door,) for door in self.parts.doors())]
 
     def released(self) -> None:
-        """Note that no engine fetches it now: other parts need not keep it."""
+        """Record that no engine fetches the version now: other parts need not keep it."""
         if self.parts is not None and self._manifest is not None:
             self._manifest = None
             self.parts.release(self.version)
@@ -143,7 +143,7 @@ class Publication:
         return await asyncio.shield(self.begin_digests())
 
     async def digest(self) -> str:
-        """Return the digest of all that is sent."""
+        """Return the digest of the whole version."""
         manifest = await self.manifest()
         self._digest = self._digest or manifest.digest
         return self._digest
@@ -162,7 +162,7 @@ class Publication:
         return self._expected[of]
 
     def digest_expected(self, of: Holder) -> str:
-        """Return the digest of ``expected`` if that is computed already, else an empty string."""
+        """Return the digest of ``expected`` if it is computed already, else an empty string."""
         if of not in self._digests:
             future = self._expected.get(of)
             if future is None or not future.done():
@@ -175,11 +175,11 @@ class Publication:
         return await asyncio.shield(self.begin_checksums(of))
 
     def in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Start to compute something from the memory, which stays as it is until that is done."""
+        """Start a computation on the memory, which does not change until it is done."""
         return self._begin(asyncio.ensure_future(asyncio.to_thread(work)))
 
     def _begin(self, future: asyncio.Future[T]) -> asyncio.Future[T]:
-        """Have ``settled`` wait for it; its result is kept by whoever wants it alone."""
+        """Let ``settled`` wait for a computation; only its caller keeps the result."""
         self._begun.add(future)
         future.add_done_callback(self._ended)
         return future
@@ -190,7 +190,7 @@ class Publication:
             future.exception()  # retrieved, as the caller may be gone
 
     async def settled(self) -> None:
-        """Wait until no computation that was started here reads the memory any more."""
+        """Wait until no computation that was started here still reads the memory."""
         await asyncio.gather(*self._begun, return_exceptions=True)
 
 

@@ -62,8 +62,8 @@ _malformed = Rarely(_log)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000
-_SHARE = 1 / 16  # of descriptors: for either socket on this host
-_MAX_PROBES = 200  # at a time: bounds what members cost that take long
+_SHARE = 1 / 16  # share of the descriptors for each of the two sockets on this host
+_MAX_PROBES = 200  # sent at a time: bounds the cost of slow members
 
 
 class Sender(NamedTuple):
@@ -71,8 +71,8 @@ class Sender(NamedTuple):
 
     peer: bytes  # routing id
     router: Router
-    prefix: str  # of the names of engines there
-    key: str  # that it proved; empty on this host
+    prefix: str  # prefix of its engines' names
+    key: str  # key that it proved; empty on this host
 
 
 class Publisher:
@@ -93,14 +93,14 @@ class Publisher:
         """Start without members.
 
         Args:
-            settings: of the weight bus.
-            versions: to serve.
-            on_record: called with the record of every publish.
-            libraries: of this process.
-            transports: by name.
-            parts: of a learner on several hosts; None: versions are whole here.
-            traffic: counts what is sent.
-            now: monotonic seconds.
+            settings: The [weightbus] section.
+            versions: Versions to serve.
+            on_record: Called with the record of every publish.
+            libraries: Library versions of this process.
+            transports: Transports by name.
+            parts: Parts of each version, if the learner spans hosts.
+            traffic: Counter of what is sent.
+            now: Returns monotonic seconds.
         """
         self._settings = settings
         self._versions = versions
@@ -124,10 +124,10 @@ class Publisher:
         self._heard = encode(Heard(relay=self._incarnation))
         self._members: dict[str, Member] = {}
         self._by_place: dict[tuple[Router, bytes], Member] = {}
-        self._num_events = 0  # after which another serving may be due
-        self._waits_because = ""  # why a part did not keep a version, last
+        self._num_events = 0  # events that may make another serving due
+        self._waits_because = ""  # last reason that a part did not keep a version
         self._is_starved = False  # a serving was due, and no version could be read
-        self._probed = 0  # members, in their order
+        self._probed = 0  # position of the next late member to probe
         self._fleet = Fleet(
             silence_s=settings.member_silence_s,
             retry_s=_RETRY_S,
@@ -136,7 +136,7 @@ class Publisher:
         self.traffic = traffic or Traffic()
         self._chains = Chains(settings.fanout)
         self._turns = itertools.count()
-        self._closing: list[Member] = []  # whose doors are open to a member that left them
+        self._closing: list[Member] = []  # members that still admit a former successor
         self._near: BulkDoor | None = None
         self._remote: RemoteListener | None = None
         self._alone: dict[Seat, asyncio.Task[None]] = {}
@@ -230,10 +230,10 @@ class Publisher:
                 self._take_report(part, peer.bytes, router, listener, frames)
                 return
             if listener is not None and listener.name_of(key) is None:
-                return  # it was revoked; _watch logs that
+                return  # its key was revoked; _watch logs that
             prefix = (
                 f"{listener.name_of(key)}/" if listener is not None else ""
-            )  # as in the broker's names
+            )  # the broker uses the same names
             try:
                 message = decode_agent_message(_message(frames))
             except ProtocolError as error:
@@ -278,7 +278,7 @@ class Publisher:
         match message:
             case Join():
                 self._joined(sender, message)
-                with suppress(zmq.ZMQError):  # it is gone
+                with suppress(zmq.ZMQError):  # the agent is gone
                     sender.router.send(sender.peer, self._heard)
             case Leave(name=name):
                 if member is not None and member.name == sender.prefix + name:
@@ -291,7 +291,7 @@ class Publisher:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         there = self._by_place.get((sender.router, peer))
-        if there is not None and there is not known:  # a connection is one member's
+        if there is not None and there is not known:  # a connection belongs to one member
             self._forget(there, f"is {name} now")
         if known is not None and known.join.incarnation == join.incarnation:
             if known.peer != peer:
@@ -323,7 +323,7 @@ class Publisher:
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
         if self._parts is not None and self._remote is not None and sender.key:
-            self._parts.tell(self._remote.holders)  # it fetches from them next
+            self._parts.tell(self._remote.holders)  # the engine fetches from the parts next
         self._members[name] = self._by_place[member.place] = member
         seat = Seat(
             name,
@@ -337,7 +337,7 @@ class Publisher:
         self._decide()
 
     def _bulk_door(self, *, is_far: bool) -> BulkDoor | None:
-        """Return the door at which a member fetches buckets from this relay."""
+        """Return this relay's door for a member that fetches buckets."""
         if not is_far:
             return self._near
         return self._remote.door if self._remote is not None else None
@@ -372,7 +372,7 @@ class Publisher:
         member.leave(why)
 
     async def _watch(self, remote: RemoteListener | None) -> None:
-        """Forget members that are silent or whose key was revoked, even while they are served."""
+        """Forget silent members and those with a revoked key, even while they are served."""
         while True:
             await asyncio.sleep(_WATCH_S)
             if self._parts is not None:
@@ -388,7 +388,7 @@ class Publisher:
             self._close_doors()
 
     async def _admit_parts(self, parts: Parts, remote: RemoteListener) -> None:
-        """Admit the parts of the newest learner as soon as it names them: one refused waits."""
+        """Admit the parts of the newest learner as soon as it names them: a refused part waits."""
         while True:
             changed, keys = self._versions.changed, self._versions.part_keys
             remote.admit_parts(keys)
@@ -398,12 +398,12 @@ class Publisher:
     async def _probe(self) -> None:
         """Notice agents that are gone while their outcome is awaited, in turns.
 
-        A process that ends leaves nothing that NCCL or a command would notice.
+        Neither NCCL nor a command notices that a process has ended.
         """
         while True:
             await asyncio.sleep(PROBE_S)
             now_s = time.monotonic()
-            late = [one for one in self._members.values() if one.is_overdue(now_s)]
+            late = [member for member in self._members.values() if member.is_overdue(now_s)]
             self._probed = self._probed % len(late) if late else 0
             turn = (late[self._probed :] + late[: self._probed])[:_MAX_PROBES]
             self._probed += len(turn)
@@ -413,7 +413,7 @@ class Publisher:
     # ---- publishes -----------------------------------------------------------
 
     def _decide(self) -> None:
-        """Have the fleet consulted: something has changed that it decides by."""
+        """Ask the fleet again: something has changed that its decisions depend on."""
         self._num_events += 1
         self._versions.wake()
 
@@ -435,27 +435,27 @@ class Publisher:
                         await changed.wait()
                         if self._is_starved or decided != (self._num_events, self._versions.newest):
                             break
-                        changed = self._versions.changed  # a reading ended, for which none waits
+                        changed = self._versions.changed  # a reading ended that no serving awaits
 
     def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
         task = group.create_task(self._serve(serving, members, reading))
-        task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
+        task.add_done_callback(lambda _: reading.end())  # the task may be cancelled before it runs
         if serving.group is None:
             self._alone[serving.seats[0]] = task
 
     def _place(self, member: Member, serving: Serving, reading: Reading) -> None:
-        """Decide where a member fetches a version that every part keeps."""
+        """Choose a member's source of a version that every part keeps."""
         self._leave_chain(member)
         member.before = self._before(member, serving, reading)
         if member.before is not None:
             member.first_part = member.before.first_part
         else:
-            member.first_part = next(self._turns)  # not all from one host at once
+            member.first_part = next(self._turns)  # members begin with different hosts
 
     def _before(self, member: Member, serving: Serving, reading: Reading) -> Member | None:
-        """Return the member from which another fetches a version; None for the relay.
+        """Return the member that serves another with a version; None for the relay.
 
         Members of a chain are on other hosts, and offer a door.
         """
@@ -468,22 +468,22 @@ class Publisher:
         return self._members.get(name) if name is not None else None
 
     def _leave_chain(self, member: Member) -> None:
-        """Have the member before one in its chain serve it no more."""
+        """Take a member out of its chain: the member before it stops serving it."""
         before, member.before = member.before, None
         if before is not None and before.serves is member:
             before.serves = None
             self._closing.append(before)
 
     def _close_doors(self) -> None:
-        """Tell members whose successors have left that they serve nobody."""
+        """Tell members whose successors have left to serve no other."""
         closing, self._closing = self._closing, []
         for member in closing:
             if member.serves is None and (newest := self._versions.newest) is not None:
-                with suppress(PublishError):  # it is gone; its outcome decides nothing
+                with suppress(PublishError):  # the member is gone; its outcome does not matter
                     member.send(lambda n: Admit(command_id=n, version=newest, keys=()))
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
-        """Bring members to a version; the record and the fleet get the results."""
+        """Bring members to a version; report the results in a record and to the fleet."""
         group = serving.group
         try:
             name = serving.seats[0].transport
@@ -507,16 +507,16 @@ class Publisher:
                 self._decide()
         finally:
             await asyncio.shield(reading.end())
-        for name, why in record.failed.items():
+        for name, reason in record.failed.items():
             self._chains.leave(name)
-            _log.warning("%s does not run %s: %s", name, record.version.label, why)
+            _log.warning("%s does not run %s: %s", name, record.version.label, reason)
         await self._on_record(record)
         wanted = self._versions.wanted()
         for state in self._states.values():
             await state.keep(wanted)
 
     async def _is_held(self, reading: Reading) -> bool:
-        """True once every part of the learner keeps the version: no engine is touched before."""
+        """True if every part of the learner keeps the version: no engine is touched before."""
         try:
             await reading.publication.manifest()
         except PublishError as error:

@@ -22,14 +22,14 @@ from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 5.0
-_MAX_RECORDS = 1_000  # versions kept while the broker is gone, and records of one
+_MAX_RECORDS = 1_000  # versions kept while the broker is gone, and records of each
 
 
 class BrokerReports:
     """Reports of a relay. Use it inside one event loop."""
 
     def __init__(self, run: RunSection, traffic: Traffic) -> None:
-        """Report what ``traffic`` counts, too."""
+        """Report also the counts of ``traffic``."""
         self._run = run
         self._traffic = traffic
         self._records: deque[list[PublishRecord]] = deque()  # not yet reported, by version
@@ -39,10 +39,9 @@ class BrokerReports:
         self._usage = ProcessUsage()
 
     async def keep(self, record: PublishRecord) -> None:
-        """Keep the record of a publish until the broker has it, or there are too many.
+        """Keep the record of a publish until the broker has it, or there are too many records.
 
-        Members that are served alone have records of their own: those of one version are sent as
-        one.
+        Members that are served alone have records of their own: records of one version are merged.
         """
         self._is_news.set()
         if self._records and self._records[-1][0].version == record.version:
@@ -62,9 +61,9 @@ class BrokerReports:
     async def run(
         self, states: Callable[[], list[MemberState]], remote: RemoteListener | None
     ) -> None:
-        """Report until cancelled; engines are served also without a broker.
+        """Report until cancelled; engines are served even without a broker.
 
-        ``remote`` is given the keys that the broker knows.
+        ``remote`` gets the keys that the broker knows.
         """
         while True:
             try:
@@ -92,7 +91,7 @@ class BrokerReports:
                         await self._is_news.wait()
                 report = RelayReport(members=states(), door=remote.address if remote else None)
                 answer, _ = await client.ask(report, RelayHeard)
-                if remote is not None:  # first of all: a key may have been revoked
+                if remote is not None:  # do this first: a key may have been revoked
                     remote.admit(answer.generator_keys)
                 while self._records:
                     sent = self._records.popleft()

@@ -54,7 +54,7 @@ class Reading:
         self._end: asyncio.Future[None] | None = None
 
     def end(self) -> asyncio.Future[None]:
-        """Release it once no thread of this process reads it; that happens also without waiting."""
+        """Release the version once no thread of this process reads it; waiting is optional."""
         if self._end is None:
             self._end = asyncio.ensure_future(self.publication.settled())
             self._end.add_done_callback(lambda _: self._on_end())
@@ -62,7 +62,7 @@ class Reading:
 
 
 class Versions:
-    """Whole versions, the newest of which is served. Use it inside one event loop."""
+    """Whole versions; the newest is served. Use it inside one event loop."""
 
     def __init__(
         self,
@@ -75,22 +75,22 @@ class Versions:
         """Start without a version.
 
         Args:
-            folder: for files of transports.
-            digests: those of manifests.
-            parts: those on other hosts of the learner; None: this relay has whole versions.
-            silence_s: after which a part without a report is lost.
+            folder: Folder for files of transports.
+            digests: Kind of the manifests' digests.
+            parts: Parts on other hosts of the learner; None: this relay has whole versions.
+            silence_s: Time without a report after which a part is lost.
         """
         self.folder = folder
         self._digests: DigestKind = digests
         self._parts = parts
         self._silence_s = silence_s
-        self._run_id = ""  # of the first learner
+        self._run_id = ""  # run of the first learner
         self._part_keys: tuple[str, ...] = ()
-        self._sources: list[_LearnerMemory] = []  # the newest learner's last; an old one till idle
+        self._sources: list[_LearnerMemory] = []  # the newest learner last; old ones until idle
         self._reading: Counter[Publication] = Counter()
         self._changed = asyncio.Event()
         self.held: Callable[[], Collection[PolicyVersion]] = frozenset
-        """Returns what another relay's engines fetch here, at a part."""
+        """Returns the versions that another relay's engines fetch here, at a part."""
 
     @property
     def newest(self) -> PolicyVersion | None:
@@ -100,7 +100,7 @@ class Versions:
 
     @property
     def part_keys(self) -> tuple[str, ...]:
-        """Public keys of the parts of the newest learner, of parts 1, 2, ..."""
+        """Public keys of the newest learner's parts 1, 2, ..."""
         return self._part_keys
 
     @property
@@ -116,9 +116,9 @@ class Versions:
         """Serve this memory as soon as it holds a whole version.
 
         Raises:
-            PublishError: the memory cannot be mapped, is another run's, has parts that this relay
-                cannot hear of, or its epoch is known with another memory: two learners would
-                publish different weights under one label.
+            PublishError: the memory cannot be mapped, belongs to another run, has parts although
+                this relay is for one host, or its epoch is known with another memory: two learners
+                would publish different weights under one label.
         """
         layout = message.layout
         run_id = message.run_id
@@ -154,7 +154,7 @@ class Versions:
 
         Raises:
             PublishError: it has opened no memory.
-            SupersededError: a newer learner has.
+            SupersededError: a newer learner has opened one.
         """
         source = self._writing(epoch)
         slot = source.slots.reserve(source.newest)
@@ -166,7 +166,7 @@ class Versions:
 
         Raises:
             PublishError: it has opened no memory, or there is no such slot.
-            SupersededError: a newer learner has.
+            SupersededError: a newer learner has opened one.
         """
         source = self._writing(epoch)
         try:
@@ -185,7 +185,7 @@ class Versions:
                 self.wake()
 
     def lost_parts(self, now_s: float) -> list[int]:
-        """Return the parts of the newest learner that are silent, whose versions are gone."""
+        """Return the silent parts of the newest learner; their versions are gone."""
         others = self._sources[-1].others if self._sources else None
         return others.lost(now_s) if others is not None else []
 
@@ -195,7 +195,7 @@ class Versions:
         """Serve a version that the learner of an epoch has completed, with its probe.
 
         Raises:
-            PublishError: it has opened no memory, or that slot cannot have been written.
+            PublishError: it has opened no memory, or the slot cannot have been written.
             SupersededError: a newer learner has opened its memory.
         """
         source = self._writing(epoch)
@@ -215,23 +215,23 @@ class Versions:
         self.wake()
 
     def let_go(self) -> None:
-        """Let go of the memories of former learners, once the newest has written a version.
+        """Drop the memories of former learners, once the newest has written a version.
 
-        Transactions of this relay keep their source; one with a version that is held stays.
+        Transactions of this relay keep their source; a memory with a held version stays.
         """
         former = self._sources[:-1]
         if not former or not self._sources[-1].publications:
             return
         held = self.held()
         for old in former:
-            if not any(one.version in held for one in old.publications.values()):
+            if not any(publication.version in held for publication in old.publications.values()):
                 old.memory.close()
                 self._sources.remove(old)
 
     def read(self) -> "Reading | None":
-        """Return the newest version, which is kept from being overwritten until its ``end``.
+        """Return the newest version, which is not overwritten until its ``end``.
 
-        None while there is none, or while two others are being read.
+        None while no version is whole, or while two others are being read.
         """
         source = self._serving()
         newest = source.newest if source is not None else None
@@ -244,7 +244,7 @@ class Versions:
     def glance(self) -> "Reading | None":
         """Return the newest version, which may be overwritten while it is read; None without one.
 
-        It was not if ``find`` still returns the same publication afterwards.
+        If ``find`` still returns the same publication afterwards, it was not overwritten.
         """
         version = self.newest
         publication = self.find(version) if version is not None else None
@@ -269,7 +269,7 @@ class Versions:
 
     def wanted(self) -> set[Publication]:
         """Return the versions that an engine may need: those being read, and those in a slot."""
-        return set(self._reading).union(*(one.publications.values() for one in self._sources))
+        return set(self._reading).union(*(memory.publications.values() for memory in self._sources))
 
     def _serving(self) -> _LearnerMemory | None:
         return next((s for s in reversed(self._sources) if s.newest is not None), None)
@@ -291,7 +291,7 @@ class Versions:
 
     @property
     def changed(self) -> asyncio.Event:
-        """An event that is set when decisions may change."""
+        """Event that is set when decisions may change."""
         return self._changed
 
     def wake(self) -> None:

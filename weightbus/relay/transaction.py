@@ -55,7 +55,7 @@ class Transaction:
         self._num_in_flight: dict[str, int] = {}
         self._digest = ""
         self._digests: dict[str, str] = {}
-        self._within_adopt: dict[str, float] = {}  # by phase, the slowest member
+        self._within_adopt: dict[str, float] = {}  # seconds by phase, of the slowest member
 
     async def run(self) -> PublishRecord:
         """Run all phases. Failures of engines and agents do not raise: they are in the record."""
@@ -75,7 +75,7 @@ class Transaction:
                 member.failure = ""
                 adopted[member.name] = self._now() - started_s
             await self._abandon()
-            if adopted:  # only the record needs it
+            if adopted:  # only the record needs the digest
                 self._digest = await self._publication.digest()
         finally:
             for member in self._all:
@@ -84,7 +84,7 @@ class Transaction:
             version=version,
             at_s=at_s,
             adopted_by=adopted,
-            failed={member.name: why for member, why in self._course.failed.items()},
+            failed={member.name: reason for member, reason in self._course.failed.items()},
             num_in_flight=self._num_in_flight,
             digest=self._digest,
             engine_digests=self._digests,
@@ -100,14 +100,14 @@ class Transaction:
         manifest = publication.undigested
         if self._transport.needs_digests:
             manifest = await publication.manifest()
-        if self._transport.writes_live:  # not while engines are paused
+        if self._transport.writes_live:  # begin now, not while engines are paused
             for member in [m for m in self._all if m.is_checked]:
                 publication.begin_checksums(holder_of(member.join))
         laps.lap("digest")
         names = {
             Phase.OFFER: "offer",
             Phase.PREPARE: self._transport.prepare_phase,
-            Phase.ADOPT: "order",  # besides what agents report of it
+            Phase.ADOPT: "order",  # the rest of it, besides the phases that agents report
             Phase.PREPARE_AGAIN: "pause",
             Phase.LOAD: self._transport.load_phase,
             Phase.VERIFY: "verify",
@@ -124,7 +124,7 @@ class Transaction:
                 laps.lap(names[phase], within.get(phase))
 
     async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
-        """Run a phase with all remaining members; return the failed ones, and why."""
+        """Run a phase with all remaining members; return the failed ones with reasons."""
         members, name = self._course.members, self._transport.name
         try:
             match phase:
@@ -173,7 +173,7 @@ class Transaction:
         self._num_in_flight[member.name] = outcome.num_in_flight
 
     async def _verify(self, member: Member) -> None:
-        """Compare the engine's checksums, if a check is due that ``Commit`` cannot do by itself."""
+        """Compare the engine's checksums, if a check is due that ``Commit`` cannot do."""
         holder = holder_of(member.join)
         if not member.is_checked or self._publication.digest_expected(holder):
             return
@@ -185,7 +185,7 @@ class Transaction:
         self._digests[member.name] = outcome.digest
 
     async def _commit(self, member: Member) -> None:
-        """Have the engine run the version, if its checksums are the expected ones."""
+        """Switch the engine to the version, if its checksums are the expected ones."""
         holder, version = holder_of(member.join), self._publication.version
         probe = self._publication.probe
         is_verified = not member.is_checked or member.name in self._digests
@@ -204,9 +204,9 @@ class Transaction:
         if not failed:
             return
         await self._transport.close()
-        for member, why in failed.items():
-            member.failure = why
+        for member, reason in failed.items():
+            member.failure = reason
             member.holds(None)
-        for member, why in failed.items():  # agents execute the next command after this one
+        for member, reason in failed.items():  # agents execute the next command after this one
             with suppress(PublishError):
-                member.send(lambda n, why=why: Abandon(command_id=n, reason=why))  # type: ignore[misc]
+                member.send(lambda n, why=reason: Abandon(command_id=n, reason=why))  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """The answer of an engine's weights checker if it holds exactly our adapters.
 
-SGLang has A of q, k and v as one tensor, and so B; of gate and up likewise; without an adapter of
-k, or of up, there are zeros. The tensors that it keeps are on the host and whole on every rank: the
-checksum is that of a CPU (generators/sglang/patches.py).
+SGLang fuses A of q, k and v into one tensor, and B likewise; the same holds for gate and up. Zeros
+take the place of a missing adapter of k or of up. SGLang keeps these tensors on the host and whole
+on every rank: the checksum is that of a CPU (generators/sglang/patches.py).
 """
 
 import re
@@ -15,8 +15,8 @@ from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.models.families.registry import checksum_name
 
 _NAME = re.compile(r"(.+\.)(\w+)(\.lora_[AB]\.weight)")
-# The engine's name of a fused layer, its parts in their order, and the part that has the shape of
-# one without an adapter.
+# The engine's name of a fused layer, its parts in order, and the part with the shape of the zeros
+# for a part without an adapter.
 _FUSED = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj"), "v_proj"),
     ("gate_up_proj", ("gate_proj", "up_proj"), "gate_proj"),
@@ -25,12 +25,12 @@ _OF = {part: fused for fused in _FUSED for part in fused[1]}
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """True if these are the tensors of adapters."""
+    """True if these are names of adapters' tensors."""
     return all(_NAME.fullmatch(name) for name in names)
 
 
 def expected_of_version(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
-    """Return the checksum of every tensor of an engine that holds a version, whatever it is of."""
+    """Return the checksum of every tensor of an engine with a version of weights or of adapters."""
     compute = expected_adapter_checksums if are_adapters(tensors) else expected_checksums
     return compute(tensors, of)
 
@@ -39,8 +39,8 @@ def expected_adapter_checksums(tensors: Tensors, of: Holder | None = None) -> di
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
     Args:
-        tensors: A and B, or their bits, by PEFT's names. They are read where they lie.
-        of: the engine; None for one of one rank.
+        tensors: A and B, or their bits, by PEFT's names; not copied.
+        of: Layout of the engine; None for one rank.
     """
     of = of or Holder()
     expected: dict[str, str] = {}
@@ -53,7 +53,7 @@ def expected_adapter_checksums(tensors: Tensors, of: Holder | None = None) -> di
 
 
 def _kept(tensors: Mapping[str, Bits]) -> dict[str, list[Bits]]:
-    """Return what the engine keeps under each name, in parts."""
+    """Return the engine's tensor under each name, in parts."""
     kept: dict[str, list[Bits]] = {}
     for name, tensor in tensors.items():
         found = _NAME.fullmatch(name)

@@ -1,11 +1,11 @@
-"""Pure: what changed in a tensor between two versions, exactly, and its application in place.
+"""Pure: exact changes of a tensor between two versions, and their application in place.
 
-A change is the bitwise exclusive or of both versions' items, so that changes of several steps
-compose, and any bit pattern, of a NaN as well, comes out as it went in. Weights are published in
-bfloat16 and trained in float32: a small step moves few of them as far as another bfloat16.
+A change is the bitwise exclusive or of both versions' items. So changes of several steps compose,
+and every bit pattern, even of a NaN, is restored exactly. Weights are published in bfloat16 and
+trained in float32: a small step moves few of them as far as another bfloat16.
 
-A tensor is divided into pieces. One of which few items changed is a list of distances between
-changed items, and of their changes; else it is every item's change. Either is split into byte
+A tensor is divided into pieces. A piece with few changed items is a list of distances between
+changed items, and of their changes; else it is every item's change. Changes are split into byte
 planes, since high bytes hardly ever change, and compressed by zstd.
 """
 
@@ -20,7 +20,7 @@ from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.versions import PolicyVersion
 
-if TYPE_CHECKING:  # imported where it is used: a machine whose agents take no deltas may lack it
+if TYPE_CHECKING:  # imported where used: a machine whose agents take no deltas may lack it
     import zstandard
 
 Items: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"  # one dimension, unsigned
@@ -29,7 +29,7 @@ _PIECE_ITEMS = 1 << 20
 _HEAD = struct.Struct("<BIII")  # kind, changed items, bytes of distances, bytes of changes
 _NOTHING, _SPARSE, _DENSE = range(3)
 _UNCHANGED = _HEAD.pack(_NOTHING, 0, 0, 0)
-_DENSE_FROM = 0.25  # of the items changed: applying a list is slower there
+_DENSE_FROM = 0.25  # share of changed items from which applying a list is slower
 _FAR = 255  # a distance that the next one is added to
 _LEVEL = 1
 _of_thread = threading.local()
@@ -37,12 +37,12 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class BucketDelta(NamedTuple):
-    """What turns the bytes of a bucket in one version into those in another, tensor by tensor."""
+    """Changes from a bucket's bytes in one version to those in another, tensor by tensor."""
 
     base: PolicyVersion
-    num_steps: int  # deltas that each tensor has, one after the other
-    whole: frozenset[int]  # places in the bucket of tensors that have their bytes instead
-    frames: list[Frame]  # of each tensor in order
+    num_steps: int  # successive deltas of each tensor
+    whole: frozenset[int]  # places in the bucket of tensors that are sent whole instead
+    frames: list[Frame]  # deltas or bytes, tensor by tensor in order
 
 
 def num_bytes_of(data: Frame | BucketDelta) -> int:
@@ -59,29 +59,30 @@ def encode_delta(base: memoryview, version: memoryview, item_bytes: int) -> byte
     Args:
         base: The bytes before, [n].
         version: The bytes after, [n].
-        item_bytes: Size of an item: 1, 2, 4 or 8, of which n is a multiple.
+        item_bytes: Size of an item: 1, 2, 4 or 8; n is a multiple of it.
     """
     before, after = _items(base, item_bytes), _items(version, item_bytes)
     import zstandard
 
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    pieces = [_encoded(before[one] ^ after[one], compressor) for one in _pieces(after.size)]
+    pieces = [_encoded(before[span] ^ after[span], compressor) for span in _pieces(after.size)]
     return b"".join(pieces) if any(piece != _UNCHANGED for piece in pieces) else b""
 
 
 def apply_delta(delta: memoryview, tensor: memoryview, item_bytes: int) -> None:
-    """Bring a tensor's bytes from the version that a delta is based on to its other one, in place.
+    """Change a tensor's bytes in place, from a delta's base version to its other version.
 
-    Nothing is taken on trust but the size of the tensor: memory beyond a piece's is never taken.
-    A delta that fits is not thereby the right one: compare the digest of the whole tensor.
+    Only the size of the tensor is trusted: no more memory than a piece's is ever allocated. A delta
+    that applies may still be wrong: compare the digest of the whole tensor.
 
     Args:
         delta: A result of ``encode_delta``.
         tensor: The bytes, [n], writable.
-        item_bytes: As encoded.
+        item_bytes: Size of an item, the same as for ``encode_delta``.
 
     Raises:
-        PublishError: it is damaged, or of a tensor of another size. ``tensor`` is neither version.
+        PublishError: the delta is damaged, or of a tensor of another size. ``tensor`` is neither
+            version then.
     """
     if not delta:
         return
@@ -154,7 +155,7 @@ def _apply(
 
 
 def _decompressor() -> "zstandard.ZstdDecompressor":
-    """Return that of this thread: there may be a thousand small tensors."""
+    """Return this thread's decompressor: there may be a thousand small tensors."""
     import zstandard
 
     if not hasattr(_of_thread, "decompressor"):
@@ -189,7 +190,7 @@ def _from_planes(planes: Items, dtype: "np.dtype[Any]") -> Items:
 def _distances(places: Items) -> Items:
     """Return ascending places as bytes: the distance of each from the one before.
 
-    That of the first is from -1. A distance is the sum of bytes up to one that is not the largest.
+    The first distance is from -1. A distance is a sum of bytes; the first that is not 255 ends it.
     """
     distances = np.diff(places, prepend=-1)
     far = distances // _FAR
@@ -202,7 +203,7 @@ def _distances(places: Items) -> Items:
 
 
 def _places(distances: Items) -> Items:
-    """Return the places that ``_distances`` was given."""
+    """Return the argument of the call of ``_distances`` with this result."""
     sums = np.cumsum(distances, dtype=np.int64)
     places: Items = sums[np.flatnonzero(distances != _FAR)]
     places -= 1

@@ -1,9 +1,9 @@
-"""Digests of a tensor's bytes: against accidents, against strangers, or against all people.
+"""Digests of a tensor's bytes: against accidents, against strangers, or against everyone.
 
-The text tells which. 32 hexadecimal digits are xxh3-128, of which other bytes with the same digest
-can be made. ``keyed`` is Poly1305 with a key of its own for every tensor, which is in the text: who
-does not know that, as it travels encrypted alone, can make no bytes that fit. ``blake2b`` has no
-secret, and nobody can.
+The text tells the kind. 32 hexadecimal digits are xxh3-128: other bytes with the same digest can be
+made. ``keyed`` is Poly1305 with a new key for every tensor; the key is in the text, which travels
+encrypted only. Without the key it is impossible to make other bytes with the digest. ``blake2b``
+needs no secret: making other bytes is impossible for everyone.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ import xxhash
 DigestKind: TypeAlias = Literal["xxh3", "keyed", "blake2b"]
 _BLAKE2B = "blake2b:"
 _KEYED = "keyed:"
-_BYTES = 32  # of a digest by BLAKE2b, and of Poly1305's keys
+_BYTES = 32  # size of a digest by BLAKE2b, and of Poly1305's keys
 _SEED_BYTES = 16
-_CHUNK_BYTES = 16 << 20  # at a time: other threads have their turn
+_CHUNK_BYTES = 16 << 20  # hashed at a time: other threads get a turn
 
 
 def digest_of(data: memoryview, kind: DigestKind) -> str:
@@ -31,16 +31,16 @@ def digest_of(data: memoryview, kind: DigestKind) -> str:
 
 
 def kind_of(digest: str) -> DigestKind:
-    """Return how a digest was computed."""
+    """Return the kind of a digest."""
     if digest.startswith(_KEYED):
         return "keyed"
     return "blake2b" if digest.startswith(_BLAKE2B) else "xxh3"
 
 
 def difference(data: memoryview, digest: str) -> str:
-    """Return in what bytes differ from those of a digest; empty if in nothing.
+    """Describe how bytes differ from those of a digest; empty if they do not.
 
-    Nothing of a keyed digest is in it: two with one key would give that away.
+    The text has nothing of a keyed digest: two digests with one key would reveal the key.
     """
     kind = kind_of(digest)
     if kind != "keyed":
@@ -53,7 +53,7 @@ def difference(data: memoryview, digest: str) -> str:
 
 
 def _keyed(data: memoryview, seed: str) -> str:
-    # Imported here, as most runs have no plain door.
+    # Import here: most runs have no plain door.
     from cryptography.hazmat.primitives.poly1305 import Poly1305
 
     mac = Poly1305(hashlib.blake2b(seed.encode(), digest_size=_BYTES).digest())

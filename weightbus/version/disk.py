@@ -26,7 +26,7 @@ def write_version(
 ) -> Path:
     """Write a version durably; its folder appears whole or not at all.
 
-    ``number`` is that of this copy; earlier copies stay.
+    ``number`` distinguishes this copy; earlier copies stay.
 
     Raises:
         PublishError: writing failed.
@@ -58,7 +58,7 @@ def copies_in(parent: Path) -> list[Path]:
 
 
 def number_after(copies: Iterable[Path]) -> int:
-    """Return a number larger than any of these copies'."""
+    """Return a number larger than those of all these copies."""
     found = (_OURS.fullmatch(path.name) for path in copies)
     return 1 + max((int(match[2]) for match in found if match is not None), default=0)
 
@@ -95,7 +95,7 @@ def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) ->
     """Check every digest of a version on disk.
 
     Raises:
-        PublishError: it is missing, or not the version that was offered.
+        PublishError: the version is missing, or not the offered one.
     """
     start = data_start(folder, manifest)
     with (
@@ -116,10 +116,10 @@ def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) ->
 
 
 def check_digest(name: str, digest: str, data: memoryview) -> None:
-    """Check that a tensor's bytes are those of its manifest.
+    """Check a tensor's bytes against its digest in the manifest.
 
     Raises:
-        PublishError: they are not.
+        PublishError: they differ.
     """
     if found := difference(data, digest):
         raise PublishError(f"{name} arrived with {found}")

@@ -27,8 +27,8 @@ class Holder(NamedTuple):
     """Layout of the tensors of an engine: engines of one kind hold the same."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    num_ranks: int = 1  # that the tensors are split over
-    attention_groups: int = 1  # of ranks, each of which holds the whole attention
+    num_ranks: int = 1  # ranks that share the tensors
+    attention_groups: int = 1  # groups of ranks, each with the whole attention
 
     def share_of(self, place: EngineTensor, rank: int) -> tuple[int, int]:
         """Return the index of a rank's share of a tensor, and the number of shares."""
@@ -45,14 +45,14 @@ def expected_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, 
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
     Args:
-        tensors: or their bits, by Hugging Face name. They are read where they lie.
-        of: the engine; None for one of one rank on a CPU.
+        tensors: Tensors or their bits, by Hugging Face name; not copied.
+        of: Layout of the engine; None for one rank on a CPU.
     """
     of = of or Holder()
     fused: dict[str, list[tuple[EngineTensor, Bits]]] = {}
     for name, tensor in tensors.items():
         place = engine_tensor(name, tensors)
-        if of.device != "cpu":  # there no sizes are padded but that of the vocabulary
+        if of.device != "cpu":  # a GPU pads only the size of the vocabulary
             vocabulary = place.row_multiple if place.split == "vocabulary" else 1
             place = replace(place, row_multiple=vocabulary, column_multiple=1)
         fused.setdefault(place.name, []).append((place, bits_of(tensor)))
@@ -69,7 +69,7 @@ def expected_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, 
 
 
 def host_checksum(parts: Iterable[Bits]) -> str:
-    """Return the engine's checksum of a tensor on the host that is these parts, end to end."""
+    """Return the engine's checksum of a tensor on the host: these parts end to end."""
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(np.ascontiguousarray(part).data)
@@ -77,7 +77,7 @@ def host_checksum(parts: Iterable[Bits]) -> str:
 
 
 def _on_gpu(parts: Iterable[Bits]) -> str:
-    from torch import cuda, device, from_numpy  # the host of a GPU has it
+    from torch import cuda, device, from_numpy  # the host of a GPU has torch
 
     from slipstream.weightbus.version.gpu_hash import gpu_hash
 
@@ -97,7 +97,7 @@ def _share_of_one(place: EngineTensor, tensor: Bits, rank: int, num_ranks: int) 
     in_columns = num_ranks if place.split == "columns" else 1
     of_each = place.row_multiple * (in_rows if place.split == "rows" else 1)
     rows = _rounded(len(tensor), of_each)
-    if rows % in_rows:  # of the vocabulary
+    if rows % in_rows:  # only the vocabulary's
         rows = _rounded(len(tensor), of_each * in_rows)
     first, last = (rows // in_rows * edge for edge in _edges(rank, in_rows))
     mine = tensor[first : min(last, len(tensor))]
@@ -123,7 +123,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Return the names of tensors whose checksums differ or that only one side has.
+    """Return the names of tensors with different checksums, or on one side only.
 
     A tied output layer may be listed by the engine under its own name as well.
     """
@@ -135,7 +135,7 @@ def check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
     """Check that an engine holds the expected tensors.
 
     Raises:
-        PublishError: with the names of some that differ.
+        PublishError: tensors differ; the text names some.
     """
     if wrong := differing(expected, found):
         raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")

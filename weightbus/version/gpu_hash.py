@@ -33,7 +33,7 @@ def gpu_hash(tensor: Tensor, device: torch.device, *, chunk: int = _CHUNK) -> st
             _tiles(part, start, 4 * len(words) & _WORD, seed, factor, turn)
             for seed, (factor, turn) in zip(_SEEDS, _POSITIONS, strict=True)
         )
-        # Of words, as torch has no sum of unsigned numbers of 64 bits.
+        # Words of 32 bits: torch has no sum of unsigned numbers of 64 bits.
         total += (int(high.sum()) << 32) + int(low.sum())
     return f"{_split_mix(total & _HASH):016x}"
 

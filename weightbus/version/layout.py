@@ -30,12 +30,12 @@ def plan_layout(
     itself. No bucket has tensors of two parts.
 
     Args:
-        tensors: all of the version.
-        bucket_bytes: above 0.
-        part_of: number of the part of each tensor, by name; None: all are in part 0.
+        tensors: All tensors of the version.
+        bucket_bytes: Limit of a bucket, above 0.
+        part_of: Number of each tensor's part, by name; None: all are in part 0.
 
     Raises:
-        PublishError: a type that cannot be published.
+        PublishError: a tensor has a type that cannot be published.
     """
     specs = list(tensors)
     for spec in specs:
@@ -62,7 +62,7 @@ def plan_layout(
 
 
 def part_layout(manifest: WeightManifest, part: int) -> WeightManifest:
-    """Return a part's buckets alone: they lie end to end in the memory of its host."""
+    """Return a part's buckets only: they lie end to end in the memory of its host."""
     own = tuple(bucket for bucket in manifest.buckets if bucket.part == part)
     return msgspec.structs.replace(manifest, buckets=own)
 
@@ -72,7 +72,7 @@ def names_by_part(manifest: WeightManifest) -> dict[int, frozenset[str]]:
     names: dict[int, set[str]] = {}
     for bucket in manifest.buckets:
         names.setdefault(bucket.part, set()).update(spec.name for spec in bucket.tensors)
-    return {part: frozenset(found) for part, found in names.items()}
+    return {part: frozenset(of_part) for part, of_part in names.items()}
 
 
 def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:

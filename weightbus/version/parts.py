@@ -1,4 +1,4 @@
-"""Pure: what a head relay knows of the parts of a learner on several hosts.
+"""Pure: a head relay's knowledge of the parts of a learner on several hosts.
 
 A version exists when every part has it whole, under one epoch and step. Time comes in as monotonic
 seconds.
@@ -13,7 +13,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 @dataclass(slots=True)
 class PartSeat:
-    """One part, as it reported itself last."""
+    """Last report of one part."""
 
     incarnation: str
     whole: frozenset[PolicyVersion]
@@ -24,7 +24,7 @@ class PartBook:
     """The parts of one learner, besides the head's own."""
 
     def __init__(self, numbers: Iterable[int], *, silence_s: float) -> None:
-        """Start without reports of any; a part is lost after ``silence_s`` without one."""
+        """Start without reports; a part is lost after ``silence_s`` without one."""
         self.numbers = frozenset(numbers)
         self._silence_s = silence_s
         self._seats: dict[int, PartSeat] = {}
@@ -34,14 +34,14 @@ class PartBook:
     ) -> bool:
         """Record a report; return True if another relay serves the part now.
 
-        What the relay before held for engines is held no more then.
+        Versions that the earlier relay held for engines are not held any more then.
         """
         before = self._seats.get(part)
         self._seats[part] = PartSeat(incarnation, frozenset(whole), now_s)
         return before is not None and before.incarnation != incarnation
 
     def lost(self, now_s: float) -> list[int]:
-        """Return the parts that are silent, and forget what they had."""
+        """Return the silent parts, and forget their versions."""
         limit_s = now_s - self._silence_s
         silent = [part for part, seat in self._seats.items() if seat.last_message_s < limit_s]
         for part in silent:
@@ -62,25 +62,25 @@ class PartBook:
 
 
 def digest_of_keys(keys: Mapping[str, str]) -> str:
-    """Return a digest of who may fetch, public key -> name."""
+    """Return a digest of the keys that may fetch, public key -> name."""
     lines = "".join(f"{key} {name}\n" for key, name in sorted(keys.items()))
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
 
 class KnownKeys:
-    """Who may fetch from a part, as far as a living head says so."""
+    """Keys that may fetch from a part, confirmed by a living head."""
 
     def __init__(self, *, linger_s: float) -> None:
-        """Know nobody; what a head that is silent for ``linger_s`` said lapses."""
+        """Know no key; keys lapse if no head confirms them for ``linger_s``."""
         self._linger_s = linger_s
         self._confirmed_s = 0.0
         self.digest = ""
-        """Of the keys that are known; empty before the first."""
+        """Digest of the known keys; empty if there are none."""
 
     def heard(self, digest: str, keys: Mapping[str, str] | None, now_s: float) -> bool:
-        """Record what a head says; return True if ``keys`` are to be admitted from now on.
+        """Record a head's message; return True if ``keys`` are to be admitted from now on.
 
-        A head that does not know them itself, or ours of another, confirms nothing.
+        A head without keys of its own, or with other keys than ours, confirms nothing.
         """
         is_news = keys is not None and digest_of_keys(keys) == digest
         if digest and (is_news or digest == self.digest):
@@ -88,26 +88,26 @@ class KnownKeys:
         return is_news
 
     def lapses_in_s(self, now_s: float) -> float | None:
-        """Return the seconds until nobody may fetch any more; None where nobody may."""
+        """Return the seconds until the keys lapse; None if no key may fetch."""
         return self._confirmed_s + self._linger_s - now_s if self.digest else None
 
     def lapse(self) -> None:
-        """Know nobody."""
+        """Forget all keys."""
         self.digest = ""
 
 
 class Holds:
-    """The versions that a head has a part keep, as the part knows them."""
+    """The versions that a part keeps for a head."""
 
     def __init__(self, *, linger_s: float) -> None:
-        """Start without any; those of a head that is silent for ``linger_s`` lapse."""
+        """Start without versions; they lapse if their head is silent for ``linger_s``."""
         self._linger_s = linger_s
         self._head = ""
         self._last_message_s = 0.0
         self._held: set[PolicyVersion] = set()
 
     def heard(self, head: str, now_s: float) -> bool:
-        """Record a sign of life; return True if another head is there, whose holds begin anew."""
+        """Record a sign of life; return True if it is of another head: no version is held then."""
         is_another = head != self._head
         if is_another:
             self._held.clear()
@@ -119,11 +119,11 @@ class Holds:
         self._held.add(version)
 
     def release(self, version: PolicyVersion) -> None:
-        """Keep it no longer."""
+        """Keep a version no longer."""
         self._held.discard(version)
 
     def held(self, now_s: float) -> frozenset[PolicyVersion]:
-        """Return the versions that a living head has this part keep."""
+        """Return the versions that this part keeps for a living head."""
         if self._last_message_s < now_s - self._linger_s:
             self._held.clear()
         return frozenset(self._held)

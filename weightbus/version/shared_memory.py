@@ -1,7 +1,7 @@
-"""The memory that the learner writes versions into and the relay reads them from.
+"""Shared memory: the learner writes versions into it and the relay reads them.
 
-It has no name in any file system: it is found through the descriptor of the process that made it,
-and the kernel frees it when the last process that has mapped it ends, however that happens.
+It has no name in any file system: other processes find it through the descriptor of the process
+that made it. The kernel frees it when the last process that has mapped it ends, however it ends.
 """
 
 import mmap
@@ -20,7 +20,7 @@ _PAGE = 2 * 1024 * 1024  # a slot starts on a large page
 
 
 def register(address: int, num_bytes: int) -> int:
-    """Pin memory of this process; return CUDA's status, 0 if it is."""
+    """Pin memory of this process; return CUDA's status, 0 on success."""
     return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
 
 
@@ -30,7 +30,7 @@ def unregister(address: int) -> None:
 
 
 class SharedSlots:
-    """Some slots of equal size, for one version each. Pages cost memory once they are written."""
+    """Slots of equal size, for one version each. Pages cost memory once they are written."""
 
     def __init__(self, descriptor: int, *, slot_bytes: int, num_slots: int) -> None:
         self._descriptor = descriptor
@@ -89,11 +89,11 @@ class SharedSlots:
     ) -> None:
         """Pin all slots, so that a GPU copies from and to them at full speed. May last seconds.
 
-        All pages cost memory then, until the mapping ends: the driver must not take what is mapped
-        there next for it. Does nothing a second time.
+        All pages cost memory from then on. They are unpinned when the mapping ends: the driver must
+        not take a later mapping at that address for this one. A second call does nothing.
 
         Raises:
-            PublishError: the driver refused.
+            PublishError: the driver refuses.
         """
         with self._pinning:
             if self._is_pinned:

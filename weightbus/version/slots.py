@@ -1,8 +1,8 @@
-"""Pure: which slot of the weights' memory is written next, and which is read.
+"""Pure: chooses the slot of the weights' memory to write next, and the slot to read.
 
-There are three slots. At most two versions are being transferred at a time, so there is always one
-that may be written: the learner never waits for an engine, however slow. A whole version that has
-no reader may be overwritten: the newest version wins.
+There are three slots. At most two versions are being transferred at a time, so one slot can always
+be written: the learner never waits for an engine, however slow. A whole version without a reader
+may be overwritten: the newest version wins.
 """
 
 from slipstream.wire.messages.versions import PolicyVersion
@@ -33,9 +33,9 @@ class Slots:
         return sorted((v for v in self._versions if v is not None), reverse=True)
 
     def reserve(self, keep: PolicyVersion | None = None) -> int:
-        """Return a slot without readers, which holds no whole version any more.
+        """Return a slot without readers; it holds no whole version any more.
 
-        The newest version, and ``keep``, are given up only where nothing else is free. Reserving
+        The newest version, and ``keep``, are given up only if no other slot is free. Reserving
         again before ``written`` gives up the version that was being written.
         """
         free = [slot for slot, readers in enumerate(self._readers) if not readers]
@@ -65,7 +65,7 @@ class Slots:
         """Record that a slot holds a whole version.
 
         Raises:
-            ValueError: it is being read, or there is no such slot.
+            ValueError: the slot is being read, or there is no such slot.
         """
         if not 0 <= slot < len(self._versions) or self._readers[slot]:
             raise ValueError(f"slot {slot} cannot have been written")
@@ -74,7 +74,7 @@ class Slots:
     def begin(self, version: PolicyVersion | None = None) -> int | None:
         """Return the slot of a version, to be read until ``end``; without one, of the newest.
 
-        None while there is none, or while two other versions are being read.
+        None while that version is missing, or while two others are being read.
         """
         slot = self.newest if version is None else self.slot_of(version)
         if slot is None:

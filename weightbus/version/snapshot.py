@@ -25,7 +25,7 @@ class WeightSnapshot:
     """Tensors by Hugging Face name, end to end in ``memory``, which does not change meanwhile.
 
     ``memory`` has shape [num_bytes], uint8, and lies on the host. It holds the buckets of one part
-    of the layout, which is all of it unless the learner is on several hosts.
+    of the layout: all buckets unless the learner is on several hosts.
     """
 
     version: PolicyVersion
@@ -52,7 +52,7 @@ class WeightSnapshot:
         return tensor_views(self._own, self.memory)
 
     def has(self, index: int) -> bool:
-        """True if there is a bucket at ``index`` of the layout, and this part has it."""
+        """True if the layout has a bucket at ``index``, and it is in this part."""
         return index in self._bucket_offsets
 
     def bucket(self, index: int) -> Tensor:
@@ -73,7 +73,7 @@ class WeightSnapshot:
             return dict(pool.map(digest, self._own.tensors))
 
     def manifest(self, kind: DigestKind = "xxh3") -> WeightManifest:
-        """Return the manifest with a digest per tensor, of a version that has one part."""
+        """Return the manifest of a version with one part, with a digest per tensor."""
         return with_digests(self.layout, self.version, self.digests(kind))
 
     @cached_property
@@ -82,14 +82,14 @@ class WeightSnapshot:
 
     @cached_property
     def _bucket_offsets(self) -> dict[int, int]:
-        numbers = [i for i, one in enumerate(self.layout.buckets) if one.part == self.part]
+        numbers = [i for i, bucket in enumerate(self.layout.buckets) if bucket.part == self.part]
         return dict(zip(numbers, bucket_offsets(self._own), strict=True))
 
 
 def with_digests(
     layout: WeightManifest, version: PolicyVersion, digests: Mapping[str, str]
 ) -> WeightManifest:
-    """Return the manifest of a version, whose digests are given by the names of its tensors."""
+    """Return the manifest of a version, with digests by the names of its tensors."""
     buckets = tuple(
         msgspec.structs.replace(
             bucket,

@@ -1,6 +1,6 @@
-"""The bits of a version's tensors, as arrays without a floating type: what hashes are made of.
+"""Bits of a version's tensors as arrays of unsigned integers, for hashing.
 
-numpy has no bfloat16, and a process that only compares needs no torch.
+numpy has no bfloat16, and a process that only compares does not need torch.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from slipstream.wire.models.model_files import WEIGHTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-Bits: TypeAlias = NDArray[Any]  # unsigned integers of the size of the tensor's items, of its shape
+Bits: TypeAlias = NDArray[Any]  # unsigned integers of the tensor's item size and shape
 Tensors: TypeAlias = "Mapping[str, Tensor] | Mapping[str, Bits]"
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bits_of(tensor: "Tensor | Bits") -> Bits:
-    """Return the bits of a tensor, of its shape; shared where it is contiguous on the host."""
+    """Return the bits of a tensor in its shape; shared if it is contiguous on the host."""
     if isinstance(tensor, np.ndarray):
         return tensor
-    import torch  # the caller has it
+    import torch  # the caller has imported it
 
     flat = tensor.detach().cpu().contiguous()
     data = flat.view(-1).view(torch.uint8).numpy()
@@ -45,7 +45,7 @@ def bits_in(memory: NDArray[np.uint8], manifest: WeightManifest) -> dict[str, Bi
 
 
 def bits_in_folder(folder: Path, manifest: WeightManifest) -> dict[str, Bits]:
-    """Return each tensor of a version in a folder, by name, mapped and not read.
+    """Return each tensor of a version in a folder, by name; mapped, not read.
 
     Raises:
         PublishError: the file is missing, or holds other tensors.

@@ -22,44 +22,44 @@ class MembersFailedError(PublishError):
     """The version did not reach some members, or all; ``reasons`` by member."""
 
     def __init__(self, reasons: Mapping[Member, str]) -> None:
-        super().__init__("; ".join(f"{m.name}: {why}" for m, why in reasons.items()))
+        super().__init__("; ".join(f"{m.name}: {reason}" for m, reason in reasons.items()))
         self.reasons = dict(reasons)
 
 
 class RelayState:
-    """State of a transport in a relay, beyond transactions: none, for most. Made once per relay."""
+    """State of a transport in a relay, beyond transactions. Made once per relay; mostly empty."""
 
     async def run(self) -> None:
-        """Do what is due beside transactions; cancelled when the relay ends."""
+        """Do work outside of transactions; cancelled when the relay ends."""
 
     async def keep(self, wanted: Collection[Publication]) -> None:
-        """Let go of what belongs to other versions: no engine can need it."""
+        """Drop everything of other versions: no engine can need it."""
 
     async def close(self) -> None:
-        """Let go of everything: the relay ends."""
+        """Drop everything: the relay ends."""
 
 
 class Transport(ABC):
-    """One way in which the bytes of a version reach engines.
+    """A way for the bytes of a version to reach engines.
 
-    One that shares a group serves the same members again and again; of any other there is one per
-    transaction, which has one member.
+    A transport that shares a group serves the same members again and again. Any other transport is
+    made for one transaction with one member.
     """
 
     name: ClassVar[str]  # its key in TRANSPORTS
     needs_digests: ClassVar[bool] = True  # before the first byte; else computed while bytes move
     shares_group: ClassVar[bool] = False  # several engines receive the same bytes at once
     writes_live: ClassVar[bool] = False  # into paused engines; else agents receive, then adopt
-    prepare_phase: ClassVar[str] = "receive"  # names in the record, of PUBLISH_PHASES
+    prepare_phase: ClassVar[str] = "receive"  # name in the record, one of PUBLISH_PHASES
     load_phase: ClassVar[str] = "load"
 
     def __init__(self, settings: WeightBusSection, state: RelayState) -> None:
         """Serve with the ``state`` that ``relay_state`` returned to this relay."""
-        self.fetched_bytes: dict[str, int] = {}  # by member, if this one's agents fetch
+        self.fetched_bytes: dict[str, int] = {}  # bytes by member, if agents fetch
         self._settings = settings
         self.load_timeout_s = settings.receive_timeout_s
-        self.within_prepare: dict[str, float] = {}  # seconds by phase, the slowest member
-        del state  # of subclasses that have one
+        self.within_prepare: dict[str, float] = {}  # seconds by phase, of the slowest member
+        del state  # subclasses may use it
 
     @classmethod
     def relay_state(cls, settings: WeightBusSection, folder: Path) -> RelayState:  # noqa: ARG003
@@ -73,17 +73,17 @@ class Transport(ABC):
 
     @abstractmethod
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Do the work possible while the engines generate; again if a member was left out since.
+        """Do all work possible while the engines generate; again if a member was left out since.
 
         Raises:
             MembersFailedError: it failed for some of them.
         """
 
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Bring the version into the paused engines, of a transport that ``writes_live``.
+        """Bring the version into the paused engines; only for a transport that ``writes_live``.
 
         Raises:
-            MembersFailedError: it failed for some; then none of ``members`` may be taken as whole.
+            MembersFailedError: it failed for some; then no engine of ``members`` counts as whole.
         """
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ class Transport(ABC):
         """Release open resources, which also frees engines that wait for the relay."""
 
     def close_soon(self) -> None:  # noqa: B027
-        """Do so in the background."""
+        """Release open resources in the background."""
 
 
 def transport_class(entry: TransportEntry) -> type[Transport]:
@@ -104,7 +104,7 @@ def transport_class(entry: TransportEntry) -> type[Transport]:
 
 
 def slowest(seconds: dict[str, float], of_member: Mapping[str, float]) -> None:
-    """Add the phases of another member, of which the slowest counts."""
+    """Add the phases of another member; the slowest member counts in each."""
     for phase, its_s in of_member.items():
         seconds[phase] = max(its_s, seconds.get(phase, 0.0))
 
@@ -112,7 +112,7 @@ def slowest(seconds: dict[str, float], of_member: Mapping[str, float]) -> None:
 async def each(
     members: Sequence[Member], work: Callable[[Member], Awaitable[T]]
 ) -> tuple[dict[Member, T], dict[Member, str]]:
-    """Do the same with all members at once; return results and errors by member."""
+    """Do ``work`` with all members at once; return results and errors by member."""
     if len(members) == 1:  # without a task
         try:
             return {members[0]: await work(members[0])}, {}
@@ -134,7 +134,7 @@ async def each(
 async def all_of(
     members: Sequence[Member], work: Callable[[Member], Awaitable[T]]
 ) -> dict[Member, T]:
-    """Do the same with all members at once; return the results.
+    """Do ``work`` with all members at once; return the results by member.
 
     Raises:
         MembersFailedError: it failed for some of them.

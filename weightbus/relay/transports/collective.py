@@ -37,7 +37,7 @@ Backend = Literal["gloo", "nccl"]
 
 
 class Collective(Transport):
-    """One group of the relay, as rank 0, and the engines that it is given."""
+    """One group of the relay, as rank 0, and some engines."""
 
     name: ClassVar[str] = "collective"
     needs_digests: ClassVar[bool] = False  # engines are checked as a whole
@@ -59,7 +59,7 @@ class Collective(Transport):
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Make the engines join a group, unless there is one of exactly these."""
+        """Make the engines join a group, unless they are already in one by themselves."""
         if self._group is None or self._members != list(members):
             await self.close()
             try:
@@ -121,7 +121,7 @@ class Collective(Transport):
             moving: dist.Work | None = None
             for index in range(sent.num_buckets):
                 sent.request(up_to=index + _AHEAD)
-                # It waits for engines behind the one before: no pause between two buckets.
+                # This send waits for engines behind the previous one: no pause between buckets.
                 following = await group.start(
                     functools.partial(publication.on_gpu.get, index, group.device)
                 )
@@ -164,7 +164,7 @@ class _Sent:
         self._outcomes: list[dict[Member, asyncio.Future[Outcome]]] = []
 
     def request(self, *, up_to: int) -> None:
-        """Have engines load further buckets, before ``up_to``."""
+        """Request that engines load further buckets, up to but not including ``up_to``."""
         while len(self._outcomes) < min(self.num_buckets, up_to):
             index = len(self._outcomes)
 
@@ -192,7 +192,7 @@ class _Sent:
 
     def has_failures(self) -> bool:
         """True if a member could not load a bucket."""
-        recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
+        recent = self._outcomes[-_AHEAD - 1 :]  # also the bucket that may not be loaded yet
         return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
 
 
@@ -210,16 +210,16 @@ def _discard(task: "asyncio.Task[None]", group: "EngineGroup") -> None:
 
 
 class EngineGroup:
-    """A process group beside the default one. Rank 0 is here, engines have all others."""
+    """A process group besides the default one. Rank 0 is here, engines have all others."""
 
     def __init__(self, name: str, *, host: str, world_size: int, timeout_s: float) -> None:
         self.name = name
         self.world_size = world_size
         self._timeout_s = timeout_s
         self._store: TCPStore | None = open_store(host, world_size=world_size, timeout_s=timeout_s)
-        self.port: int = self._store.port  # to which engines connect
+        self.port: int = self._store.port  # engines connect to it
         self._group: dist.ProcessGroup | None = None
-        self.device = torch.device("cpu")  # of the sent bytes
+        self.device = torch.device("cpu")  # place of the sent bytes
 
     def join(self, backend: Backend) -> None:
         """Become rank 0; blocks until a byte has reached all engines, or the timeout.
@@ -247,7 +247,8 @@ class EngineGroup:
     async def start(self, flat: Callable[[], Tensor]) -> dist.Work:
         """Start to send the result of ``flat`` ([num_bytes] uint8), after all earlier sends.
 
-        On a GPU in a thread: a copy, or NCCL in a call that only starts something, may wait for it.
+        On a GPU this runs in a thread: a copy may wait for the GPU, and so may NCCL even in a call
+        that only starts work.
         """
         if self._group is None:
             raise PublishError(f"group {self.name} is not open")
@@ -270,7 +271,7 @@ class EngineGroup:
     async def finish(self, work: dist.Work, *, peer_failed: Callable[[], bool]) -> None:
         """Wait until a send completes; fails as soon as a peer reports a failure, or in time.
 
-        Over NCCL work that failed is complete as well: engines know whether the bytes arrived.
+        NCCL reports failed work as complete, too: engines know whether the bytes arrived.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -279,7 +280,7 @@ class EngineGroup:
                         raise PublishError(f"an engine of group {self.name} stopped receiving")
                     await asyncio.sleep(_POLL_S)
             if self.device.type == "cpu":
-                work.wait()  # it has ended: this raises what it failed by; NCCL's delays a stream
+                work.wait()  # the work has ended: raises its error; NCCL's delays a stream
         except TimeoutError as error:
             raise PublishError(groups.late(self._timeout_s)) from error
         except RuntimeError as error:
@@ -294,8 +295,8 @@ class EngineGroup:
             _log.warning("group %s is not closed after %g s", self.name, self._timeout_s)
 
     def close(self) -> None:
-        """Do so and block, for as long as the backend does."""
+        """Leave the group and block, for as long as the backend does."""
         group, self._group = self._group, None
-        self._store = None  # which engines watch while they wait
+        self._store = None  # engines watch the store while they wait
         if group is not None:
             groups.release(group)

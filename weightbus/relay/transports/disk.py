@@ -27,21 +27,21 @@ from slipstream.wire.errors import PublishError
 class _Copies:
     """The copies of one version."""
 
-    offered: asyncio.Future[Path] | None = None  # to the next reader
+    offered: asyncio.Future[Path] | None = None  # copy for the next reader
     writes: list[asyncio.Future[Path]] = field(default_factory=list)
 
     def folders(self) -> list[Path]:
-        return [one.result() for one in self.writes if one.done() and one.exception() is None]
+        return [copy.result() for copy in self.writes if copy.done() and copy.exception() is None]
 
 
 class DiskCopies(RelayState):
-    """The folders of versions: those of this relay, and those that earlier relays left."""
+    """Folders of versions: written by this relay, or left by earlier ones."""
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:
-        """Write nothing yet; a load that an earlier relay ordered takes ``timeout_s`` at most."""
+        """Write nothing yet; a load ordered by an earlier relay takes ``timeout_s`` at most."""
         self._folder = folder
         self._timeout_s = timeout_s
-        self._left: asyncio.Future[list[Path]] | None = None  # by earlier relays
+        self._left: asyncio.Future[list[Path]] | None = None  # copies of earlier relays
         self._copies: dict[Publication, _Copies] = {}
 
     async def path(self, publication: Publication) -> Path:
@@ -62,7 +62,7 @@ class DiskCopies(RelayState):
         return await asyncio.shield(copies.offered)
 
     async def check(self, publication: Publication) -> None:
-        """Have another copy written for the next reader if the one on disk is damaged."""
+        """Let another copy be written for the next reader if the copy on disk is damaged."""
         copies, manifest = self._copies.get(publication), await publication.manifest()
         if copies is None or copies.offered is None or not copies.offered.done():
             return
@@ -81,7 +81,7 @@ class DiskCopies(RelayState):
 
     @override
     async def keep(self, wanted: Collection[Publication]) -> None:
-        unwanted = [self._copies.pop(one) for one in list(self._copies) if one not in wanted]
+        unwanted = [self._copies.pop(key) for key in list(self._copies) if key not in wanted]
         if folders := [folder for copies in unwanted for folder in copies.folders()]:
             await asyncio.to_thread(remove_copies, folders)
 
@@ -114,7 +114,7 @@ class OverDisk(Staged):
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents check the version on disk; a refused copy is written again."""
+        """Let the agents check the version on disk; a refused copy is written again."""
         try:
             await super().prepare(publication, members)
         except MembersFailedError:

@@ -14,7 +14,7 @@ from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Admit, BulkDoor, EncodedReceive
 
 _log = logging.getLogger(__name__)
-_ADMIT_S = 2.0  # in which an agent answers, whatever its engine does
+_ADMIT_S = 2.0  # limit for an agent's answer, whatever its engine does
 Sources: TypeAlias = tuple[tuple[BulkDoor, ...], ...]
 
 
@@ -22,16 +22,16 @@ class Staged(Transport):
     """Has agents receive a version, each by itself. For one transaction."""
 
     async def path(self, publication: Publication, member: Member) -> str:
-        """Return where an agent finds it; empty for the relay's bulk socket.
+        """Return a version's folder for an agent; empty for the relay's bulk socket.
 
         Raises:
-            PublishError: it cannot be there.
+            PublishError: the version cannot be written there.
         """
         raise NotImplementedError
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents receive the version, from whoever has it."""
+        """Let the agents receive the version from their sources."""
         manifest = await publication.encoded_manifest()
 
         async def receive(member: Member) -> None:
@@ -58,7 +58,7 @@ class Staged(Transport):
         publication: Publication,  # noqa: ARG002 for subclasses
         member: Member,  # noqa: ARG002
     ) -> Sources:
-        """Return where an agent fetches; empty for this relay's bulk socket."""
+        """Return an agent's sources; empty for this relay's bulk socket."""
         return ()
 
 
@@ -73,7 +73,7 @@ class OverTcp(Staged):
 
     @override
     async def _sources(self, publication: Publication, member: Member) -> Sources:
-        """Have the engine before this one in its chain serve it; without that, the relay does."""
+        """Ask the previous engine of the chain to serve this one; else the relay serves it."""
         if member.bulk is None:
             return ()
         parts = publication.doors(member.bulk)
