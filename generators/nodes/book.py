@@ -1,6 +1,6 @@
-"""Node 0's book of the other nodes: who is admitted, what each is told, and who is gone.
+"""Node 0's book of the other nodes: admits them, answers them, and notices those that are gone.
 
-It decides from messages and the clock alone; leader.py has the socket.
+It decides from messages and the clock only; leader.py has the socket.
 """
 
 import logging
@@ -24,8 +24,8 @@ from slipstream.wire.process.cards import difference
 from slipstream.wire.process.visible import one_line
 
 _log = logging.getLogger(__name__)
-GONE_S = 10.0  # without a sign of life before the start: another process may be that node
-_SIGNS_OF_TWO = 2  # of life of a node, since another process came as it: both are alive
+GONE_S = 10.0  # silence before the start, after which another process may be that node
+_SIGNS_OF_TWO = 2  # signs of life since another process came as the same node: both are alive
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class Known:
     peer: bytes  # its connection
     state: FollowerState = "waiting"
     silent_s: float = 0.0
-    num_signs: int = 0  # of life
+    num_signs: int = 0  # signs of life
     double: str = ""  # incarnation of another process that came as this node
-    num_signs_then: int = 0  # when it came first
+    num_signs_then: int = 0  # signs of life when the other process came first
 
 
 class FollowerBook:
@@ -57,15 +57,15 @@ class FollowerBook:
         silence_s: float,
         now_s: float,
     ) -> None:
-        """Know nobody.
+        """Start without other nodes.
 
         Args:
-            place: of node 0.
-            facts: that every node must have in common with it.
-            leader: incarnation of this process.
-            host: of this process.
-            silence_s: without a sign of life, after which a node has ended.
-            now_s: monotonic.
+            place: Place of node 0.
+            facts: Facts that every node must have in common with it.
+            leader: Incarnation of this process.
+            host: Host of this process.
+            silence_s: Time without a sign of life after which a node has ended.
+            now_s: Monotonic seconds.
         """
         self._place = place
         self._facts = facts
@@ -76,14 +76,14 @@ class FollowerBook:
         self._start: StartNode | None = None
         self._end: EndNode | None = None
         self.known: dict[int, Known] = {}
-        self.ended: dict[int, str] = {}  # after the start: why, by node; empty if it was let
-        self.refused = ""  # why, of the last that was
+        self.ended: dict[int, str] = {}  # reasons by node, after the start; empty if asked to end
+        self.refused = ""  # reason of the last refusal
 
-    # ---- what is known -------------------------------------------------------
+    # ---- state ---------------------------------------------------------------
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that nobody is."""
+        """Nodes without a process."""
         return [node for node in range(1, self._place.nodes) if node not in self.known]
 
     @property
@@ -95,49 +95,51 @@ class FollowerBook:
     @property
     def stopping(self) -> list[int]:
         """Nodes that were asked to end, and wait."""
-        return [node for node, one in sorted(self.known.items()) if one.state == "stopping"]
+        return [node for node, known in sorted(self.known.items()) if known.state == "stopping"]
 
     def silent(self, limit_s: float) -> dict[int, str]:
-        """Return the nodes without a sign of life for so long, and a text that says it."""
+        """Return the nodes without a sign of life for ``limit_s``, with a text for each."""
         return {
             node: f"it gave no sign of life for {limit_s:g} s"
-            for node, one in self.known.items()
-            if one.silent_s >= limit_s
+            for node, known in self.known.items()
+            if known.silent_s >= limit_s
         }
 
     def named(self, node: int) -> str:
-        """Return a node as it is called in logs."""
+        """Return a node's name in logs."""
         return self._place.named(node, one_line(self._hosts.get(node, ""), most=100))
 
     # ---- decisions -----------------------------------------------------------
 
     def begin(self, start: StartNode) -> None:
-        """From now on every node is told to start its ranks, and ends the engine if it ends."""
+        """Tell every node from now on to start its ranks; a node that ends then ends the engine."""
         self._start = start
 
     def finish(self, end: EndNode) -> None:
-        """From now on every node is told to end."""
+        """Tell every node from now on to end."""
         self._end = end
 
     def look(self, now_s: float) -> None:
-        """Let time pass: forget who is silent before the start, and note it afterwards."""
+        """Let time pass: forget silent nodes before the start, record them as ended after it."""
         gap_s = min(now_s - self._looked_s, LONGEST_GAP_S)
         self._looked_s = now_s
-        for node, one in list(self.known.items()):
-            one.silent_s += gap_s
-            if self._start is None and self._end is None and one.silent_s >= GONE_S:
+        for node, known in list(self.known.items()):
+            known.silent_s += gap_s
+            if self._start is None and self._end is None and known.silent_s >= GONE_S:
                 _log.warning(
                     "%s gave no sign of life for %g s: another is waited for",
                     self.named(node),
                     GONE_S,
                 )
                 del self.known[node]
-            elif self._start is not None and self._end is None and one.silent_s >= self._silence_s:
+            elif (
+                self._start is not None and self._end is None and known.silent_s >= self._silence_s
+            ):
                 why = self.silent(self._silence_s)[node]
                 self.ended.setdefault(node, f"{why} (generators.node_silence_s)")
 
     def heard(self, peer: bytes, message: Follow | Following | FollowerEnds) -> ToFollower | None:
-        """Return the answer to a message that came over a connection; None is none."""
+        """Return the answer to a message that came over a connection, if any."""
         known = self.known.get(message.node)
         if known is None or known.incarnation != message.incarnation:
             return self._from_stranger(peer, message, known)
@@ -170,7 +172,7 @@ class FollowerBook:
     ) -> ToFollower | None:
         if isinstance(message, FollowerEnds):
             return None
-        if isinstance(message, Following):  # it was silent for too long, or follows an earlier one
+        if isinstance(message, Following):  # silent for too long, or follows an earlier node 0
             return EndNode(reason="node 0 does not know it, or no longer: it has to start again")
         named = self._place.named(message.node, one_line(message.host, most=100))
         if why := difference(self._facts, message.facts):
@@ -183,7 +185,7 @@ class FollowerBook:
         if known is not None:
             return self._from_double(message, known)
         if message.node in self.ended or self._end is not None:
-            return None  # the engine ends; it finds the next node 0
+            return None  # the engine ends; the process finds the next node 0
         self._hosts[message.node] = message.host
         self.known[message.node] = Known(
             message.node, message.incarnation, message.host, message.pid, peer
@@ -192,7 +194,7 @@ class FollowerBook:
         return Heeded(leader=self._leader)
 
     def _from_double(self, message: Follow, known: Known) -> ToFollower | None:
-        """Refuse a second process of a node once the first has proved to live."""
+        """Refuse a second process of a node once the first has shown that it lives."""
         if known.double != message.incarnation:
             known.double, known.num_signs_then = message.incarnation, known.num_signs
             return None

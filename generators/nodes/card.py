@@ -1,4 +1,4 @@
-"""What the nodes of an engine must have in common before its ranks meet."""
+"""Facts that the nodes of an engine must have in common before its ranks meet."""
 
 import json
 from importlib.metadata import version
@@ -10,14 +10,14 @@ from slipstream.wire.models.model_digests import model_digests
 from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 
 _PACKAGES = ("sglang", "torch")
-_OF_A_HOST = frozenset({"model_path", "host", "port", "api_key"})  # of SGLang's settings
+_OF_A_HOST = frozenset({"model_path", "host", "port", "api_key"})  # SGLang's per-host settings
 
 
 def facts_of(settings: GeneratorSettings, name: str) -> dict[str, str]:
-    """Return what every node of an engine must have in common, by setting or option.
+    """Return the facts that every node of an engine must have in common, by setting or option.
 
-    Libraries first: where they differ nothing else can be relied on. The last are SGLang's own
-    settings, which follow from ours and from the device.
+    Libraries come first: if they differ, no other fact is reliable. SGLang's own settings come
+    last: they follow from ours and from the device.
     """
     generators = settings.generators
     facts = {"--name": name, "run.name": settings.run.name, "wire revision": str(WIRE_REVISION)}
@@ -26,7 +26,9 @@ def facts_of(settings: GeneratorSettings, name: str) -> dict[str, str]:
     facts["generators.dtype"] = settings.dtype
     facts["generators.nodes"] = str(generators.nodes)
     facts["generators.sglang.tp_size"] = str(generators.num_ranks)
-    facts |= {f"{part} in run.model": one for part, one in model_digests(settings.model).items()}
+    facts |= {
+        f"{part} in run.model": digest for part, digest in model_digests(settings.model).items()
+    }
     facts["tokenizer in run.model"] = tokenizer_hash(settings.model)
     facts["run.seed"] = str(settings.run.seed)
     facts["sampling.seed_per_sibling"] = json.dumps(settings.sampling.seed_per_sibling)

@@ -1,4 +1,4 @@
-"""Another node of an engine on several hosts: its link to node 0."""
+"""Link of another node of an engine on several hosts to node 0."""
 
 import asyncio
 import logging
@@ -60,14 +60,14 @@ class FollowerLink:
         silence_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reach nobody yet; ``run`` does.
+        """Connect to nothing yet; ``open`` does.
 
         Args:
-            place: of this node.
-            facts: that every node must have in common.
-            key: proved by all of them.
-            silence_s: without a word of node 0, after which it has ended.
-            now: monotonic seconds.
+            place: Place of this node.
+            facts: Facts that every node must have in common.
+            key: Key that all nodes prove.
+            silence_s: Time without a message of node 0 after which it has ended.
+            now: Returns monotonic seconds.
         """
         self._place = place
         self._facts = dict(facts)
@@ -75,13 +75,13 @@ class FollowerLink:
         self._silence_s = silence_s
         self._now = now
         self._incarnation = secrets.token_hex(4)
-        self._leader = ""  # incarnation of the process that heeded this one
+        self._leader = ""  # incarnation of the node 0 that accepted this node
         self._socket: zmq.asyncio.Socket | None = None
         self._changed = asyncio.Event()
         self._last: FetchedThere | None = None
         self._taken = 0  # number of the last order to fetch
         self.state: FollowerState = "waiting"
-        self.silent_s = 0.0  # without a word of node 0
+        self.silent_s = 0.0  # time since the last message of node 0
         self.num_heard = 0
         self.start: StartNode | None = None
         self.end: EndNode | None = None
@@ -94,25 +94,25 @@ class FollowerLink:
 
     @property
     def own(self) -> str:
-        """This node, as it is called in logs."""
+        """This node's name in logs."""
         return self._place.named(self._place.node, socket.gethostname())
 
     @property
     def leader_named(self) -> str:
-        """Node 0, as it is called in logs."""
+        """Node 0's name in logs."""
         return f"{self._place.named(0)} at {self._place.address}"
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         """Connect; return the socket.
 
         Raises:
-            ConfigError: the address is none.
+            ConfigError: the address is invalid.
         """
         endpoint = endpoint_of(self._place.address, named="--rendezvous")
         link = context.socket(zmq.DEALER)
         link.setsockopt(zmq.LINGER, LINGER_MS)
         link.setsockopt(zmq.SNDHWM, _MAX_WAITING)
-        link.setsockopt(zmq.IMMEDIATE, 1)  # signs of life are for who is there
+        link.setsockopt(zmq.IMMEDIATE, 1)  # queue no signs of life without a connection
         connect(link, endpoint, server_key=self._key.public, key=self._key)
         self._socket = link
         return link
@@ -167,7 +167,7 @@ class FollowerLink:
     async def _fetch(self, order: FetchToo) -> None:
         if self._last is not None and self._last.command_id == order.command_id:
             await self.send(self._last)  # the answer was lost with a connection
-        elif order.command_id > self._taken:  # not one that comes late over another connection
+        elif order.command_id > self._taken:  # else an old order, late over another connection
             self._taken = order.command_id
             await self.fetches.put(order)
 
@@ -207,12 +207,12 @@ class FollowerLink:
         self._changed = asyncio.Event()
 
     async def send(self, message: ToLeader) -> None:
-        """Send a message if there is a connection; what must arrive is asked for again."""
+        """Send a message if there is a connection; node 0 asks again for lost answers."""
         if self._socket is not None:
             with suppress(zmq.Again):
                 await self._socket.send_multipart(cut([encode(message)]), zmq.NOBLOCK)
 
-    # ---- what a follower waits for -------------------------------------------
+    # ---- waits and answers ---------------------------------------------------
 
     async def until_started(self, timeout_s: float) -> StartNode | None:
         """Wait for the order to start the ranks of this node; None if the engine ends instead.
@@ -232,13 +232,13 @@ class FollowerLink:
         return self.start if self.end is None else None
 
     async def until_ended(self) -> EndNode:
-        """Wait until node 0 has this node end."""
+        """Wait until node 0 orders this node to end."""
         while self.end is None:
             await self.next_change()
         return self.end
 
     async def next_change(self) -> None:
-        """Wait until something was heard, or for a moment."""
+        """Wait for a message, or for a moment."""
         await self._changed.wait()
 
     async def report(self, state: FollowerState) -> None:
@@ -248,7 +248,7 @@ class FollowerLink:
             await self.send(self._sign())
 
     async def answer(self, command_id: int, *, error: str = "", num_bytes: int = 0) -> None:
-        """Tell node 0 how a fetch ended."""
+        """Tell node 0 the result of a fetch."""
         self._last = FetchedThere(
             node=self._place.node,
             incarnation=self._incarnation,

@@ -1,4 +1,4 @@
-"""A follower's half of a publish: gets into the memory of its host what node 0 fetches."""
+"""A follower's half of a publish: fetches node 0's versions into the memory of its own host."""
 
 import asyncio
 import logging
@@ -34,12 +34,12 @@ class HostFetcher:
         """Fetch nothing yet; ``run`` does.
 
         Args:
-            bus: settings.
-            node: number of this one.
-            link: to node 0, which gives orders and gets answers.
-            staging: the memory of this host.
-            tensors: of the model.
-            key: proved where buckets are fetched.
+            bus: The [weightbus] section.
+            node: Number of this node.
+            link: Link to node 0, which gives orders and gets answers.
+            staging: Memory of this host.
+            tensors: Tensors of the model.
+            key: Key to prove at the doors for buckets.
         """
         self._bus = bus
         self._node = node
@@ -49,7 +49,7 @@ class HostFetcher:
         self._key = key
 
     async def run(self) -> None:
-        """Obey until cancelled; a new order ends that before, which node 0 has given up."""
+        """Carry out orders until cancelled; a new order ends the previous, which node 0 gave up."""
         connections = self._bus.connections
         context = zmq.asyncio.Context(io_threads=num_connections(connections, is_far=True))
         fetcher = BucketFetcher(context, timeout_s=self._bus.timeout_s, connections=connections)
@@ -59,7 +59,7 @@ class HostFetcher:
                 while True:
                     order = await self._link.fetches.get()
                     await _given_up(working)
-                    if order.may_be_read:  # also if this order is given up before it begins
+                    if order.may_be_read:  # set first: this order may be given up before it begins
                         self._staging.may_be_read = True
                     working = group.create_task(self._fetch(order, fetcher))
         finally:
@@ -70,7 +70,7 @@ class HostFetcher:
         label = order.receive.manifest.version.label
         try:
             await self._receive(order, fetcher)
-        except (PublishError, ConfigError, OSError) as error:  # the last: no memory is left
+        except (PublishError, ConfigError, OSError) as error:  # OSError: no memory is left
             _log.warning("%s was not received: %s", label, text_of(error))
             await self._link.answer(order.command_id, error=text_of(error))
         else:
@@ -82,7 +82,7 @@ class HostFetcher:
             raise PublishError(f"refused {receive.manifest.version.label}: {difference}")
         if fetcher.address != order.relay:
             fetcher.connect(order.relay, self._key)
-        first_part = receive.first_part + self._node  # not all hosts from one at once
+        first_part = receive.first_part + self._node  # hosts begin with different parts
         await fetch_into(self._staging, receive.manifest, fetcher, receive.sources, first_part)
 
 

@@ -1,4 +1,4 @@
-"""Node 0 of an engine on several hosts: has the others start, fetch versions, and end."""
+"""Node 0 of an engine on several hosts: orders the others to start, fetch versions, and end."""
 
 import asyncio
 import logging
@@ -55,9 +55,9 @@ _log = logging.getLogger(__name__)
 _malformed = Rarely(_log)
 _LOOK_S = 0.25
 _LONGEST_WAIT_S = 1.0
-_END_S = 10.0  # for the other nodes to end
-EXPLAIN_S = 3.0  # without a sign of life, once a server has failed: then that node is gone
-SETTLE_S = 1.0  # more, in which what others say of it arrives
+_END_S = 10.0  # wait for the other nodes to end
+EXPLAIN_S = 3.0  # silence after which a node counts as gone, once a server has failed
+SETTLE_S = 1.0  # additional wait for reports of other nodes
 
 
 class Leader:
@@ -74,26 +74,26 @@ class Leader:
         on_stop: Callable[[], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know nobody yet; ``serve`` answers them.
+        """Start without other nodes; ``serve`` answers them.
 
         Args:
-            place: of node 0.
-            facts: that every node must have in common with it.
-            key: proved by all of them.
-            silence_s: without a sign of life, after which a node has ended.
-            receive_timeout_s: for a version to arrive on all of them.
-            on_stop: has this generator end in order.
-            now: monotonic seconds.
+            place: Place of node 0.
+            facts: Facts that every node must have in common with it.
+            key: Key that all nodes prove.
+            silence_s: Time without a sign of life after which a node has ended.
+            receive_timeout_s: Limit for a version to arrive on all nodes.
+            on_stop: Ends this generator cleanly.
+            now: Returns monotonic seconds.
 
         Raises:
-            ConfigError: the address is none.
+            ConfigError: the address is invalid.
         """
         self._place = place
         self._receive_timeout_s = receive_timeout_s
         self._on_stop = on_stop
         self._is_stopping = False
         self._is_dismissed = False
-        self._deaf = ""  # why no node is heard any more
+        self._deaf = ""  # reason that no messages of nodes are read any more
         self._now = now
         self.book = FollowerBook(
             place,
@@ -109,9 +109,11 @@ class Leader:
         self._changed = asyncio.Event()
         self._command_id = 0
         self._fetching: FetchToo | None = None
-        self._fetched: dict[int, FetchedThere] = {}  # by node, of that command
-        self._asked: dict[int, bytes] = {}  # by node: the connection that it was sent over
-        self._may_be_read = False  # memory of the others, until all have done as they were told
+        self._fetched: dict[int, FetchedThere] = {}  # answers to it, by node
+        self._asked: dict[int, bytes] = {}  # connection that it was sent over, by node
+        self._may_be_read = (
+            False  # others may read their memory until all have carried out an order
+        )
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         """Listen; return the socket.
@@ -123,7 +125,7 @@ class Leader:
         return self._socket
 
     def close(self) -> None:
-        """Stop listening; what was sent last may still leave."""
+        """Stop listening; the last messages may still leave."""
         self._socket = None
         self._listener.close(LINGER_MS)
 
@@ -134,7 +136,7 @@ class Leader:
             group.create_task(self._look())
 
     def deafened(self, serving: "asyncio.Task[object]") -> None:
-        """Have nobody wait for nodes that are not heard any more; called when ``serve`` ends."""
+        """End all waits for nodes: no messages are read any more; called when ``serve`` ends."""
         if not serving.cancelled() and (why := serving.exception()) is not None:
             self._deaf = repr(why)
             self._wake()
@@ -161,7 +163,7 @@ class Leader:
             self._fetched[message.node] = message
 
     async def _repeat_fetch(self, node: int) -> None:
-        """Ask again what was asked over a connection that broke."""
+        """Repeat an order that was sent over a broken connection."""
         known, fetching = self.book.known.get(node), self._fetching
         if fetching is None or known is None or node in self._fetched:
             return
@@ -181,16 +183,16 @@ class Leader:
 
     async def _send(self, peer: bytes, message: ToFollower) -> None:
         if self._socket is not None:
-            with suppress(zmq.ZMQError):  # that connection is gone; the node comes over another
+            with suppress(zmq.ZMQError):  # the connection is gone; the node comes over another
                 await self._socket.send_multipart([peer, encode(message)])
 
     # ---- the start -----------------------------------------------------------
 
     async def until_all_are_there(self, timeout_s: float) -> None:
-        """Wait for a process to be each of the other nodes.
+        """Wait until each of the other nodes has a process.
 
         Raises:
-            PeerLostError: one did not come in time.
+            PeerLostError: a node did not come in time.
         """
 
         def log(line: str) -> None:
@@ -211,7 +213,7 @@ class Leader:
             await self._next_change()
 
     async def start(self) -> tuple[EngineNode, socket.socket]:
-        """Have every node start its ranks; return the part of this one, and its listening store.
+        """Order every node to start its ranks; return this node's part, and its listening store.
 
         Raises:
             ConfigError: this machine does not have the address of node 0.
@@ -247,12 +249,12 @@ class Leader:
         raise PeerLostError(self._line(await self._verdict("")))
 
     async def explained(self, work: Awaitable[T], process: SglangProcess) -> T:
-        """Return the result of some work on this node's server; say which node made it fail.
+        """Return the result of some work on this node's server; name the node that made it fail.
 
         Raises:
             PeerLostError: another node has ended.
-            ChildDiedError: the server has.
-            ConfigError: it has, at its start.
+            ChildDiedError: the server has ended.
+            ConfigError: the server has ended at its start.
         """
         try:
             return await work
@@ -262,7 +264,7 @@ class Leader:
             raise
 
     async def _other_than(self, own: str) -> str:
-        """Return which other node has ended; empty if it is this one for a reason of its own."""
+        """Describe the other node that has ended; empty if this one ended for its own reason."""
         end_s = self._now() + SETTLE_S + (EXPLAIN_S if is_of_peers(own) else 0.0)
         while self._now() < end_s and not self.book.ended:
             if self.book.silent(EXPLAIN_S):
@@ -272,9 +274,11 @@ class Leader:
         return self._line((node, text)) if node else ""
 
     async def _verdict(self, own: str) -> tuple[int, str]:
-        ended = {node: why or "it was asked to end" for node, why in self.book.ended.items()}
+        ended = {node: text or "it was asked to end" for node, text in self.book.ended.items()}
         failed = "a server of the engine failed"
-        silent = {node: f"{failed} and {why}" for node, why in self.book.silent(EXPLAIN_S).items()}
+        silent = {
+            node: f"{failed} and {text}" for node, text in self.book.silent(EXPLAIN_S).items()
+        }
         return blamed(0, own, ended, silent if own else {})
 
     def _line(self, verdict: tuple[int, str]) -> str:
@@ -284,10 +288,10 @@ class Leader:
     # ---- versions ------------------------------------------------------------
 
     async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
-        """Have every other node fetch a version; return the bytes that they fetched.
+        """Order every other node to fetch a version; return the bytes that they fetched.
 
         Raises:
-            PublishError: one did not, or not in time.
+            PublishError: a node failed, or was late.
         """
         self._command_id += 1
         self._may_be_read = self._may_be_read or may_be_read
@@ -313,24 +317,24 @@ class Leader:
         finally:
             self._fetching = None
         self._may_be_read = False
-        return sum(one.num_bytes for one in self._fetched.values())
+        return sum(answer.num_bytes for answer in self._fetched.values())
 
     def _refuse_failed(self) -> None:
         if self.book.ended:
             raise PublishError("a node of the engine has ended")
-        for node, one in self._fetched.items():
-            if one.error:
-                why = one_line(one.error, most=MOST_TEXT)
+        for node, answer in self._fetched.items():
+            if answer.error:
+                why = one_line(answer.error, most=MOST_TEXT)
                 raise PublishError(f"{self.book.named(node)}: {why}")
 
     # ---- the end -------------------------------------------------------------
 
     async def dismiss(self, error: BaseException | None, *, is_orderly: bool = False) -> None:
-        """Have the other nodes end, as this one does.
+        """Order the other nodes to end, as this one does.
 
         Args:
-            error: that ends it.
-            is_orderly: it was asked to end, whatever the error is.
+            error: Error that ends this node.
+            is_orderly: True if it was asked to end, whatever the error is.
         """
         if self._is_dismissed:
             return
@@ -352,7 +356,7 @@ class Leader:
             await self._next_change()
 
     async def _next_change(self) -> None:
-        """Wait until something was heard, or for a moment."""
+        """Wait for a message, or for a moment."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_WAIT_S):
                 await self._changed.wait()
@@ -369,15 +373,15 @@ async def leading(
     stop: asyncio.Event,
     health: Health,
 ) -> AsyncIterator[Leader | None]:
-    """Yield the link to the other nodes of an engine once they have come; then have them end, too.
+    """Yield the link to the other nodes of an engine once they have come; then end them, too.
 
     Args:
-        settings: of the generator.
-        name: of the generator.
-        place: of node 0; None for an engine on one host, which has no such link.
-        stop: has the generator end in order; set if another node was asked to end. Nobody is waited
-            for any more.
-        health: is told what is waited for.
+        settings: Settings of the generator.
+        name: Name of the generator.
+        place: Place of node 0; None for an engine on one host, which has no such link.
+        stop: Event that ends the generator cleanly and ends the wait for nodes; set if another node
+            was asked to end.
+        health: Gets the current wait.
 
     Raises:
         ConfigError: the address cannot be bound, or there is no usable key.

@@ -1,4 +1,4 @@
-"""Which part of an engine on several hosts a process has."""
+"""Place of a process in an engine on several hosts."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ class NodePlace:
     node: int
     nodes: int
     ranks_per_node: int
-    address: Address  # where node 0 listens
+    address: Address  # node 0 listens there
 
     def named(self, node: int, host: str = "") -> str:
-        """Return a node as it is called in logs, with its ranks and its host if that is known."""
+        """Return a node's name in logs, with its ranks, and its host if known."""
         ranks = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         return node_named(node, ranks, host)
 
@@ -29,7 +29,7 @@ def place_of(
     """Return the place that a command line names; None for an engine on one host.
 
     Raises:
-        ConfigError: the options do not fit to the settings.
+        ConfigError: the options do not fit the settings.
     """
     generators, run = settings.generators, settings.run
     nodes = generators.nodes

@@ -32,7 +32,7 @@ from slipstream.wire.process.visible import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
-_DRAIN_S = 60.0  # for node 0 to hand its work back, when this node was asked to end
+_DRAIN_S = 60.0  # wait for node 0 to hand its work back, when this node was asked to end
 
 
 async def follow(
@@ -43,8 +43,8 @@ async def follow(
     Raises:
         ConfigError: node 0 refuses this node, or the ranks cannot start.
         NameTakenError: another process is this node.
-        PeerLostError: node 0 is not there, or has ended before its time.
-        ChildDiedError: the server of this host has.
+        PeerLostError: node 0 is missing, or has ended before its time.
+        ChildDiedError: the server of this host has ended.
     """
     stop = stop_event()
     health = health or Health()
@@ -69,7 +69,7 @@ async def follow(
         store = Address(order.host, order.port)
         node = EngineNode(place.node, place.nodes, store, staging.folder)
         process = SglangProcess.start(settings, name, node)
-        cleanup.push_async_callback(asyncio.to_thread, process.stop)  # node 0 hears of us meanwhile
+        cleanup.push_async_callback(asyncio.to_thread, process.stop)  # signs of life continue
         await link.report("starting")
         fetcher = HostFetcher(settings.weightbus, place.node, link, staging, tensors, key)
         async with running(_serve(process, settings, link), fetcher.run()) as jobs:
@@ -82,7 +82,7 @@ def _missing(link: FollowerLink) -> str:
 
 
 async def _serve(process: SglangProcess, settings: GeneratorSettings, link: FollowerLink) -> None:
-    """Report when the ranks of this host run; raise when they do not."""
+    """Report once the ranks of this host run; raise if they end."""
     await process.until_ready(settings.generators.start_timeout_s)
     _log.info("its ranks run")
     if link.state == "starting":
@@ -96,7 +96,7 @@ async def _until_ended(
     jobs: "set[asyncio.Task[Any]]",
     stopping: "asyncio.Task[object]",
 ) -> None:
-    """Wait until node 0 has this node end, or a job fails; asked to end, let node 0 end first."""
+    """Wait until node 0 ends this node, or a job fails; if asked to end, let node 0 end first."""
     async with running(link.until_ended()) as (ended,):
         await asyncio.wait({*jobs, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done() and not ended.done():
@@ -114,7 +114,7 @@ async def _until_ended(
 async def _raise_failure(
     link: FollowerLink, process: SglangProcess, jobs: "set[asyncio.Task[Any]]"
 ) -> None:
-    """Raise what ended a job, unless node 0 is the reason and says so."""
+    """Raise the error that ended a job, unless node 0 is the reason and reports it."""
     for job in jobs:
         if not job.done() or link.end is not None:
             continue
@@ -126,16 +126,16 @@ async def _raise_failure(
             own = process.reason()
             if why := await _other_than(link, own):
                 raise PeerLostError(why) from error
-            if link.end is None:  # the first line is what node 0 hears
+            if link.end is None:  # node 0 gets the first line
                 raise ChildDiedError(f"SGLang ended with code {code}: {own}\n{error}") from error
 
 
 async def _other_than(link: FollowerLink, own: str) -> str:
-    """Return why node 0 made the server of this node end; empty if it did not, or says it itself.
+    """Return why node 0 ended this node's server; empty if it did not, or reports the reason.
 
     Args:
-        link: to node 0.
-        own: why the server ended.
+        link: Link to node 0.
+        own: Reason that the server ended.
     """
     limit_s = EXPLAIN_S + SETTLE_S if is_of_peers(own) else SETTLE_S
     try:
@@ -153,7 +153,7 @@ async def _other_than(link: FollowerLink, own: str) -> str:
 
 
 def _end_as_told(link: FollowerLink) -> None:
-    """Raise what node 0 said, unless this node was asked to end, or node 0 was."""
+    """Raise node 0's reason, unless this node or node 0 was asked to end."""
     if link.end is not None and not link.end.is_orderly:
         raise PeerLostError(
             f"{link.leader_named} ended: {one_line(link.end.reason, most=MOST_TEXT)}"
@@ -162,7 +162,7 @@ def _end_as_told(link: FollowerLink) -> None:
 
 @asynccontextmanager
 async def _linked(link: FollowerLink) -> "AsyncIterator[asyncio.Task[None]]":
-    """Keep up a link while the block runs; then say why this node ends."""
+    """Keep up a link while the block runs; then report why this node ends."""
     context = zmq.asyncio.Context()
     socket = link.open(context)
     linking = asyncio.create_task(link.run(socket))

@@ -1,9 +1,9 @@
-"""Which node's end ends an engine, decided from what a node sees."""
+"""Decides which node ended an engine, from the observations of one node."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Words of errors that ranks have because another rank is gone.
+# Phrases in errors of ranks that have lost another rank.
 _OF_PEERS = (
     *("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe"),
     *("distbackenderror", "diststoreerror", "distnetworkerror"),
@@ -18,27 +18,27 @@ class Blame(NamedTuple):
 
 
 def is_of_peers(reason: str) -> bool:
-    """True if a server says that it ended for a reason that is on another node."""
-    return any(words in reason.lower() for words in _OF_PEERS)
+    """True if a server ended for a reason on another node."""
+    return any(phrase in reason.lower() for phrase in _OF_PEERS)
 
 
 def blamed(node: int, own: str, ended: Mapping[int, str], silent: Mapping[int, str]) -> Blame:
-    """Return whose end ended an engine.
+    """Return the node that ended an engine.
 
-    A reason that no other node can have caused goes first, then silence, then whatever was said.
+    A reason that no other node can have caused comes first, then silence, then any given reason.
 
     Args:
-        node: this one.
-        own: why its server ended; empty if it did not.
-        ended: why other nodes say that they ended.
-        silent: nodes that give no sign of life, and for how long.
+        node: Number of this node.
+        own: Reason that its server ended; empty if it did not.
+        ended: Reasons that other nodes give for their end.
+        silent: Texts for the nodes without a sign of life.
     """
-    said = [Blame(number, why) for number, why in sorted(ended.items())]
+    said = [Blame(number, reason) for number, reason in sorted(ended.items())]
     if own:
         said.append(Blame(node, own))
-    for one in said:
-        if not is_of_peers(one.text):
-            return one
-    for number, why in sorted(silent.items()):
-        return Blame(number, why)
+    for blame in said:
+        if not is_of_peers(blame.text):
+            return blame
+    for number, reason in sorted(silent.items()):
+        return Blame(number, reason)
     return said[0] if said else Blame(node, "for no known reason")
