@@ -1,9 +1,8 @@
 """A running SGLang server whose versions are adapters, several at a time (sglang 0.5.23).
 
-Every request names the version that it is answered under, and no version changes once it is loaded:
-nothing is paused, and an answer has one version. SGLang itself would load an adapter again that was
-unloaded and is asked for, from wherever it was read; a version's folder is gone by then, so that it
-cannot.
+Every request names its version, and a loaded version never changes: nothing is paused, and an
+answer has one version. By itself SGLang would load an unloaded adapter again on request, from the
+folder where it was read. A version's folder is gone by then, so SGLang cannot.
 """
 
 import asyncio
@@ -38,17 +37,17 @@ class AdapterEngine(SglangEngine):
         facts: AdapterFacts,
         kept: int,
         folder: Path,
-        **options: Any,  # noqa: ANN401 those of a server without adapters
+        **options: Any,  # noqa: ANN401 options of a server without adapters
     ) -> None:
         """Connect to a server that has no version yet.
 
-        The newest ``kept`` ones stay loaded. They pass through a ``folder`` that the server reads.
+        The newest ``kept`` versions stay loaded. The server reads them from a ``folder``.
         """
         super().__init__(url, api_key, **options)
         self._facts = facts
         self._folder = folder
         self._versions = AdapterVersions(kept)
-        self._checksums: dict[PolicyVersion, Checksums] = {}  # as of their load
+        self._checksums: dict[PolicyVersion, Checksums] = {}  # taken when they were loaded
         self._tidying: asyncio.Task[None] | None = None
 
     @override
@@ -65,7 +64,7 @@ class AdapterEngine(SglangEngine):
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """The versions that the server has."""
+        """All loaded versions."""
         return self._versions.loaded
 
     @override
@@ -77,7 +76,7 @@ class AdapterEngine(SglangEngine):
         count: int,
         seeds: Sequence[int] = (),
     ) -> list[Completion]:
-        """Return ``count`` responses of the version that is the newest now."""
+        """Return ``count`` responses under the newest version."""
         version = self._versions.newest
         if version is None:
             raise EngineError("the engine has adopted no version yet")
@@ -91,7 +90,7 @@ class AdapterEngine(SglangEngine):
 
     @override
     async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
-        """Return logprobs under the version that is the newest now."""
+        """Return logprobs under the newest version."""
         version = self._versions.newest
         if version is None:
             raise EngineError("the engine has adopted no version yet")
@@ -106,12 +105,12 @@ class AdapterEngine(SglangEngine):
     # ---- versions ------------------------------------------------------------
 
     async def load_adapter(self, received: Path, version: PolicyVersion) -> None:
-        """Load a version beside the others, from the safetensors file in a folder.
+        """Load one more version, from the safetensors file in a folder.
 
-        The server maps the file for as long as it has the version, and the agent will receive the
-        next one into the same memory: it gets a copy.
+        The server gets a copy: it maps the file as long as it has the version, and the agent will
+        receive the next version into the same memory.
         """
-        if version in self._versions.loaded:  # and was not adopted
+        if version in self._versions.loaded:  # loaded earlier, but not adopted
             await self.drop_adapter(version)
         own = self._folder / version.label
         await asyncio.to_thread(self.write_folder, received, own)
@@ -126,7 +125,7 @@ class AdapterEngine(SglangEngine):
         self._versions.load(version)
 
     def write_folder(self, received: Path, own: Path) -> None:
-        """Write a version as SGLang reads it: its description, and a copy of what was received."""
+        """Write a version for SGLang: its description, and a copy of the received file."""
         try:
             own.mkdir(parents=True, mode=0o700)
             (own / CONFIG).write_bytes(adapter_config(self._facts, ""))
@@ -145,12 +144,12 @@ class AdapterEngine(SglangEngine):
         """Return the checksum of every tensor of the version that was loaded last.
 
         Raises:
-            EngineError: one loaded before is not what it was then.
+            EngineError: a version that was loaded earlier has changed.
         """
-        found: dict[str, Checksums] = {one.label: {} for one in self._versions.loaded}
+        found: dict[str, Checksums] = {version.label: {} for version in self._versions.loaded}
         for name, checksum in (await super().checksums()).items():
             label, _, tensor = name.partition("/")
-            if label in found:  # or it is being unloaded
+            if label in found:  # else it is being unloaded
                 found[label][tensor] = checksum
         *before, last = self._versions.staying
         for version in before:
@@ -162,7 +161,7 @@ class AdapterEngine(SglangEngine):
 
     @override
     async def label(self, version: PolicyVersion) -> None:
-        """Answer requests from now on under a version that is loaded."""
+        """Answer requests from now on under a loaded version."""
         self._versions.adopt(version)
         self._tidy_soon()
 
@@ -171,7 +170,7 @@ class AdapterEngine(SglangEngine):
             self._tidying = asyncio.create_task(self._tidy())
 
     async def _tidy(self) -> None:
-        """Unload versions that are not needed any more; what fails is tried again later."""
+        """Unload versions that are not needed any more; a failure is tried again later."""
         while unneeded := self._versions.unneeded():
             try:
                 await self.drop_adapter(unneeded[0])
@@ -179,16 +178,16 @@ class AdapterEngine(SglangEngine):
                 _log.warning("%s stays in the engine: %s", unneeded[0].label, error)
                 return
 
-    # ---- of an engine that pauses --------------------------------------------
+    # ---- needed only by an engine that pauses --------------------------------
 
     @override
     async def pause(self) -> int:
-        """Do nothing: what is loaded does not change."""
+        """Do nothing: loaded versions do not change."""
         return self._num_in_flight
 
     @override
     async def resume(self) -> None:
-        """Do nothing: it was not paused."""
+        """Do nothing: the engine was not paused."""
 
     @override
     async def load_folder(self, folder: Path) -> None:

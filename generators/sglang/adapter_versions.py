@@ -1,4 +1,4 @@
-"""Pure: which versions of adapters an engine has, which answers use them, which may go."""
+"""Pure: versions of adapters in an engine, the answers that use them, and those that may go."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ from slipstream.wire.messages.versions import PolicyVersion
 class AdapterVersions:
     """The versions that an engine has loaded.
 
-    The newest ``kept`` adopted ones stay. An older one stays while an answer uses it: requests that
-    are in flight bound how many these are.
+    The newest ``kept`` adopted versions stay. An older one stays while an answer uses it: requests
+    in flight bound their number.
     """
 
     def __init__(self, kept: int) -> None:
-        """Begin without a version; at least one is ``kept``."""
+        """Begin without a version; ``kept`` is at least 1."""
         self._kept = kept
-        self._uses: dict[PolicyVersion, int] = {}  # answers in flight, of all that are loaded
-        self._adopted: list[PolicyVersion] = []  # of these, oldest first
+        self._uses: dict[PolicyVersion, int] = {}  # answers in flight of each loaded version
+        self._adopted: list[PolicyVersion] = []  # adopted versions, oldest first
 
     @property
     def newest(self) -> PolicyVersion | None:
@@ -26,24 +26,24 @@ class AdapterVersions:
 
     @property
     def loaded(self) -> tuple[PolicyVersion, ...]:
-        """All versions that the engine has, in the order in which they were loaded."""
+        """All loaded versions, in the order of loading."""
         return tuple(self._uses)
 
     @property
     def staying(self) -> tuple[PolicyVersion, ...]:
-        """Loaded versions that may not go; of the others some may be half unloaded."""
+        """Loaded versions that must stay; others may be half unloaded."""
         going = self.unneeded()
-        return tuple(one for one in self._uses if one not in going)
+        return tuple(version for version in self._uses if version not in going)
 
     def load(self, version: PolicyVersion) -> None:
-        """The engine has a version, which no request uses yet."""
+        """Record a loaded version, which no request uses yet."""
         self._uses[version] = 0
 
     def adopt(self, version: PolicyVersion) -> None:
-        """New requests use a version that is loaded.
+        """Use a loaded version for new requests.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it is not loaded.
         """
         if version not in self._uses:
             raise ValueError(f"{version.label} is not loaded")
@@ -52,7 +52,7 @@ class AdapterVersions:
         self._adopted.append(version)
 
     def drop(self, version: PolicyVersion) -> None:
-        """The engine has a version no more."""
+        """Record that a version was unloaded."""
         self._uses.pop(version, None)
         if version in self._adopted:
             self._adopted.remove(version)
@@ -67,5 +67,5 @@ class AdapterVersions:
             self._uses[version] -= count
 
     def unneeded(self) -> list[PolicyVersion]:
-        """Return the adopted versions that may go: older than those that stay, and unused."""
-        return [one for one in self._adopted[: -self._kept] if not self._uses[one]]
+        """Return the adopted versions that may go: older than the ``kept`` ones, and unused."""
+        return [version for version in self._adopted[: -self._kept] if not self._uses[version]]

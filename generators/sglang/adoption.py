@@ -1,9 +1,9 @@
 """One order to SGLang's scheduler for several steps of a publish (sglang 0.5.23).
 
-As five requests, pause, load, checksums, label and continue cost more than a small version's load.
-Here they are one, carried out by the scheduler between two batches: no answer sees a step of it.
-What precedes and follows the buckets of a collective are two. An order travels in
-``UpdateWeightFromDiskReqInput.manifest``, which SGLang leaves to its user, and is answered in
+Pause, load, checksums, label and continue cost more as five requests than the load of a small
+version. Here they are one order, carried out by the scheduler between two batches: no answer sees a
+step of it. A collective takes two orders, one before its buckets and one after. An order travels in
+``UpdateWeightFromDiskReqInput.manifest``, which SGLang leaves to its user; the answer comes in
 ``message``. Remove when SGLang has such a request.
 """
 
@@ -23,7 +23,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.models.families.registry import checksum_name
 
 RECEIVED_VARIABLE = "SLIPSTREAM_RECEIVED"
-"""Names the folder with the versions that this host received, if an order comes from another."""
+"""Folder with the versions that this host received, if orders come from another host."""
 
 Step: TypeAlias = Literal["pause", "begin", "load", "end", "check", "label", "resume"]
 ALL_STEPS: tuple[Step, ...] = ("pause", "load", "check", "label", "resume")
@@ -39,29 +39,29 @@ _PHASES: dict[Step, str] = {
 
 
 class AdoptionOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheduler is to do between two batches, besides the folder to load."""
+    """Steps for a scheduler between two batches; the folder to load comes besides."""
 
-    steps: tuple[Step, ...]  # until one fails
+    steps: tuple[Step, ...]  # done in order until one fails
     version: str  # label
     pause: Literal["retract", "in_place"]
-    digest: str  # of the checksums that it must have to be labelled; empty checks nothing
-    num_ranks: int  # that its tensors are split over
+    digest: str  # expected digest of the checksums; empty checks nothing
+    num_ranks: int  # ranks that share its tensors
 
 
 class AdoptionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How that went; nothing was labelled or resumed if checksums differ."""
+    """Result of an order; nothing was labelled or resumed if checksums differ."""
 
     steps: tuple[Step, ...]
     version: str
-    phase_seconds: dict[str, float]  # of PUBLISH_PHASES
-    differing: dict[str, str] = {}  # checksums of all tensors, if their digest is another one
+    phase_seconds: dict[str, float]  # keys are from PUBLISH_PHASES
+    differing: dict[str, str] = {}  # checksums of all tensors, if their digest is not the expected
 
     @classmethod
     def read(cls, message: str) -> Self:
         """Return the first answer in a message: groups of ranks answer one after the other.
 
         Raises:
-            EngineError: there is none.
+            EngineError: the message has no answer.
         """
         try:
             found, _ = json.JSONDecoder().raw_decode(message)
@@ -71,7 +71,7 @@ class AdoptionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adopt_in_scheduler(module: ModuleType) -> None:
-    """Carry out an ``AdoptionOrder`` where a scheduler updates weights from disk."""
+    """Carry out an ``AdoptionOrder`` in the scheduler's update from disk."""
     manager = module.SchedulerWeightUpdaterManager
     messages = sys.modules[module.CheckWeightsReqInput.__module__]
     load = manager.update_weights_from_disk
@@ -134,8 +134,8 @@ def folder_to_load(named: str, received: str) -> str:
     """Return the folder of a version on this host; one without weights if it is not there, whole.
 
     Args:
-        named: by an order.
-        received: where this host has its versions, if the order comes from another; else empty.
+        named: Folder in the order.
+        received: Folder of this host's versions, if the order comes from another host; else empty.
     """
     folder = Path(received) / Path(named).name if received else Path(named)
     return str(folder if folder.is_dir() else folder.parent)
@@ -144,9 +144,9 @@ def folder_to_load(named: str, received: str) -> str:
 def checksums_of(ranks: Any) -> dict[str, str]:  # noqa: ANN401 SGLang's
     """Return the checksum of every tensor on every rank, by ``checksum_name``."""
     return {
-        checksum_name(name, one.parallelism_info[0].tp_rank): checksum
-        for one in ranks
-        for name, checksum in one.checksums.items()
+        checksum_name(name, rank.parallelism_info[0].tp_rank): checksum
+        for rank in ranks
+        for name, checksum in rank.checksums.items()
     }
 
 

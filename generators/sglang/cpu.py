@@ -1,6 +1,6 @@
 """Shims for SGLang 0.5.23 without CUDA; call ``prepare()`` before importing it.
 
-Works because our servers fork their processes on a CPU: changes made here reach them all.
+This works because our servers fork their processes on a CPU: changes made here reach them all.
 Remove at an SGLang release whose CPU build can be installed from a package index.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
-_PADDING = 2  # of a batch of attention, cells at most for each that is needed
+_PADDING = 2  # limit of a batch of attention: computed cells per needed cell
 
 
 def prepare() -> None:
@@ -44,10 +44,9 @@ def prepare() -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Leave functions as they are that modules imported meanwhile decorate for the compiler.
+    """Make torch.compile and torch.compiler.disable do nothing in modules imported meanwhile.
 
-    That is torch.compile and torch.compiler.disable. A server on a CPU runs eagerly, and the
-    compiler alone takes seconds to import.
+    A server on a CPU runs eagerly, and importing the compiler takes seconds.
     """
 
     def decorated(function: object = None, **_options: object) -> object:
@@ -62,11 +61,11 @@ def uncompiled() -> Iterator[None]:
 
 
 def without_pinned_memory() -> None:
-    """Give SGLang's adapters plain memory where they ask for pinned memory.
+    """Give SGLang's adapters plain memory where they request pinned memory.
 
-    There is none without an accelerator, and torch raises. SGLang 0.5.23 asks for it on every
-    device (lora/layers.py:145, 594 and others, lora/backend/torch_backend.py:225-245), though not
-    in lora/mem_pool.py:163, where it looks first. Remove when it looks in all of them.
+    Without an accelerator torch cannot pin memory, and raises. SGLang 0.5.23 requests it on every
+    device (lora/layers.py:145, 594 and others, lora/backend/torch_backend.py:225-245); only
+    lora/mem_pool.py:163 checks the device first. Remove when all of them check it.
     """
     if torch.cuda.is_available():
         return
@@ -76,7 +75,7 @@ def without_pinned_memory() -> None:
         def unpinned(
             *arguments: object,
             _make: Callable[..., Tensor] = make,
-            pin_memory: bool = False,  # noqa: ARG001 there is no such memory
+            pin_memory: bool = False,  # noqa: ARG001 memory cannot be pinned
             **options: object,
         ) -> Tensor:
             return _make(*arguments, **options)
@@ -140,7 +139,7 @@ def batch_decode_attention() -> None:
         if getattr(self, "_decode_gather", None) is None:
             self._decode_gather = _gather_plan(req_to_token, req_pool_indices, seq_lens)
         slots, visible = self._decode_gather
-        key, value = (_gathered(one, slots, batch, query.dtype) for one in (k_cache, v_cache))
+        key, value = (_gathered(cache, slots, batch, query.dtype) for cache in (k_cache, v_cache))
         heads = key.shape[1] if enable_gqa else query.shape[1]
         folded = query.reshape(batch, heads, -1, query.shape[-1])  # query heads of one key head
         attended = scaled_dot_product_attention(
@@ -150,7 +149,7 @@ def batch_decode_attention() -> None:
         return output
 
     backend.init_forward_metadata = init_forward_metadata
-    # Attention that is data-parallel fills batches up with sequences of this length.
+    # Data-parallel attention fills batches up with sequences of this length.
     backend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
     backend._run_sdpa_forward_decode = decode
 
@@ -158,10 +157,10 @@ def batch_decode_attention() -> None:
 def extend_without_prefix_queries() -> None:
     """Replace the prefill loop of SGLang's ``torch_native`` attention.
 
-    SGLang makes a query of every position of a sequence, cached ones too, and throws those away:
-    a turn of seven tokens after 500 costs what 507 cost, sequence by sequence. Here the new tokens
-    alone ask, sequences of about one length in one call: the same numbers. Import SGLang's modules
-    first.
+    SGLang computes queries for all positions of a sequence, even cached ones, and discards those: a
+    turn of seven tokens after 500 costs as much as 507, sequence by sequence. Here only the new
+    tokens are queries, and sequences of similar length share a call: the same numbers. Import
+    SGLang's modules first.
     """
     backend = importlib.import_module(_ATTENTION).TorchNativeAttnBackend
     per_sequence = backend._run_sdpa_forward_extend
@@ -209,13 +208,13 @@ def extend_without_prefix_queries() -> None:
             plan = req_pool_indices[first:last], seq_lens[first:last]
             slots, _ = _gather_plan(req_to_token, *plan)
             key, value = (
-                _gathered(one, slots, last - first, query.dtype) for one in (k_cache, v_cache)
+                _gathered(cache, slots, last - first, query.dtype) for cache in (k_cache, v_cache)
             )
             asks = torch.arange(max(new[first:last]))
             is_new = asks[None] < extend_seq_lens[first:last, None]  # [B, longest new]
             padded = query.new_zeros(*is_new.shape, *query.shape[1:])
             padded[is_new] = query[tokens]
-            until = extend_prefix_lens[first:last, None] + asks[None]  # the last key that each sees
+            until = extend_prefix_lens[first:last, None] + asks[None]  # last visible key of each
             visible = torch.arange(key.shape[2]) <= until[..., None]
             attended = scaled_dot_product_attention(
                 padded.transpose(1, 2),
@@ -232,7 +231,7 @@ def extend_without_prefix_queries() -> None:
 
 
 def allocate_without_cuda() -> None:
-    """Let memory on the host be allocated on a CPU, as chosen experts need it.
+    """Allocate host memory without CUDA on a CPU; returning the chosen experts needs such memory.
 
     SGLang pins it through CUDA for every device that it does not name. Import its modules first.
     """
@@ -247,11 +246,11 @@ def allocate_without_cuda() -> None:
 
 
 def _alike(lengths: list[int], new: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of sequences, first and past the last, of which few tokens are padding.
+    """Yield runs of sequences with little padding, as first and past the last.
 
     Args:
-        lengths: of the sequences.
-        new: tokens of each that ask.
+        lengths: Lengths of the sequences.
+        new: Number of new tokens of each.
     """
     first, needed, widest, longest = 0, 0, 0, 0
     for at, (length, asking) in enumerate(zip(lengths, new, strict=True)):
@@ -266,7 +265,7 @@ def _alike(lengths: list[int], new: list[int]) -> Iterator[tuple[int, int]]:
 def _gather_plan(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the cache slots [B * longest] and which are real [B, 1, 1, longest]."""
+    """Return the cache slots [B * longest] and a mask of the real ones [B, 1, 1, longest]."""
     longest = int(seq_lens.max())
     slots = req_to_token[req_pool_indices, :longest].long()
     visible = torch.arange(longest)[None] < seq_lens[:, None]

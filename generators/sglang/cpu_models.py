@@ -1,6 +1,6 @@
-"""What single models of SGLang 0.5.23 lack on a CPU; each of these replaces something there alone.
+"""Corrections of single models of SGLang 0.5.23 on a CPU.
 
-The functions correct a module right after its import (``patches.install``).
+Each function corrects one module right after its import (``patches.install``).
 """
 
 from types import ModuleType
@@ -14,10 +14,10 @@ QWEN2_MOE = "sglang.srt.models.qwen2_moe"
 
 
 def attend_to_latents(module: ModuleType) -> None:
-    """Have ``torch_native`` attention read the compressed keys and values that are cached.
+    """Make ``torch_native`` attention read the compressed keys and values in the cache.
 
-    Of an attention backend that it does not know, SGLang takes Triton's rule: a prompt is
-    expanded to keys and values of every head, which forward_mha.py hands on while torch_native
+    For an unknown attention backend SGLang uses Triton's rule: a prompt is expanded to keys and
+    values of every head. forward_mha.py passes these on, but torch_native
     (torch_native_backend.py:160) reads the cache, where they are compressed. Remove when SGLang
     registers a rule for torch_native.
     """
@@ -30,10 +30,10 @@ def attend_to_latents(module: ModuleType) -> None:
 
 
 def turn_without_scaling(module: ModuleType) -> None:
-    """Give latent models on a CPU rotary embeddings that are not scaled.
+    """Give latent models on a CPU rotary embeddings without scaling.
 
-    There SGLang knows those of DeepSeek's YaRN alone (rotary_embedding/factory.py:478); Moonlight
-    has none. Remove when ``get_rope_cpu`` takes others.
+    On a CPU SGLang knows only DeepSeek's YaRN (rotary_embedding/factory.py:478); Moonlight has no
+    scaling. Remove when ``get_rope_cpu`` takes other embeddings.
     """
     scaled, any_rule = module.get_rope_cpu, module.get_rope
 
@@ -57,10 +57,10 @@ def turn_without_scaling(module: ModuleType) -> None:
 
 
 def gate_shared_experts(module: ModuleType) -> None:
-    """Compute the gate of Qwen2-MoE's shared expert in torch, where there is no Triton.
+    """Compute the gate of Qwen2-MoE's shared expert in torch if Triton cannot run.
 
-    ``fused_gate_sigmoid_mul_add`` (qwen2_moe.py:877) is a Triton kernel without another form.
-    Remove when it has one for a CPU.
+    ``fused_gate_sigmoid_mul_add`` (qwen2_moe.py:877) is only a Triton kernel. Remove when it has a
+    form for a CPU.
     """
     kernel = module.fused_gate_sigmoid_mul_add
 

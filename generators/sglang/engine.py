@@ -1,10 +1,9 @@
 """A running SGLang server as our engine, over its HTTP control (sglang 0.5.23).
 
 SGLang answers "success" to unknown tensor names and to missing ones, and it relabels on every
-update: the caller checks the tensor set before and the checksums after, and sets the
-label last. It answers a pause before its scheduler has paused; but the scheduler carries out
-commands in the order in which they were sent, so that no token gets a label that was set after it
-was chosen.
+update: the caller checks the tensor set before and the checksums after, and sets the label last.
+SGLang answers a pause before its scheduler has paused. But the scheduler carries out commands in
+the order of sending, so no token gets a label that was set after it was chosen.
 """
 
 import asyncio
@@ -39,24 +38,24 @@ from slipstream.wire.models.families.registry import checksum_name
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
-_ALL = -1  # of top_k
+_ALL = -1  # top_k without a limit
 _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
 _PARSE = "/parse_function_call"
 _REASONING = "/separate_reasoning"
-KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
+KEPT_S = 2.0  # time for an idle connection; the server closes it after 5 s, even under a request
 
 
 class _ParsedCall(msgspec.Struct, frozen=True):
-    """A call that SGLang's parser found."""
+    """A tool call that SGLang's parser found."""
 
     name: str | None
     parameters: str  # JSON
 
 
 class _Separated(msgspec.Struct):
-    """A reply without its thought, as SGLang answers."""
+    """SGLang's answer: a reply and its thought, separated."""
 
     reasoning_text: str | None
     text: str | None
@@ -70,11 +69,11 @@ class _Parsed(msgspec.Struct, frozen=True):
 
 
 def load_of(groups: Sequence[Mapping[str, Any]]) -> EngineLoad:
-    """Return the load of a server from those of its attention groups, each with a cache of its own.
+    """Return the load of a server from its attention groups, each with a cache of its own.
 
     Raises:
-        ValueError: there is none.
-        KeyError: one lacks a figure.
+        ValueError: there is no group.
+        KeyError: a group lacks a figure.
     """
     if not groups:
         raise ValueError("no load")
@@ -108,8 +107,8 @@ class SglangEngine:
     ) -> None:
         """Connect to a server.
 
-        ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
-        is the same. ``in_flight`` is the effect of a pause on unfinished responses
+        ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; with
+        None both limits are equal. ``in_flight`` is the effect of a pause on unfinished responses
         (weightbus.in_flight); with in_place the server must cache no prefixes. The server's tensors
         are split over ``num_ranks``. A connection that is idle for ``kept_s`` is closed.
         """
@@ -139,7 +138,7 @@ class SglangEngine:
         count: int,
         seeds: Sequence[int] = (),
     ) -> list[Completion]:
-        """Return ``count`` independent responses; raises EngineError when there are none."""
+        """Return ``count`` independent responses; raises EngineError without an answer."""
         body = self._question(prompt_ids, params, count=count, seeds=seeds)
         answers = await self._answers(body, count)
         return [completion_of(answer, params, len(prompt_ids)) for answer in answers]
@@ -156,7 +155,7 @@ class SglangEngine:
             "top_k": params.top_k,
             "min_p": params.min_p,
         }
-        if params.max_kept:  # SGLang returns kept tokens where their number is bounded
+        if params.max_kept:  # SGLang returns kept tokens only if their number is bounded
             most = params.max_kept
             sampling["top_k"] = most if params.top_k == _ALL else min(params.top_k, most)
         if params.stop:
@@ -184,8 +183,8 @@ class SglangEngine:
     async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
         """Return the logprobs of tokens after the first ``num_context`` of each sequence.
 
-        Asked as any question is: what the prefix cache has of the context, of whichever version,
-        is used for the tokens after it. Raises EngineError without an answer.
+        This is a request like any other: cached prefixes of the context, whatever their version,
+        are used for the tokens after it. Raises EngineError without an answer.
         """
         answers = await self._scores(self._scoring(sequences, num_context))
         return scores_of(answers, sequences, num_context)
@@ -193,18 +192,18 @@ class SglangEngine:
     def _scoring(self, sequences: Sequence[Sequence[int]], num_context: int) -> dict[str, Any]:
         """Return the body of a request for logprobs.
 
-        SGLang takes no more from the cache than precedes the first token that is to have a logprob,
-        and gives the first one none: it would need the output at the token before.
+        SGLang uses the cache only for tokens before the first token with a requested logprob. It
+        gives that token no logprob, which would need the output at the token before.
         """
         return {
-            "input_ids": [list(one) for one in sequences],
+            "input_ids": [list(tokens) for tokens in sequences],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": num_context - 1,
         }
 
     async def _scores(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return answers that are none of those in flight: nobody waits for their tokens."""
+        """Return answers; they do not count as in flight, because no caller waits for tokens."""
         answers = await self._request("POST", "/generate", body, self._load_timeout)
         count = len(body["input_ids"])
         if not isinstance(answers, list) or len(answers) != count:
@@ -214,10 +213,10 @@ class SglangEngine:
     async def tool_calls(
         self, text: str, tools: Sequence[Json], parser: str
     ) -> tuple[str, list[dict[str, Json]], int]:
-        """Return a reply's text without its calls of tools, and those as of OpenAI's API.
+        """Return a reply's text without tool calls, the calls in OpenAI's form, and unread calls.
 
-        The server loses no character (``tool_calls``) and forwards unknown names; what it cannot
-        read comes without a name besides.
+        The server loses no character (``tool_calls``) and forwards unknown names. Calls that it
+        cannot read come without a name; only their number is returned.
 
         Raises:
             EngineRefusedError: there is no such parser, or it cannot read this text.
@@ -241,7 +240,7 @@ class SglangEngine:
         return found.normal_text, calls, len(found.calls) - len(calls)
 
     async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
-        """Return the thought that a reply begins with, and the rest of it.
+        """Return the thought at the beginning of a reply, and the rest of the reply.
 
         Raises:
             EngineRefusedError: there is no such parser, or it cannot read this text.
@@ -256,7 +255,7 @@ class SglangEngine:
         return found.reasoning_text or "", found.text or ""
 
     async def load(self) -> EngineLoad:
-        """Return the server's load as of its last batch; it answers while paused.
+        """Return the server's load at its last batch; the server answers while paused.
 
         ``queues.retracted`` counts since the server's start, thanks to ``patches``.
         """
@@ -292,16 +291,16 @@ class SglangEngine:
         for path, body in calls:
             try:
                 await self._control(path, body)
-            except EngineError as error:  # no update was open
+            except EngineError as error:  # example: no update was open
                 _log.info("%s", error)
 
     async def pause(self) -> int:
         """Stop generating; return how many generations are in flight.
 
-        They are counted here, where SGLang counts none: waiting ones are included.
-        retract gives up their keys and values, to be computed again from prompt and response so
-        far when the engine resumes. in_place keeps them: the tokens that follow attend to keys
-        and values of the old weights, and so does a prompt that was half computed.
+        They are counted here, because SGLang has no count; waiting ones are included. retract gives
+        up their keys and values; the engine computes them again from prompt and response when it
+        resumes. in_place keeps them: the tokens that follow attend to keys and values of the old
+        weights, and so does a half-computed prompt.
         """
         num_in_flight = self._num_in_flight
         await self._control("/pause_generation", {"mode": self._in_flight})
@@ -333,9 +332,9 @@ class SglangEngine:
     async def load_folder(self, folder: Path) -> None:
         """Load all tensors from the safetensors files in a folder; forget cached prefixes.
 
-        The folder needs neither a config.json nor, for one file, an index; the file may be a link
-        to memory. After a load that fails half-way the engine holds a mixture; SGLang has no way
-        back (with ``patches`` it reports that instead of ending), so the files are checked before.
+        The folder needs no config.json, and with one file no index; the file may be a link to
+        memory. After a load that fails half-way the engine holds a mixture. SGLang has no way back
+        (with ``patches`` it reports the failure instead of ending), so the files are checked first.
         """
         await asyncio.to_thread(check_weight_files, folder)
         await self._control(
@@ -351,10 +350,10 @@ class SglangEngine:
 
     @property
     def _forgets_prefixes(self) -> bool:
-        """True if an update flushes the prefix cache; in_place there is none.
+        """True if an update flushes the prefix cache; with in_place it does not.
 
-        With responses in flight that keep their keys and values, SGLang refuses to flush, and
-        answers that the update failed.
+        With in_place there is no prefix cache. SGLang also refuses to flush while responses in
+        flight keep their keys and values, and then answers that the update failed.
         """
         return self._in_flight == "retract"
 
@@ -362,10 +361,12 @@ class SglangEngine:
         """Return the checksum of every tensor on every rank, by ``checksum_name``.
 
         Raises:
-            EngineError: it has more or fewer ranks than it was started with.
+            EngineError: the server has more or fewer ranks than it was started with.
         """
         answer = await self._control("/weights_checker", {"action": "checksum"})
-        ranks = {one["parallelism_info"][0]["tp_rank"]: one["checksums"] for one in answer["ranks"]}
+        ranks = {
+            rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
+        }
         if sorted(ranks) != list(range(self._num_ranks)):
             raise EngineError(
                 f"SGLang /weights_checker: ranks {sorted(ranks)} answered, it has {self._num_ranks}"
@@ -379,11 +380,11 @@ class SglangEngine:
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Pause, load a folder, compare, label and resume, in one call to the scheduler.
 
-        See ``load_folder`` for the folder. Without a digest nothing is compared; with another one
-        the server stays paused.
+        See ``load_folder`` for the folder. Without a digest nothing is compared; if the checksums
+        have another one, the server stays paused.
 
         Raises:
-            EngineError: it failed; the server may hold a mixture, and is paused then.
+            EngineError: a step failed; the server may hold a mixture, and is paused then.
         """
         num_in_flight = self._num_in_flight
         answer = await self._ordered(ALL_STEPS, version.label, digest=digest, folder=folder)
@@ -425,12 +426,12 @@ class SglangEngine:
             self._load_timeout,
         )
         done = AdoptionAnswer.read(str(answer.get("message", "")))
-        if (done.steps, done.version) != (steps, version):  # of an order that was given up before
+        if (done.steps, done.version) != (steps, version):  # answer to an abandoned order
             raise EngineError(f"SGLang {_FROM_DISK}: answered for {done.steps} of {done.version}")
         return done
 
     async def label(self, version: PolicyVersion) -> None:
-        """Report tokens chosen from now on as chosen by ``version``; before ``resume``."""
+        """Report tokens chosen from now on as chosen by ``version``; call it before ``resume``."""
         body = {"new_version": version.label, "abort_all_requests": False}
         await self._control("/update_weight_version", body)
 
@@ -479,7 +480,7 @@ def completion_of(
     """Return a response; all of its tokens are of ``version``, unless the engine labels them.
 
     Raises:
-        EngineError: the answer is none, or of a request that failed, or lacks what was asked for.
+        EngineError: the answer is malformed, reports a failure, or lacks what was asked for.
     """
     try:
         info = answer["meta_info"]
@@ -526,7 +527,7 @@ def scores_of(
     """Return the logprobs in the answers; all are of ``version``, unless the engine labels them.
 
     Raises:
-        EngineError: an answer is none, or not of its sequence.
+        EngineError: an answer is malformed, or belongs to another sequence.
     """
     versions = set() if version is None else {version}
     logprobs: list[list[float]] = []
@@ -540,7 +541,7 @@ def scores_of(
             logprobs.append([float(row[0]) for row in rows])
             if version is None:
                 starts = version_starts(info["weight_versions"], len(answer["output_ids"]))
-                versions.update(found for _, found in starts)
+                versions.update(started for _, started in starts)
             num_cached = max(num_cached, info["cached_tokens"])
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"SGLang /generate: unexpected scores, {error!r}") from error

@@ -1,6 +1,6 @@
-"""Warnings of SGLang's libraries that mean nothing here: kept out of an engine's log, and counted.
+"""Harmless warnings of SGLang's libraries: kept out of an engine's log, and counted.
 
-Only those named below; a line at the end of the start says how many were left out.
+Only the warnings named below; a line at the end of the start says how many were left out.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-LEFT_OUT_VARIABLE = "SLIPSTREAM_LEFT_OUT"  # file that the processes of a server count in
+LEFT_OUT_VARIABLE = "SLIPSTREAM_LEFT_OUT"  # file for the counts of a server's processes
 LEFT_OUT_FILE = "left-out.txt"
 
 
@@ -26,7 +26,7 @@ KNOWN = (
     Harmless("awq", "quantization/awq/awq.py", "Only CUDA, HIP and XPU support AWQ"),
     Harmless("gguf", "quantization/gguf.py", "Only CUDA, MUSA and NPU support GGUF"),
     Harmless("triton", "attention/fla/utils.py", "Triton is not supported on current platform"),
-    # SGLang imports what of Megatron is installed and computes with none of it.
+    # SGLang imports Megatron if it is installed, but does not compute with it.
     Harmless("megatron", ".py", "Transformer Engine and Apex are not installed"),
     Harmless("orjson", "fastapi/routing.py", "ORJSONResponse is deprecated"),
 )
@@ -43,8 +43,8 @@ def counting(show: Callable[..., None], counts: Path) -> Callable[..., None]:
     """Return a ``warnings.showwarning`` that counts known warnings and shows all others.
 
     Args:
-        show: shows a warning.
-        counts: file that gets a line with the name of each that is not shown.
+        show: Shows a warning.
+        counts: File that gets a line with the name of each warning that is not shown.
     """
 
     def show_or_count(
@@ -62,9 +62,11 @@ def counting(show: Callable[..., None], counts: Path) -> Callable[..., None]:
 
 
 def known_name(text: str, filename: str) -> str:
-    """Return the name of a known warning; empty if it is none."""
-    found = (one for one in KNOWN if filename.endswith(one.module) and text.startswith(one.says))
-    return next((one.name for one in found), "")
+    """Return the name of a known warning; empty for any other."""
+    found = (
+        known for known in KNOWN if filename.endswith(known.module) and text.startswith(known.says)
+    )
+    return next((known.name for known in found), "")
 
 
 def counted(counts: Path) -> Counter[str]:
@@ -76,7 +78,7 @@ def counted(counts: Path) -> Counter[str]:
 
 
 def told(found: Counter[str]) -> str:
-    """Return the line of a log that says what is not in it; empty if nothing was left out."""
+    """Return the line for a log with the counts left out; empty if nothing was left out."""
     if not found:
         return ""
     each = ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
@@ -90,7 +92,7 @@ def _count(name: str, counts: Path) -> bool:
     try:
         descriptor = os.open(counts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:
-        return False  # nothing is left out that is not counted
+        return False  # leave out only what is counted
     try:
         return os.write(descriptor, f"{name}\n".encode()) > 0
     except OSError:

@@ -1,4 +1,4 @@
-"""Starts, watches and ends one SGLang server, with everything that it leaves behind."""
+"""Starts, watches and ends one SGLang server, and removes its leftovers."""
 
 import asyncio
 import json
@@ -34,19 +34,19 @@ from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 SGLang puts it there
 _NOTES = "shared-memory.txt"
 _POLL_S = 0.25
 _ANSWER_S = 4.0  # limit for one probe
 _STOP_S = 3.0
 _LINES_OF_A_FAILURE = 200
-_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b")  # as a traceback ends
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b")  # last line of a traceback
 
 
 def refused_flags(settings: GeneratorSettings) -> str:
-    """Return why SGLang does not take the settings of an engine; empty if it does.
+    """Return why SGLang refuses the settings of an engine; empty if it accepts them.
 
-    It is imported for that, in a process of its own, and no server starts.
+    A process of its own imports SGLang for this check; no server starts.
     """
     flags = server_flags(settings, port=0, api_key="", seed_of="check")
     order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
@@ -76,7 +76,7 @@ class SglangProcess:
     log_file: Path
     scratch: Path  # private folder for its temporary files
     ready_url: str = ""  # answers once it has started
-    told: Counter[str] = field(default_factory=Counter)  # warnings that the log says it lacks
+    told: Counter[str] = field(default_factory=Counter)  # warnings in the log's last count
 
     @classmethod
     def start(
@@ -89,13 +89,13 @@ class SglangProcess:
         """Start a server; it answers some seconds later (see ``until_ready``).
 
         Args:
-            settings: of the generator.
-            name: of the generator.
-            node: the part that it is of an engine on several hosts; None is a whole engine.
-            store: of node 0, the socket behind which the ranks are to meet.
+            settings: Settings of the generator.
+            name: Name of the generator.
+            node: Part of an engine on several hosts; None for a whole engine.
+            store: Listening socket of node 0 for the store where the ranks are to meet.
 
         Raises:
-            ConfigError: it is to be a whole engine, and the settings are of one on several hosts.
+            ConfigError: ``node`` is missing, and the settings are of an engine on several hosts.
         """
         if node is None and settings.generators.nodes > 1:
             raise ConfigError(
@@ -130,7 +130,7 @@ class SglangProcess:
             process.stdin.write(json.dumps(order).encode())
             process.stdin.close()
         url = f"http://{HOST}:{port}"
-        # Servers of other nodes tell nothing but that they have started.
+        # Servers of other nodes only report that they have started.
         path = "model_info" if node is None or node.node == 0 else "health"
         return cls(process, url, api_key, log_file, scratch, f"{url}/{path}")
 
@@ -138,12 +138,12 @@ class SglangProcess:
         """Return once the server answers.
 
         Args:
-            timeout_s: without a sign of life.
+            timeout_s: Longest time without a sign of life.
 
         Raises:
-            ConfigError: it ended.
-            ChildDiedError: it shows no sign of life, or has been busy for far too long; with its
-                last lines.
+            ConfigError: the server ended.
+            ChildDiedError: it shows no sign of life, or has been busy for far too long; the text
+                has its last lines.
         """
         headers = {"Authorization": f"Bearer {self.api_key}"}
         patience = Patience(
@@ -154,7 +154,7 @@ class SglangProcess:
         async with aiohttp.ClientSession(headers=headers) as http:
             while not await _answers(http, self.ready_url):
                 code = self.process.poll()
-                if code is not None:  # it was given no chance
+                if code is not None:  # ended before it served
                     raise ConfigError(
                         f"SGLang ended with code {code} at its start: {self.reason()} "
                         f"(run.model, [generators], {self.log_file})"
@@ -169,9 +169,9 @@ class SglangProcess:
         self.tell_what_is_left_out()
 
     def tell_what_is_left_out(self) -> None:
-        """Add a line to the log that counts the known warnings which are not in it, if any are new.
+        """Add a line to the log with the counts of warnings left out of it, if any are new.
 
-        The server's processes count; they are killed at their end, so it is said for them.
+        The server's processes count, but are killed at their end, so this process writes the line.
         """
         found = counted(self.scratch / LEFT_OUT_FILE)
         line, self.told = told(found - self.told), found
@@ -180,7 +180,7 @@ class SglangProcess:
                 log.write(line)
 
     def note_shared_memory(self) -> None:
-        """Record the server's shared memory: once it is killed, nothing else knows it."""
+        """Record the server's shared memory: no other record exists once the server is killed."""
         held: set[str] = set()
         for pid in session_members(self.process.pid):
             with suppress(OSError):
@@ -198,11 +198,11 @@ class SglangProcess:
             )
 
     def reason(self) -> str:
-        """Return why the server ended, as far as its log tells."""
+        """Return why the server ended, according to its log."""
         return reason_in(last_lines(self.log_file, _LINES_OF_A_FAILURE))
 
     def stop(self) -> None:
-        """End the server. It drains without limit on SIGTERM, so it gets little time for it."""
+        """End the server. On SIGTERM it would drain without limit, so it gets little time."""
         self.note_shared_memory()
         self.process.terminate()
         try:

@@ -1,6 +1,6 @@
-"""What an engine's layers compute, written down by hooks that SGLang calls (``forward_hooks``).
+"""Records outputs of an engine's layers by hooks that SGLang calls (``forward_hooks``).
 
-Each call writes one file, FOLDER/NUMBER.CALL.npy, where NUMBER is that of the point.
+Each call writes one file, FOLDER/NUMBER.CALL.npy; NUMBER is the number of the point.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ def recorder_of(config: Mapping[str, Any]) -> Callable[[object, object, object],
     """Return a hook that writes a module's output.
 
     Args:
-        config: ``folder`` and ``number`` of the file's name; ``experts``: whether the output is a
-            choice of experts.
+        config: Entries ``folder`` and ``number`` of the file's name, and ``experts``: True if the
+            output is a choice of experts.
     """
     folder, number, is_choice = Path(config["folder"]), int(config["number"]), config["experts"]
     calls = 0

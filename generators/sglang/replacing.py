@@ -1,23 +1,23 @@
-"""Replaces functions of SGLang, and refuses where it has others than were corrected."""
+"""Replaces functions of SGLang, and refuses if they are not the ones that were corrected."""
 
 import inspect
 from types import ModuleType
 
 from slipstream.wire.errors import ConfigError
 
-SGLANG_VERSION = "0.5.23"  # that the corrections were written against
+SGLANG_VERSION = "0.5.23"  # release that the corrections were written for
 
 
 def replace(owner: ModuleType | type, name: str, value: object) -> None:
     """Replace an attribute of a module or class of a dependency.
 
     Raises:
-        ConfigError: it has no such name, so the new value would never be read, or its function
-            takes other arguments than the new one.
+        ConfigError: the owner has no such name, so the new value would never be read, or its
+            function takes other arguments than the new one.
     """
     if name in vars(owner):
-        skipped = int(isinstance(owner, type))  # the object, by any name
-        before, after = (_parameters(one, skipped) for one in (vars(owner)[name], value))
+        skipped = int(isinstance(owner, type))  # self or cls, by any name
+        before, after = (_parameters(member, skipped) for member in (vars(owner)[name], value))
         if before is not None and after is not None and before != after and "*" not in after:
             raise ConfigError(
                 f"{owner.__name__}.{name} takes ({before}), what replaces it in "
@@ -38,5 +38,6 @@ def _parameters(value: object, skipped: int) -> str | None:
         return None
     parameters = list(inspect.signature(function).parameters.values())[skipped:]
     return ", ".join(
-        str(one.replace(annotation=one.empty, default=one.empty)) for one in parameters
+        str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+        for parameter in parameters
     )

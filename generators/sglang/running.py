@@ -26,14 +26,14 @@ _WATCH_S = 0.5
 
 
 class OtherNodes(Protocol):
-    """The servers of other hosts that belong to one engine; ``generators/nodes`` has it."""
+    """The other hosts' servers of one engine; implemented in ``generators/nodes``."""
 
     async def start(self) -> tuple[EngineNode, socket.socket]:
-        """Have every node start; return the part of this one, and the store where ranks meet."""
+        """Order every node to start; return this node's part, and the store where ranks meet."""
         ...
 
     async def explained(self, work: Awaitable[T], process: SglangProcess) -> T:
-        """Return the result of some work on this node's server; say which node made it fail."""
+        """Return the result of some work on this node's server; name the node that made it fail."""
         ...
 
     async def until_all_run(self) -> None:
@@ -45,7 +45,7 @@ class OtherNodes(Protocol):
         ...
 
     async def dismiss(self, error: BaseException | None, *, is_orderly: bool = False) -> None:
-        """Have the other nodes end, as this one does."""
+        """Order the other nodes to end, as this one does."""
         ...
 
 
@@ -87,7 +87,7 @@ def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: Te
 
 
 def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngine:
-    """Return the client of a server, which answers."""
+    """Return the client of a server that answers."""
     options: dict[str, Any] = {
         "request_timeout_s": settings.generators.request_timeout_s,
         "control_timeout_s": settings.weightbus.timeout_s,
@@ -116,12 +116,12 @@ async def running_engine(
 ) -> AsyncIterator[tuple[SglangProcess, SglangEngine] | None]:
     """Start a server, yield it once it answers, then end it and remove its leftovers.
 
-    None when ``stopping`` is done before. With a ``leader`` it is the first of several servers of
-    one engine, whose hosts are all there.
+    Yields None if ``stopping`` is done first. With a ``leader`` the server is the first of several
+    of one engine, and all of the engine's hosts have come.
 
     Raises:
         ChildDiedError: the server ended, or did not answer in time.
-        PeerLostError: that of another host did.
+        PeerLostError: another host's server did.
     """
     if stopping.done():
         yield None
@@ -147,7 +147,7 @@ async def running_engine(
             await engine.close()
     finally:
         ready.cancel()
-        if leader is not None:  # before its ranks miss ours
+        if leader is not None:  # do this before other ranks miss ours
             await leader.dismiss(sys.exception(), is_orderly=stopping.done())
         await asyncio.to_thread(process.stop)
 
@@ -155,7 +155,7 @@ async def running_engine(
 async def _ready(
     process: SglangProcess, settings: GeneratorSettings, leader: OtherNodes | None
 ) -> None:
-    """Return once a server answers, and those of other hosts that belong to it run."""
+    """Return once a server answers, and the engine's servers on other hosts run."""
     starting = process.until_ready(settings.generators.start_timeout_s)
     if leader is None:
         await starting
@@ -171,7 +171,7 @@ async def _all_ready(
 
 
 async def watch_all(process: SglangProcess, leader: OtherNodes | None) -> None:
-    """Wait until a server ends, or one of another host that belongs to it, then raise.
+    """Wait until a server ends, or another host of its engine, then raise.
 
     Raises:
         ChildDiedError: the server ended.

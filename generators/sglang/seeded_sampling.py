@@ -1,4 +1,4 @@
-"""Pure: tokens chosen by seed and position, so that nothing else decides them.
+"""Pure: chooses tokens by seed and position only.
 
 Shapes: B rows, V tokens of the vocabulary.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_BITS = 52  # of the fraction; u * total stays below total in float64
+_BITS = 52  # bits of u: u * total stays below total in float64
 
 
 def sampling_from_probs(
     probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
 ) -> Tensor:
-    """Stand in for the function of SGLang's sampler that is called so: tokens [B] int32."""
+    """Replace the function of SGLang's sampler with the same name: tokens [B] int32."""
     if sampling_seed is None or positions is None:
         return torch.multinomial(probs, num_samples=1).squeeze(1).int()
     return choose(probs, sampling_seed, positions).int()
@@ -34,12 +34,12 @@ def sampling_from_truncated_probs(
     return_filtered_probs: bool = False,
     **_rest: object,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stand in for SGLang's top-k, top-p and min-p sampling: tokens [B] int32.
+    """Replace SGLang's top-k, top-p and min-p sampling: tokens [B] int32.
 
-    SGLang samples from sorted probabilities. Here the order is the vocabulary's, so that a row
-    which truncates nothing is decided alike whether it is beside one that does or not. With
-    ``return_filtered_probs`` three more: probabilities in descending order, 0 where a token is not
-    kept, [B, V]; their tokens [B, V] int32; the probability of the chosen one [B].
+    SGLang samples from sorted probabilities. Here the order is the vocabulary's: a row that
+    truncates nothing gets the same token, whether or not another row of the batch truncates. With
+    ``return_filtered_probs`` three more results: probabilities in descending order, 0 where a token
+    is not kept, [B, V]; their tokens [B, V] int32; the probability of the chosen token [B].
     """
     descending, token_ids = probs.sort(dim=-1, descending=True)
     before = descending.cumsum(dim=-1) - descending
@@ -64,7 +64,7 @@ def choose(probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform(seeds, positions).unsqueeze(1) * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    return chosen.clamp_max_(probs.shape[-1] - 1)  # rows without a number, as in a dummy run
+    return chosen.clamp_max_(probs.shape[-1] - 1)  # rows of NaN, for example in a dummy run
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -77,5 +77,5 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right as if x had no sign."""
+    """Shift to the right as if x were unsigned."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

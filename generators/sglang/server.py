@@ -1,4 +1,4 @@
-"""The program that a generator's agent starts: one SGLang server, settings through stdin.
+"""Program of one SGLang server, started by a generator's agent; settings come through stdin.
 
 The only module that imports sglang. On a CPU its processes are forked after one import instead
 of spawned with three, which halves the start-up time; forking after CUDA started does not work,
@@ -21,7 +21,7 @@ from slipstream.generators.sglang.start_order import Flag
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.processes import die_with_parent
 
-_STORE_S = 60.0  # for keys of our own, of which there are none
+_STORE_S = 60.0  # limit of waits for keys, which this process never makes
 
 try:
     patches.install()
@@ -34,7 +34,7 @@ def main() -> None:
     order = json.loads(sys.stdin.read())
     die_with_parent(order["parent_pid"])
     on_cpu = order["device"] == "cpu"
-    gc.disable()  # a quarter of the imports' seconds: what they make lives to the end
+    gc.disable()  # saves a quarter of the imports' time: imported objects live to the end
     from slipstream.generators.sglang import cpu  # torch takes seconds to import
 
     if on_cpu:
@@ -72,9 +72,9 @@ def main() -> None:
 
 
 def _open_store(order: Mapping[str, Any]) -> object:
-    """Open the store in which the ranks of an engine on several hosts meet; it ends with us.
+    """Open the store where the ranks of an engine on several hosts meet; it ends with this process.
 
-    SGLang's first rank would open one on every interface of this host.
+    By itself SGLang's first rank would open one on every interface of this host.
     """
     from slipstream.weightbus.net.rendezvous import store_on
 
@@ -83,12 +83,12 @@ def _open_store(order: Mapping[str, Any]) -> object:
 
 
 def _offer_one_model(folder: Path) -> None:
-    """Spare SGLang the import of the models that the policy is not, seconds of every start."""
+    """Let SGLang import only the policy's model, which saves seconds of every start."""
     try:
         (architecture,) = json.loads((folder / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # SGLang reports the error
-    # Excluded modules may be the policy's own, for which SGLang then has a substitute.
+    # A user may have excluded the policy's own module in favor of a substitute in SGLang.
     if not isinstance(architecture, str) or "SGLANG_DISABLED_MODEL_ARCHS" in os.environ:  # noqa: TID251
         return
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", policy_model.__name__)  # noqa: TID251

@@ -37,7 +37,7 @@ _RUST_TREE_FROM = (2, 13)
 _NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # a missing file: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-_TIES = 64  # kept beyond the limit by a kernel that keeps all tokens as likely as the last
+_TIES = 64  # room beyond the limit: a kernel keeps all tokens that are as likely as the last
 HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_FIRST_PORT = 32_768
@@ -50,11 +50,11 @@ Flag: TypeAlias = str | int | float | bool | list[str]
 
 
 class EngineNode(NamedTuple):
-    """The part of an engine on several hosts that one server is."""
+    """One server's part of an engine on several hosts."""
 
     node: int
     nodes: int
-    store: Address  # where its ranks meet: a store of torch's, on node 0
+    store: Address  # meeting point of its ranks: a store of torch, on node 0
     received: Path | None = None  # folder of the versions of this host; None: the order names it
 
 
@@ -75,13 +75,13 @@ def server_flags(
         "api_key": api_key,
         "device": settings.device,
         "dtype": settings.dtype,
-        # A probe is computed beside all answers, and does not wait for one to end.
+        # A probe is computed in parallel to all answers, and does not wait for one to end.
         "max_running_requests": generators.max_sequences + settings.num_probe_sequences,
         "skip_server_warmup": True,
-        "disable_overlap_schedule": True,  # exact to the token, whatever happens to answers
+        "disable_overlap_schedule": True,  # keeps the labels exact to the token
         "enable_fp32_lm_head": True,  # logits as the learner's, which are not rounded to bfloat16
-        # On a GPU SGLang would make those of GLM-4.5 and DeepSeek-V3 one more routed expert, which
-        # neither the check of its weights nor routing replay knows.
+        # On a GPU SGLang would turn the shared experts of GLM-4.5 and DeepSeek-V3 into one more
+        # routed expert, which neither the check of its weights nor routing replay knows.
         "disable_shared_experts_fusion": True,
         "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
         "log_level": "warning",
@@ -100,8 +100,8 @@ def server_flags(
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_cuda_graph": True,
-            # The tokens bound the memory. SGLang counts the memory of other programs on this host
-            # while it loads as its own, and gives up where that is more than this share.
+            # The number of tokens bounds the memory. While it loads, SGLang counts the memory of
+            # other programs on this host as its own, and gives up above this share.
             "mem_fraction_static": 0.9,
             "max_total_tokens": generators.max_cached_tokens,
             "sleep_on_idle": True,
@@ -110,16 +110,16 @@ def server_flags(
         flags |= _adapter_flags(settings)
     if node is not None:
         flags |= {"nnodes": node.nodes, "node_rank": node.node, "dist_init_addr": str(node.store)}
-        # Hosts read the model at different speeds, and whoever is first waits for the others.
+        # Hosts read the model at different speeds, and the first one waits for the others.
         flags["dist_timeout"] = int(AT_MOST * generators.start_timeout_s)
     return flags | generators.sglang
 
 
 def unquantized_folder(model: Path, scratch: Path) -> Path | None:
-    """Return a folder that describes quantized weights as they are published; None if they are not.
+    """Return a folder without quantization for a quantized model; None for any other model.
 
-    The learner dequantizes what it loads, so that is what an engine is to have room for. It begins
-    with made-up weights: it answers nothing before its first version.
+    The learner dequantizes the weights that it loads and publishes, so an engine needs room for
+    dequantized weights. It begins with dummy weights: it answers nothing before its first version.
     """
     try:
         config = json.loads((model / "config.json").read_bytes())
@@ -140,8 +140,8 @@ def unquantized_folder(model: Path, scratch: Path) -> Path | None:
 def _adapter_flags(settings: GeneratorSettings) -> dict[str, Flag]:
     """Return the flags of an engine with several versions of adapters at a time.
 
-    A batch may have answers of each of them, and one place is for those without. The kernels are
-    SGLang's default on a GPU; a CPU has none but torch's (its others are Triton's).
+    A batch may have answers of each version, and needs one place for answers without an adapter.
+    The kernels are SGLang's default on a GPU; a CPU can only run torch's (the others are Triton's).
     """
     facts = settings.lora.facts()
     flags: dict[str, Flag] = {
@@ -176,13 +176,13 @@ def environment_of(
     """Return the environment of a server.
 
     Args:
-        settings: of this generator.
-        scratch: its private folder.
-        node: the part of an engine on several hosts that it is.
-        torch: release of torch; None is the one that is installed.
+        settings: Settings of this generator.
+        scratch: Private folder of the server.
+        node: Part of an engine on several hosts; None for a whole engine.
+        torch: Release of torch; None is the installed one.
     """
     environment = handed_on(
-        os.environ,  # noqa: TID251 parts of it are handed on to a child
+        os.environ,  # noqa: TID251 a child gets parts of it
         named=settings.generators.environment,
         prefixes=_VARIABLES_OF_ENGINES,
         setting="generators.environment",
@@ -193,8 +193,8 @@ def environment_of(
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
     environment["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"  # the environment answers them
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
-    # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
-    # torch's, which listens on every interface and accepts writes from anyone.
+    # Its ranks find each other through a file in the private folder. By itself SGLang opens a store
+    # of torch, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
     # An engine outlives a relay that dies in a transfer.
     environment |= NCCL_ENVIRONMENT
@@ -205,7 +205,7 @@ def environment_of(
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         if settings.generators.num_ranks > 1:
             environment.setdefault(_CORES, cores_of_ranks(settings.generators.num_ranks))
-            # SGLang takes a torch that was built for CUDA for a machine that has it.
+            # SGLang takes a torch built for CUDA as proof that the machine has CUDA.
             environment[_NCCL_FILE] = "no NCCL on a CPU"
     if node is None:
         return environment | interface_variables(settings.weightbus.host, environment)
@@ -219,9 +219,9 @@ def _between_hosts(node: EngineNode) -> dict[str, str]:
         _INIT_METHOD: f"tcp://{node.store}",
         # Node 0's server holds the store (server.py): no rank opens one on every interface.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Its queues between hosts are ports of their own, with pickles for whoever connects.
+        # SGLang's queues between hosts are ports of their own, which accept pickles from anyone.
         "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
-        # Hosts may have different processors, whose rounding may choose different tokens.
+        # Hosts may have different processors; their rounding may choose different tokens.
         "SYNC_TOKEN_IDS_ACROSS_TP": "1",
     }
     if node.received is not None:
@@ -235,9 +235,9 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def cores_of_ranks(num_ranks: int) -> str:
-    """Return a core for each rank of an engine on a CPU, as SGLang reads them; in turn if few.
+    """Return a core for each rank of an engine on a CPU in SGLang's form; few cores are shared.
 
-    By itself it takes a NUMA node for each rank, and fails where there are fewer.
+    By itself SGLang takes a NUMA node for each rank, and fails if there are fewer.
     """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
@@ -247,7 +247,7 @@ def free_port(port_range: Path = _PORT_RANGE) -> int:
     """Return a free port outside the range from which the system assigns ports.
 
     The server binds it seconds later. A port of that range may be taken meanwhile, even by the
-    probe for the server, which would connect to itself. ``port_range`` is the file that has it.
+    probe for the server, which would connect to itself. ``port_range`` is the file with the range.
     """
     try:
         first = int(port_range.read_text().split()[0])

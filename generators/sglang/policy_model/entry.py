@@ -1,6 +1,6 @@
-"""The model class of the policy, so that SGLang imports one of its 250 model modules.
+"""The model class of the policy, so that SGLang imports only one of its 250 model modules.
 
-SGLang imports the others as soon as it needs a class that is not here.
+SGLang imports the others once it needs a class that is not here.
 """
 
 import importlib
@@ -14,12 +14,12 @@ _MODELS = "sglang.srt.models"
 
 
 def classes_named(architecture: str, package: str = _MODELS) -> list[type]:
-    """Return the class that the modules of a package offer under this name; none, or one.
+    """Return the class with this name in the modules of a package, or an empty list.
 
     Args:
-        architecture: name of a model class; empty is none.
-        package: whose modules offer classes as ``EntryClass``; only the one that defines the
-            class is imported.
+        architecture: Name of a model class; empty for no class.
+        package: Package with modules that offer classes as ``EntryClass``; only the module that
+            defines the class is imported.
     """
     if not architecture:
         return []
@@ -30,7 +30,7 @@ def classes_named(architecture: str, package: str = _MODELS) -> list[type]:
         return []
     offered = getattr(importlib.import_module(f"{package}.{found[0].stem}"), "EntryClass", [])
     classes = offered if isinstance(offered, list) else [offered]
-    return [one for one in classes if one.__name__ == architecture]
+    return [model for model in classes if model.__name__ == architecture]
 
 
 EntryClass = classes_named(os.environ.get(ARCHITECTURE_VARIABLE, ""))  # noqa: TID251 spawned
