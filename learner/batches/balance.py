@@ -9,38 +9,40 @@ from numpy.typing import NDArray
 from slipstream.learner.batches.bins import Bins
 
 _CLOSE = 1e-3  # max / mean - 1 at which nothing more is traded
-_LOOKED_AT = 64  # sequences of each of two replicas that are compared with each other
-_ENOUGH = 0.25  # share of its excess that a replica may keep after a trade taken at once
-_MOST_PAIRS = 40  # of replicas that are compared, for each replica; as for 64 if there are fewer
+_LOOKED_AT = 64  # sequences compared, of each of two replicas
+_ENOUGH = 0.25  # share of its excess that a replica may keep if a trade is taken at once
+_MOST_PAIRS = 40  # pairs of replicas compared, per replica; fewer than 64 replicas count as 64
 _PARTNERS = 16  # lightest replicas that the heaviest one may trade with
 
 
 def deal(loads: Sequence[float], replicas: int) -> list[int]:
     """Return the replica of each bin: rounds of one bin for each, the heaviest bins first.
 
-    In a round the heaviest bin goes to the replica that has the least. So replicas have as many
-    bins as each other, or one more, and the k-th heaviest bins of all replicas are alike.
+    In a round the heaviest bin goes to the least loaded replica. So numbers of bins differ by one
+    at most, and the k-th heaviest bins of all replicas are alike.
     """
     replica_of = [0] * len(loads)
     total = [0.0] * replicas
     heaviest_first = sorted(range(len(loads)), key=lambda b: (-loads[b], b))
     for start in range(0, len(loads), replicas):
         in_need = sorted(range(replicas), key=lambda r: (total[r], r))
-        for one, replica in zip(heaviest_first[start : start + replicas], in_need, strict=False):
-            replica_of[one] = replica
-            total[replica] += loads[one]
+        for bin_index, replica in zip(
+            heaviest_first[start : start + replicas], in_need, strict=False
+        ):
+            replica_of[bin_index] = replica
+            total[replica] += loads[bin_index]
     return replica_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Trade:
-    """What the heaviest replica gives and takes: sequences, or whole bins."""
+    """An exchange by the heaviest replica: sequences, or whole bins."""
 
     heaviest: float  # FLOPs of the heavier of the two replicas after it
     of_bins: bool
     given: int
     taken: int  # -1 takes nothing
-    into: int = -1  # the bin of a sequence that is given for nothing
+    into: int = -1  # bin of a sequence given for nothing
 
 
 class Trading:
@@ -59,11 +61,11 @@ class Trading:
         capacity: int,
         equal_counts: bool,
     ) -> None:
-        """Start from a packing; with ``equal_counts`` a bin is given for a bin alone."""
-        self._members = [i for one in bins for i in one]
+        """Start from a packing; with ``equal_counts`` a bin is given only for a bin."""
+        self._members = [i for members in bins for i in members]
         self._tokens = np.array([num_tokens[i] for i in self._members], np.int64)  # [N]
         self._flops = np.array([flops[i] for i in self._members], np.float64)  # [N]
-        self._bin_of = np.repeat(np.arange(len(bins)), [len(one) for one in bins])  # [N]
+        self._bin_of = np.repeat(np.arange(len(bins)), [len(members) for members in bins])  # [N]
         self._replica_of = np.array(replica_of, np.int64)  # [B]
         self._equal_counts = equal_counts
         self._num_pairs = 0
@@ -99,7 +101,7 @@ class Trading:
             self._make(*found)
 
     def _best_partner(self, giver: int, enough: float) -> tuple[_Trade, int, int] | None:
-        """Return the best trade with one of the lightest, or the first that is good ``enough``."""
+        """Return the best trade with a light replica, or the first that is good ``enough``."""
         found: tuple[_Trade, int, int] | None = None
         for taker in np.argsort(self._load, kind="stable")[:_PARTNERS].tolist():
             trade = self._best_trade(giver, taker)
@@ -110,7 +112,7 @@ class Trading:
         return found
 
     def _best_trade(self, giver: int, taker: int) -> _Trade | None:
-        """Return the trade that makes the two most alike, if any makes them more alike."""
+        """Return the trade that makes two replicas most alike, if any makes them more alike."""
         self._num_pairs += 1
         gap = self._load[giver] - self._load[taker]
         if gap <= 0:
@@ -150,7 +152,7 @@ class Trading:
         return best
 
     def _sequences(self, replica: int) -> NDArray[np.int64]:
-        """Return the sequences of a replica; of many some of every length."""
+        """Return the sequences of a replica; if there are many, a sample over all lengths."""
         members = np.flatnonzero(self._replica_of[self._bin_of] == replica)
         if len(members) <= _LOOKED_AT:
             return members

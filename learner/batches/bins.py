@@ -13,14 +13,14 @@ _LOOKED_AT = 64  # sequences that may fill a bin, or bins that a sequence may go
 
 
 def least_bins(num_tokens: Sequence[int], capacity: int) -> int:
-    """Return a number of bins that no packing can go below."""
+    """Return a lower bound of the number of bins."""
     longer = sum(1 for length in num_tokens if length > capacity)
     others = sum(length for length in num_tokens if length <= capacity)
     return longer + -(-others // capacity)
 
 
 def fewest_bins(indices: Iterable[int], num_tokens: Sequence[int], capacity: int) -> Bins:
-    """Pack into few bins: best fit, longest first; filled bin by bin if that may be too many."""
+    """Pack into few bins: best fit, longest first; bin by bin if best fit may need too many."""
     longest_first = sorted(indices, key=lambda i: (-num_tokens[i], i))
     found = best_fit(longest_first, num_tokens, capacity)
     if len(found) > least_bins([num_tokens[i] for i in longest_first], capacity):
@@ -35,7 +35,7 @@ def best_fit(indices: Iterable[int], num_tokens: Sequence[int], capacity: int) -
     Where lengths are alike, so are the bins.
     """
     bins: Bins = []
-    rooms: list[tuple[int, int]] = []  # room, bin; ascending, those with room alone
+    rooms: list[tuple[int, int]] = []  # room, bin; ascending, without full bins
     for index in sorted(indices, key=lambda i: (-num_tokens[i], i)):
         need = num_tokens[index]
         place = bisect_left(rooms, (need, -1))
@@ -51,9 +51,9 @@ def best_fit(indices: Iterable[int], num_tokens: Sequence[int], capacity: int) -
 
 
 def _fill_each(longest_first: Sequence[int], num_tokens: Sequence[int], capacity: int) -> Bins:
-    """Fill one bin after the other: the longest that remains, and what leaves the least room.
+    """Fill one bin after the other: the longest sequence left, and those that leave least room.
 
-    Bit s of an integer says that some of the sequences looked at have s tokens together.
+    Bit s of an integer is set if some of the sequences considered have s tokens together.
     """
     remaining = list(longest_first)
     negated = [-num_tokens[i] for i in remaining]  # ascending
@@ -90,7 +90,7 @@ def level_bins(
 ) -> Bins | None:
     """Pack into a number of bins of similar FLOPs: longest first, each into the lightest with room.
 
-    None if one did not fit: another order may.
+    None if a sequence did not fit: another order may work.
     """
     bins: Bins = [[] for _ in range(number)]
     room = [capacity] * number
@@ -111,13 +111,13 @@ def level_bins(
 
 
 def spread(bins: Bins, number: int) -> Bins:
-    """Return so many bins: of those with several sequences, some lose one to a bin of its own.
+    """Return ``number`` bins: bins with several sequences give some away to new bins.
 
-    There are empty bins only if there are fewer sequences.
+    There are empty bins only if there are fewer sequences than bins.
     """
-    several = [(-len(one), b) for b, one in enumerate(bins) if len(one) > 1]
+    several = [(-len(members), b) for b, members in enumerate(bins) if len(members) > 1]
     heapify(several)
-    bins = [list(one) for one in bins]
+    bins = [list(members) for members in bins]
     while len(bins) < number and several:
         _, fullest = heappop(several)
         bins.append([bins[fullest].pop()])

@@ -70,8 +70,8 @@ class LeaderLink(PayloadLink):
     ) -> None:
         """Connect to the broker; the weight relay is started with ``open_weights``.
 
-        ``early`` is how the other ranks learn of batches to come; None where there are none.
-        ``on_door`` is told where each relay listens for other hosts.
+        ``early`` announces coming batches to the other ranks; None if there are none. ``on_door``
+        receives the address where each relay listens for other hosts.
 
         Raises:
             PeerLostError: no broker answers.
@@ -85,12 +85,12 @@ class LeaderLink(PayloadLink):
         self._tokens = 0
         self._usage = ProcessUsage(gpus=True)
         self._version: PolicyVersion | None = None
-        self._waits_for: PolicyVersion | None = None  # to train a batch from
+        self._waits_for: PolicyVersion | None = None  # start of the step awaited
         self._waits_since = 0.0
-        self._logged = ""  # as the reason of that wait
-        self._last_step = settings.run.steps  # as the other ranks know it
-        self._found: StepPlan | None = None  # of a coming step
-        self._posted: int | None = None  # the step that was posted for the other ranks
+        self._logged = ""  # last logged reason of that wait
+        self._last_step = settings.run.steps  # last step, as the other ranks know it
+        self._found: StepPlan | None = None  # plan of a coming step
+        self._posted: int | None = None  # step posted for the other ranks
         settings.run.make_socket_folder()
         self._relay = RelayLink(settings.run.endpoint("relay"), relay, on_door=on_door)
         loop.start(self._reports())
@@ -124,14 +124,14 @@ class LeaderLink(PayloadLink):
         """
         self._loop.call(self._end_search)
         since = time.monotonic()
-        if self._waits_for != version:  # else this is one wait in several calls
+        if self._waits_for != version:  # otherwise the same wait goes over several calls
             self._waits_for, self._waits_since, self._logged = version, since, ""
         while True:
             self._loop.check()
             match self._loop.run(self._request_batch(version, version.step)):
                 case BatchDelivered() as batch:
                     self._waits_for = None
-                    found = self._found  # planned for its prefetch
+                    found = self._found  # already planned for its prefetch
                     if found is not None and found.batch == batch:
                         return found
                     return plan_batch(batch, self._settings.learner, cost=self._cost)
@@ -181,7 +181,7 @@ class LeaderLink(PayloadLink):
         """Let the other roles leave; returns when that is durable.
 
         Args:
-            is_stopped: say that this learner was asked to end, if the broker can be reached.
+            is_stopped: True reports a requested stop, if the broker can be reached.
         """
         if not is_stopped:
             self._loop.run(self._client.ask(Goodbye(), Done))
@@ -201,7 +201,7 @@ class LeaderLink(PayloadLink):
     def open_weights(
         self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
     ) -> None:
-        """Start the relay, with the place where versions will be written.
+        """Start the relay and announce where versions will be written.
 
         ``part_keys`` are the public keys of the relays of the learner's other hosts.
         """
@@ -222,7 +222,7 @@ class LeaderLink(PayloadLink):
         self._loop.run(self._relay.written(version, slot, probe))
 
     def end(self) -> None:
-        """Stop the relay: this learner ends as planned, and no other will follow."""
+        """Stop the relay: this learner ends as planned, and no other follows it."""
         self._loop.run(self._relay.end())
 
     # ---- the next batch, on the event loop -----------------------------------
@@ -259,7 +259,7 @@ class LeaderLink(PayloadLink):
         self._prefetched.begin(step, order.keys(self._replica))
 
     async def _find_batch(self, step: int) -> BatchDelivered | None:
-        """Ask until there is a batch; None if there will be none."""
+        """Ask until there is a batch; None if no more will come."""
         while True:
             asked_at_s = time.monotonic()
             if self._version is None:

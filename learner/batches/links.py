@@ -36,7 +36,7 @@ class RankLink(Protocol):
 class LeadingLink(RankLink, Protocol):
     """Further interface of rank 0."""
 
-    publishes: bool  # whether whole weights are wanted after each step
+    publishes: bool  # whole weights are wanted after each step
 
     @property
     def run_id(self) -> str:
@@ -47,14 +47,14 @@ class LeadingLink(RankLink, Protocol):
     ) -> PolicyVersion:
         """Become the run's learner at ``step``; return the version of the weights held.
 
-        ``checkpoint`` names the one resumed from, ``resumed`` is its description; empty and
-        None if it is the policy that the run started with.
+        ``checkpoint`` is the name of the checkpoint resumed from, ``resumed`` its description;
+        empty and None for the policy that the run started with.
         """
 
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
     ) -> StepPlan | BatchNotReady | RunComplete:
-        """Return the planned batch of the step that starts from ``version``, or why there is none.
+        """Return the planned batch of the step that starts from ``version``, or why not.
 
         News of the run's last step come at once, not after ``max_wait_s``.
         """

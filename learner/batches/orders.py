@@ -27,11 +27,11 @@ class StepPlan(Message, frozen=True):
     """A batch to train, with its split into minibatches, replicas and microbatches."""
 
     batch: BatchDelivered
-    plans: tuple[MinibatchPlan, ...]  # by minibatch; indices count the batch's trajectories
+    plans: tuple[MinibatchPlan, ...]  # one per minibatch; indices count the batch's trajectories
 
     @property
     def step(self) -> int:
-        """The learner step that trains it."""
+        """Learner step that trains the batch."""
         return self.batch.step
 
     @property
@@ -41,7 +41,7 @@ class StepPlan(Message, frozen=True):
 
     @property
     def headers(self) -> list[TrajectoryHeader]:
-        """Their headers."""
+        """Headers of all trajectories, in the same order."""
         return [trajectory.header for trajectory in self.trajectories]
 
     def share(self, replica: int) -> list[tuple[Indices, ...]]:
@@ -73,10 +73,10 @@ class NonFiniteError(SlipstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A batch that was not trained, and must not be as it is."""
+    """A batch that cannot be trained as it is."""
 
     reason: Literal["nonfinite", "invalid"]
-    groups: tuple[int, ...]  # to drop
+    groups: tuple[int, ...]  # groups to drop
     detail: str
 
 
@@ -84,7 +84,7 @@ def plan_batch(batch: BatchDelivered, learner: LearnerSection, *, cost: Sequence
     """Plan a batch for a model of this ``cost``.
 
     Raises:
-        ConfigError: it holds fewer trajectories than there are replicas.
+        ConfigError: the batch holds fewer trajectories than there are replicas.
     """
     headers = [t.header for group in batch.groups for t in group.trajectories]
     plans = plan_step(

@@ -25,8 +25,8 @@ from slipstream.wire.messages.trajectory import (
 )
 
 _LOGPROB_ROUNDING = 1e-3  # nats: rounding error of the logprob of a certain token
-_LEAST_LOGPROB = -1e4  # nats: its square is no trouble in float32, and none is drawn at e^-100
-_TEMPERATURES = (1e-3, 1e3)  # that logits may be divided by and stay numbers
+_LEAST_LOGPROB = -1e4  # nats: squares stay finite in float32, and no token is drawn at e^-100
+_TEMPERATURES = (1e-3, 1e3)  # range in which divided logits stay finite
 _NUMPY: dict[DType, np.dtype[Any]] = {
     "int32": np.dtype("<i4"),
     "float32": np.dtype("<f4"),
@@ -58,10 +58,10 @@ class TrainTrajectory:
 
 
 class KeptTokens(NamedTuple):
-    """Tokens that others were sampled from, where the sampler left some out."""
+    """Candidates that each token was sampled from, where the sampler left some out."""
 
-    counts: NDArray[np.int64]  # [tokens of the trajectory], 0 where none was left out
-    ids: NDArray[np.int64]  # [sum of counts], of one token after the other
+    counts: NDArray[np.int64]  # [tokens of the trajectory], 0 where no candidate was left out
+    ids: NDArray[np.int64]  # [sum of counts], token by token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class PackedBatch:
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [S + 1] int32, the bounds of what attends to itself
+    cu_seqlens: Tensor  # [S + 1] int32, bounds of sequences in attention
     max_seqlen: int
     cu_trajectories: Tensor  # [B + 1] int32
     loss_mask: Tensor  # [T] bool
@@ -79,18 +79,18 @@ class PackedBatch:
     version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
     end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
-    kept: Kept | None = None  # tokens that each was sampled from; None: nothing was left out
-    experts: Tensor | None = None  # [T, L, k] int16 that the engine chose; -1 where it did not
+    kept: Kept | None = None  # candidates of each token; None: nothing was left out
+    experts: Tensor | None = None  # [T, L, k] int16, chosen by the engine; -1 where it chose none
     chosen_before: dict[int, Tensor] = field(default_factory=dict)
-    """What this rank's routers chose before the step's first update, by layer with experts."""
+    """Choices of this rank's routers before the step's first update, by layer with experts."""
 
 
 class ExpertSizes(NamedTuple):
-    """How many experts a model has."""
+    """Numbers of experts in a model."""
 
-    layers: int  # that have any
-    experts: int  # of such a layer, to choose from
-    of_token: int  # that it chooses
+    layers: int  # layers with experts
+    experts: int  # experts of such a layer
+    of_token: int  # experts chosen for a token
 
 
 def unpack(
@@ -105,19 +105,18 @@ def unpack(
     """Return a trajectory's arrays, those of the payload without copying them.
 
     Args:
-        header: of the trajectory.
-        payload: its arrays.
-        vocab_size: of the model.
+        header: the trajectory's header.
+        payload: the trajectory's arrays.
+        vocab_size: size of the model's vocabulary.
         longest: most tokens of a trajectory in this run.
-        max_turns: most turns with an environment; 0: there is none.
-        experts: sizes of a model that chooses the engine's experts again; None leaves them.
+        max_turns: most turns with an environment; 0 without one.
+        experts: sizes of a model that repeats the engine's experts; None ignores them.
 
     Raises:
-        ProtocolError: it is none that this model could have sampled: header and payload do not
-            belong together, it is longer than any of this run or has more turns, a token is outside
-            the vocabulary or not among those that it was sampled from, experts are not the model's,
-            the loss mask is not on the chosen tokens, or a logprob is not finite or above 0 (by
-            more than rounding, 1e-3 nats).
+        ProtocolError: the model cannot have sampled it: header and payload do not belong together,
+            it is longer than any of this run or has more turns, a token is outside the vocabulary
+            or not among its candidates, experts are not the model's, the loss mask is not on the
+            chosen tokens, or a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     if header.num_tokens > longest:
@@ -187,7 +186,7 @@ def unpack(
 
 
 def _chosen(header: TrajectoryHeader) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return the tokens that the policy chose, and those of them that could not be an end."""
+    """Return where the policy chose the token, and where it could not choose an end."""
     chosen, barred = np.zeros((2, header.num_tokens), np.bool_)
     for turn in header.chosen:
         chosen[turn.first_token : turn.end] = True
@@ -196,9 +195,9 @@ def _chosen(header: TrajectoryHeader) -> tuple[NDArray[np.bool_], NDArray[np.boo
 
 
 def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:
-    """Return the learner step of each token's policy; context has that of a token chosen before.
+    """Return the learner step of each token's policy.
 
-    The prompt has that of the first chosen token.
+    Context has the step of the token chosen before it, the prompt that of the first chosen token.
     """
     bounds = [0, *(run.first_token for run in header.version_runs[1:]), header.num_tokens]
     steps = np.array([run.version.step for run in header.version_runs], np.int32)
@@ -229,7 +228,7 @@ def _experts(
     in_order = np.sort(chosen, axis=-1)
     if (in_order[..., 1:] == in_order[..., :-1]).any():
         raise ProtocolError(f"{name} has a token with the same expert twice")
-    # Of the last token of a branch the engine computed nothing.
+    # The engine computed nothing for the last token of a branch.
     lasts = np.array(header.bounds[1:]) - np.arange(1, len(header.bounds))
     return np.insert(chosen.astype(np.int16), lasts, np.int16(-1), axis=0)
 
@@ -277,22 +276,24 @@ def _kept(
 
 
 def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
-    """True for each trajectory that bars other end tokens than most of its batch that bar any.
+    """Return True for each trajectory that bars other end tokens than most that bar any.
 
-    A batch has one set of them. All generators of a run sample by the same settings, so the
-    minority is wrong.
+    A batch has one set of end tokens. All generators of a run sample by the same settings, so
+    the minority is wrong.
     """
-    sets = Counter(one.end_token_ids for one in headers if one.min_response_tokens)
+    sets = Counter(header.end_token_ids for header in headers if header.min_response_tokens)
     usual = max(sorted(sets), key=sets.__getitem__, default=())
-    return [bool(one.min_response_tokens) and one.end_token_ids != usual for one in headers]
+    return [
+        bool(header.min_response_tokens) and header.end_token_ids != usual for header in headers
+    ]
 
 
 def pack(trajectories: Sequence[TrainTrajectory], device: torch.device) -> PackedBatch:
-    """Lay trajectories end to end, without padding; without one it is an empty microbatch."""
+    """Lay trajectories end to end without padding; no trajectory gives an empty microbatch."""
     if not trajectories:
         return empty_microbatch(device)
-    counts = [len(one.token_ids) for one in trajectories]
-    lengths = [length for one in trajectories for length in one.lengths]
+    counts = [len(trajectory.token_ids) for trajectory in trajectories]
+    lengths = [length for trajectory in trajectories for length in trajectory.lengths]
     ends = {s.end_token_ids for s in trajectories if s.end_barred is not None}
     if len(ends) > 1:
         raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
@@ -335,7 +336,7 @@ def pack(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Packe
 
 
 def _packed_kept(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Kept | None:
-    """Return the tokens that packed ones were sampled from; None if all could be."""
+    """Return the candidates of packed tokens; None if nothing was left out."""
     if all(s.kept is None for s in trajectories):
         return None
     counts = np.concatenate(
@@ -350,7 +351,7 @@ def _packed_kept(trajectories: Sequence[TrainTrajectory], device: torch.device) 
 
 
 def empty_microbatch(device: torch.device) -> PackedBatch:
-    """Return a microbatch without a token, for ranks whose passes others wait for."""
+    """Return a microbatch without tokens, for ranks whose passes others wait for."""
     numbers = torch.zeros(0, dtype=torch.int64, device=device)
     floats = torch.zeros(0, device=device)
     return PackedBatch(

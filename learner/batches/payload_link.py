@@ -1,4 +1,4 @@
-"""A replica's payloads from the broker, for a thread without a loop; the next ones early."""
+"""A replica's payloads from the broker, with prefetch, for a thread without a loop."""
 
 import asyncio
 import logging
@@ -33,9 +33,9 @@ class PayloadLink:
         replica: int,
         early: EarlyPlans | None,
     ) -> None:
-        """Connect to the broker, under a name that is stable over restarts.
+        """Connect to the broker under a name that is stable over restarts.
 
-        ``early`` is how ranks learn of batches to come; None where there is one replica alone.
+        ``early`` announces coming batches between ranks; None if there is only one replica.
 
         Raises:
             PeerLostError: no broker answers.
@@ -96,7 +96,7 @@ class PayloadLink:
         self._search = asyncio.create_task(self._searching(step))
 
     def _end_search(self) -> None:
-        """Stop the search; payloads that were found are still fetched."""
+        """Stop the search; payloads already found are still fetched."""
         if self._search is not None:
             self._search.cancel()
         self._search = None
@@ -104,7 +104,7 @@ class PayloadLink:
     async def _searching(self, step: int) -> None:
         try:
             await self._find(step)
-        except (SlipstreamError, RuntimeError) as error:  # the second is a torch store's
+        except (SlipstreamError, RuntimeError) as error:  # RuntimeError comes from a torch store
             _log.warning("cannot prefetch step %d: %s", step, error)
 
     async def _find(self, step: int) -> None:

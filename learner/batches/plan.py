@@ -2,8 +2,8 @@
 
 A plan is good if the heaviest replica, which all others wait for, has at most 1% more FLOPs than
 the mean or than the heaviest trajectory, and if there are at most 2% more microbatches than tokens
-(and the coupling of replicas) need. Of several good ones the quickest is taken, by an estimate of
-the step's time; so it is where none is good, as with two or three trajectories for each replica.
+(and the coupling of replicas) need. Among good plans the quickest is taken, by an estimate of the
+step's time; if no plan is good, as with two or three trajectories per replica, the quickest of all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ Indices = tuple[int, ...]
 
 _BALANCED = 1.01  # FLOPs of the heaviest replica, over the least there can be
 _FEW = 1.02  # microbatches, over the least there can be
-_OVERHEAD = 0.02  # time of a microbatch beside its FLOPs, as a share of a mean one's
+_OVERHEAD = 0.02  # time of a microbatch besides its FLOPs, as a share of a mean microbatch's
 _TOKENS = SequenceCost()
 
 
@@ -39,7 +39,7 @@ class MinibatchPlan:
 
     @property
     def members(self) -> list[int]:
-        """The trajectories of all its microbatches."""
+        """Trajectories of all its microbatches."""
         return [i for share in self.microbatches for indices in share for i in indices]
 
 
@@ -59,23 +59,24 @@ def plan_step(
 
     ``num_tokens`` are positive, and as sequences are packed: aligned, where they must be. Replicas
     are balanced by ``flops``, or by their ``cost`` if that is None; microbatches are bounded by
-    tokens. No trajectory is split, that is for context parallelism within a replica; one that is
+    tokens. No trajectory is split: context parallelism does that within a replica. A trajectory
     longer than ``max_tokens`` has a microbatch to itself. Equal arguments give equal plans.
 
-    Replicas are ``coupled`` where one cannot train a microbatch while another has none: by expert
-    parallelism, which exchanges tokens between them in every layer, or a pipeline, whose schedule
-    is of one number of microbatches. Then each has the same number in a minibatch, a multiple of
-    ``multiple_of`` (an interleaved pipeline wants one of its stages); those that find no trajectory
-    are empty and come last. Otherwise numbers may differ, and none is empty.
+    Replicas are ``coupled`` if one cannot train a microbatch while another has none: by expert
+    parallelism, which exchanges tokens between them in every layer, or by a pipeline, whose
+    schedule has a single number of microbatches. Then all replicas have the same number in a
+    minibatch, a multiple of ``multiple_of`` (for an interleaved pipeline, of its stages);
+    microbatches left without a trajectory are empty and come last. Otherwise numbers may differ,
+    and no microbatch is empty.
 
-    Microbatches of a replica are in an order of FLOPs: the smallest first and last, the largest in
-    the middle. While a pipeline (of so many ``stages``) fills, its later stages wait for the first
-    microbatches; while it drains, its earlier stages wait for the last ones. Small ones make both
-    short. Equal ranks stand in equal places, so that what coupled replicas train at one time is
-    alike: in every layer of experts all wait for the largest.
+    Microbatches of a replica are ordered by FLOPs: the smallest first and last, the largest in
+    the middle. While a pipeline of ``stages`` stages fills, its later stages wait for the first
+    microbatches; while it drains, its earlier stages wait for the last. Small ones make both waits
+    short. Microbatches of equal rank by FLOPs have equal places, so coupled replicas train similar
+    ones at a time: in every layer of experts all replicas wait for the largest.
 
-    A batch too small for ``minibatches``, as the last one of a run may be, is split into fewer, so
-    that every replica has a part of each.
+    A batch too small for ``minibatches``, as the last of a run may be, is split into fewer, so
+    every replica has a part of each.
 
     Raises:
         ConfigError: there are fewer trajectories than replicas.
@@ -102,7 +103,8 @@ def plan_step(
             stages=stages,
         )
         shares = [
-            tuple(tuple(start + i for i in one) for one in share) for share in minibatch.divided()
+            tuple(tuple(start + i for i in indices) for indices in share)
+            for share in minibatch.divided()
         ]
         plans.append(MinibatchPlan(tuple(shares)))
     return tuple(plans)
@@ -114,7 +116,7 @@ class _Way:
 
     shares: list[Bins]  # [replica][microbatch], in order
     is_good: bool
-    time: float  # of the step, in FLOPs of a replica
+    time: float  # duration of the step, in FLOPs of a replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,7 @@ class _Minibatch:
         for shares in self._ways():
             fewest = sum(map(len, tried[0].shares if tried else shares))
             tried.append(self._judged([self._in_order(share) for share in shares], fewest))
-            if tried[-1].is_good and not self.coupled:  # others are no quicker
+            if tried[-1].is_good and not self.coupled:  # other ways are no quicker
                 break
         candidates = [way for way in tried if way.is_good] or tried
         return min(candidates, key=lambda way: way.time).shares
@@ -143,13 +145,13 @@ class _Minibatch:
     def _in_order(self, share: Bins) -> Bins:
         """Return a replica's microbatches, small ones at both ends, empty ones after all others."""
         ordered = sorted(
-            (sorted(one) for one in share if one),
-            key=lambda one: (-sum(self.flops[i] for i in one), one),
+            (sorted(members) for members in share if members),
+            key=lambda members: (-sum(self.flops[i] for i in members), members),
         )
         return ordered[::2][::-1] + ordered[1::2] + [[]] * (len(share) - len(ordered))
 
     def _judged(self, shares: list[Bins], fewest: int) -> _Way:
-        work = [[sum(self.flops[i] for i in one) for one in share] for share in shares]
+        work = [[sum(self.flops[i] for i in members) for members in share] for share in shares]
         heaviest, total, number = max(map(sum, work)), sum(self.flops), sum(map(len, shares))
         allowed = max(fewest, _FEW * self._rounded(least_bins(self.num_tokens, self.max_tokens)))
         overhead = _OVERHEAD * total / fewest
@@ -157,12 +159,12 @@ class _Minibatch:
             together = [max(place) + overhead for place in zip(*work, strict=True)]
             time = pipeline_span(together, self.stages)
         else:
-            time = max(sum(one) + overhead * len(one) for one in work)
+            time = max(sum(flops) + overhead * len(flops) for flops in work)
         is_balanced = heaviest <= _BALANCED * max(total / self.replicas, max(self.flops))
         return _Way(shares, is_balanced and number <= allowed, time)
 
     def _rounded(self, number: int) -> int:
-        """Return the least number of microbatches that replicas can have, from ``number`` on."""
+        """Return the least number >= ``number`` of microbatches that replicas can have."""
         unit = self.replicas * self.multiple_of if self.coupled else 1
         return max(-(-number // unit) * unit, self.replicas)
 
@@ -177,7 +179,9 @@ class _Minibatch:
             numbers |= {max(few, fewest), -(-fewest // self.replicas) * self.replicas}
         for number in sorted(numbers):
             bins = self._level(everything, number) or spread(packed, number)
-            replica_of = deal([sum(self.flops[i] for i in one) for one in bins], self.replicas)
+            replica_of = deal(
+                [sum(self.flops[i] for i in members) for members in bins], self.replicas
+            )
             shares = self._traded(bins, replica_of, self.max_tokens)
             yield from self._coupled(shares) if self.coupled else (_without_empty(shares),)
         unlimited = sum(self.num_tokens)
@@ -192,11 +196,14 @@ class _Minibatch:
         yield from self._coupled(shares) if self.coupled else (shares,)
 
     def _coupled(self, shares: list[Bins]) -> Iterator[list[Bins]]:
-        """Give replicas equal numbers of microbatches: as they are, and level by FLOPs."""
+        """Give replicas equal numbers of microbatches: as dealt, and level by FLOPs."""
         number = -(-max(map(len, shares)) // self.multiple_of) * self.multiple_of
         shares = [spread(share, number) for share in _without_empty(shares)]
         yield shares
-        yield [self._level([i for one in share for i in one], number) or share for share in shares]
+        yield [
+            self._level([i for members in share for i in members], number) or share
+            for share in shares
+        ]
 
     def _level(self, indices: Sequence[int], number: int) -> Bins | None:
         return level_bins(
@@ -217,4 +224,4 @@ class _Minibatch:
 
 
 def _without_empty(shares: list[Bins]) -> list[Bins]:
-    return [[one for one in share if one] for share in shares]
+    return [[members for members in share if members] for share in shares]

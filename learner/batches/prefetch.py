@@ -21,9 +21,9 @@ KeysByReplica = tuple[tuple[TrajectoryKey, ...], ...]
 
 
 class EarlyPlans:
-    """Rank 0's early plans of each replica's share of the next batch; a key per step.
+    """Rank 0's early plans of each replica's share of the next batch, a key per step.
 
-    The store's client is for this alone: a client that waits blocks all other users of it.
+    The store's client has no other use: a client that waits blocks all its users.
     """
 
     def __init__(self, store: Store) -> None:
@@ -34,7 +34,7 @@ class EarlyPlans:
         self._store.set(str(step), msgspec.json.encode(keys).decode())
 
     def read(self, step: int) -> KeysByReplica | None:
-        """Return the plan posted for a step, None if there is none; does not wait."""
+        """Return the plan posted for a step, None if no plan is posted; does not wait."""
         if not self._store.check([str(step)]):
             return None
         return msgspec.json.decode(self._store.get(str(step)), type=KeysByReplica)
@@ -45,7 +45,7 @@ class EarlyPlans:
 
 
 class PayloadPrefetch:
-    """Holds, or is fetching, the payloads of one step. Use it from one event loop."""
+    """Payloads of one step, held or being fetched. Use it from one event loop."""
 
     def __init__(self, fetch: FetchFrames) -> None:
         self._fetch = fetch
@@ -62,7 +62,7 @@ class PayloadPrefetch:
     async def take(self, step: int, keys: Sequence[TrajectoryKey]) -> Payloads:
         """Return the payloads of ``keys`` fetched for this step, and forget everything.
 
-        If they are on their way, this waits for them.
+        Payloads on their way are waited for.
         """
         task = self._task
         if task is None or step != self._step or self._keys.isdisjoint(keys):

@@ -50,7 +50,7 @@ class RecordedBatch:
 def recorded_batches(
     groups: Iterator[RecordedGroup], *, groups_per_step: int
 ) -> Iterator[RecordedBatch]:
-    """Yield batches in order: as they were trained, the rest ``groups_per_step`` at a time.
+    """Yield batches in order: as trained, and untrained groups ``groups_per_step`` at a time.
 
     A step that was recorded twice (its learner died and another trained it again) comes once.
     Trajectories at the end that do not fill a batch are left out.
@@ -86,20 +86,20 @@ def _batch(
 
 
 def refuse_partial_steps(steps: Iterable[int], *, path: Path, until: int) -> None:
-    """See that a recording holds whole steps, one after the other; the last one may be smaller.
+    """Check that a recording holds whole steps, one after the other; the last may be smaller.
 
-    ``steps`` are those of the groups in the file, in order. From ``until`` on they are not trained,
-    so they are not looked at.
+    ``steps`` are the steps of the groups in the file, in order. Steps from ``until`` on are not
+    trained, so they are not checked.
 
     Raises:
-        ConfigError: naming the step that is missing or was not recorded whole.
+        ConfigError: a step is missing or was not recorded whole; the message names it.
     """
     first: tuple[int, int] | None = None  # step, number of its groups
     smaller: tuple[int, int] | None = None
     next_step = 0
     for step, groups in groupby(steps):
         if step == NOT_TRAINED or (first is not None and step < next_step):
-            continue  # of no step, or trained again
+            continue  # not trained, or trained again
         if smaller is not None:
             raise _not_whole(path, smaller, first)
         if step >= until:
@@ -137,7 +137,7 @@ class ReplayLink:
         """Open the file.
 
         Raises:
-            ConfigError: it cannot be read, or a step of it was not recorded whole.
+            ConfigError: the file cannot be read, or a step was not recorded whole.
         """
         refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
         self._path = path
@@ -194,8 +194,8 @@ class ReplayLink:
         if batch is not None and batch.step == step:
             for recorded in batch.groups:
                 group = recorded.group
-                for one, payload in zip(group.trajectories, recorded.payloads, strict=True):
-                    found[group.group_id, one.header.sibling] = payload
+                for trajectory, payload in zip(group.trajectories, recorded.payloads, strict=True):
+                    found[group.group_id, trajectory.header.sibling] = payload
         missing = [key for key in keys if key not in found]
         if missing:
             raise ConfigError(f"{self._path} holds no trajectory {missing[0]} at step {step}")
@@ -238,7 +238,7 @@ class ReplayLink:
 
     def ledger_snapshot(
         self,
-        version: PolicyVersion,  # noqa: ARG002 there is none for any version
+        version: PolicyVersion,  # noqa: ARG002 no version has a ledger
     ) -> bytes:
         """Return nothing: there is no broker."""
         return b""
@@ -256,7 +256,7 @@ class ReplayLink:
         """Do nothing: the file closes with its iterator."""
 
     def _advance(self, step: int) -> RecordedBatch | None:
-        """Read on to the batch of a step or the first after it."""
+        """Read up to the batch of a step, or the first after it."""
         while self._present is None or self._present.step < step:
             batch = next(self._batches, None)
             if batch is None:

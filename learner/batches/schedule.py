@@ -1,4 +1,4 @@
-"""Pure: how long the stages of a pipeline take for microbatches of different sizes."""
+"""Pure: time that a pipeline's stages take for microbatches of different sizes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,14 +7,14 @@ def pipeline_span(work: Sequence[float], stages: int) -> float:
     """Return the time of a step by the 1F1B schedule; with one stage the sum of ``work``.
 
     ``work`` is the time of each microbatch in one stage, forward and backward, in order. Stages are
-    equal, a backward pass takes twice its forward pass, and what is sent arrives at once. A stage
-    runs a forward pass for each stage after it, then forward and backward passes by turns
+    equal, a backward pass takes twice its forward pass, and data sent arrives at once. A stage
+    runs a forward pass for each stage after it, then forward and backward passes alternately
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """
     if stages == 1:
         return sum(work)
     passes = [_passes(len(work), ahead=stages - 1 - stage) for stage in range(stages)]
-    upcoming = [next(one, None) for one in passes]
+    upcoming = [next(stage_passes, None) for stage_passes in passes]
     forward_done = [[0.0] * len(work) for _ in range(stages + 1)]  # row 0: the data is there
     backward_done: list[list[float]] = [[] for _ in range(stages)] + [[0.0] * len(work)]
     num_forward = [len(work)] + [0] * stages
@@ -42,7 +42,7 @@ def pipeline_span(work: Sequence[float], stages: int) -> float:
 
 
 def _passes(number: int, *, ahead: int) -> Iterator[tuple[bool, int]]:
-    """Yield the passes of one stage in order: whether it is a forward one, and the microbatch."""
+    """Yield the passes of one stage in order: (is it a forward pass, microbatch)."""
     ahead = min(ahead, number)
     for k in range(ahead):
         yield True, k

@@ -1,4 +1,4 @@
-"""A replica's part of a step: its payloads, from one rank to all that hold the replica."""
+"""A replica's part of a step: payloads, sent from one rank to all ranks of the replica."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -
     One rank of the replica has a link and fetches them for all.
 
     Raises:
-        SlipstreamError: on every rank, if any of them could not fetch its payloads.
+        SlipstreamError: on every rank, if any rank could not fetch its payloads.
     """
     keys = order.keys(topology.data_parallel_rank)
     frames: list[Frame] | None = None
@@ -54,9 +54,9 @@ def unpack_share(
     max_turns: int = MAX_TOKENS,
     experts: ExpertSizes | None = None,
 ) -> dict[int, TrainTrajectory] | Rejection:
-    """Return this replica's sequences by index, or why no rank trains the step.
+    """Return this replica's sequences by index, or the reason that no rank trains the step.
 
-    All ranks call this with the result of ``fetch_payloads``, and all of them train or none.
+    All ranks call this with the result of ``fetch_payloads``, and either all train or none.
     """
     headers = order.headers
     sequences: dict[int, TrainTrajectory] = {}
