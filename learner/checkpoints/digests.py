@@ -31,7 +31,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 def write_digests(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
     """Write the digests of a checkpoint whose files are complete.
 
-    ``progress`` is called now and then, from several threads.
+    ``progress`` is called from time to time, from several threads.
     """
     files = sorted(path for path in folder.iterdir() if path.name not in _LATER)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -46,12 +46,12 @@ def write_digests(folder: Path, progress: Callable[[], None] = lambda: None) -> 
 
 
 def damage_of(folder: Path) -> str:
-    """Describe the damage to the files of a checkpoint; empty if there is none.
+    """Describe the damage to the files of a checkpoint; empty if they are whole.
 
-    A checkpoint older than digests counts as whole.
+    A checkpoint without digests, from before they were written, counts as whole.
 
     Raises:
-        ConfigError: it is no checkpoint.
+        ConfigError: the folder is no checkpoint.
     """
     path = folder / DIGESTS_FILE
     try:

@@ -1,6 +1,6 @@
-"""Turns a checkpoint of any layout into a Hugging Face folder, or PEFT's, on one CPU.
+"""Turns a checkpoint of any layout into a Hugging Face or PEFT folder, on one CPU.
 
-It is a program of its own: ``python -m slipstream.learner.checkpoints.export CHECKPOINT OUT``.
+Run it as a program: ``python -m slipstream.learner.checkpoints.export CHECKPOINT OUT``.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from slipstream.wire.process.logs import start_logging
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> None:
-    """Write the weights of a checkpoint with config and tokenizer of the model it came from.
+    """Write the weights of a checkpoint, with config and tokenizer of the original model.
 
-    Of a checkpoint of adapters these alone are written, as PEFT has them, unless they are to be
-    ``merged``. A folder ``out`` is replaced. Call it after ``device.prepare()``, in a process
-    without a topology.
+    A checkpoint of adapters is written as adapters, in PEFT's format, unless ``merged``. An
+    existing folder ``out`` is replaced. Call it after ``device.prepare()``, in a process without a
+    topology.
 
     Raises:
-        ConfigError: no checkpoint, or the model that it came from is gone or another.
+        ConfigError: no checkpoint, or the original model is gone or has changed.
     """
     import torch
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs

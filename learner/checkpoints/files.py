@@ -1,11 +1,11 @@
 """Writes checkpoints, all ranks together, with Megatron's distributed checkpointing.
 
 A checkpoint is written into a folder of another name, synced to disk and renamed by rank 0 when
-every rank is done: one that bears its name is complete. Whatever goes wrong on any rank, all
-ranks give it up together.
+every rank is done: under its own name a checkpoint is complete. If anything fails on any rank, all
+ranks give the checkpoint up together.
 
-Training waits until each rank's tensors are copied, or, where nothing is trained meanwhile, until
-they are written: docs/adr/0041.
+Training waits until each rank's tensors are copied; if nothing is trained meanwhile, until they
+are written: docs/adr/0041.
 """
 
 import io
@@ -55,11 +55,11 @@ _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 _BACKEND = CheckpointingConfig("torch_dist", 1)
 _POLL_S = 0.1
-_TIMEOUT_S = 900.0  # as learner.timeout_s
+_TIMEOUT_S = 900.0  # default of learner.timeout_s
 
 Stage: TypeAlias = Literal["staged", "writing", "written", "complete", "renamed"]
-"""Of a save: training may go on; a rank writes its next tensor, or has written all; all files are
-there; it has its name."""
+"""Stage of a save: training may continue; a rank writes its next tensor; a rank has written all its
+tensors; all files are there; the checkpoint has its name."""
 
 
 def ignore(_stage: Stage) -> None:
@@ -70,7 +70,7 @@ def prepare_folder(folder: Path) -> None:
     """Make RUN/checkpoints, clear leftovers of a crash, and check that it can be written.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def prepare_folder(folder: Path) -> None:
             complete = folder / path.name.removeprefix(".").removesuffix(_REPLACED)
             if complete.exists():
                 shutil.rmtree(path)
-            else:  # ended between the two renames of put_in_place
+            else:  # a crash between the two renames of put_in_place
                 path.rename(complete)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -94,11 +94,11 @@ def prepare_folder(folder: Path) -> None:
 
 
 class Save:
-    """A checkpoint on its way to disk. Every rank has one and calls its methods at the same places.
+    """A checkpoint on its way to disk. Every rank has one, and all call its methods alike.
 
-    The main threads collect, copy and plan together. Then a thread of each rank writes its part and
-    takes part in no collective. Once the main threads have agreed that all have written, a thread
-    of rank 0 adds what describes the whole, syncs and renames.
+    The main threads collect, copy and plan together. Then a thread of each rank writes its part,
+    without collectives. Once the main threads agree that all parts are written, a thread of rank 0
+    adds the description of the whole, syncs and renames.
     """
 
     def __init__(
@@ -115,33 +115,31 @@ class Save:
     ) -> None:
         """Begin to write into RUN/checkpoints.
 
-        Rank 0 calls ``ledger`` for that of the broker.
-
         Args:
-            policy: as it is saved. Without ``staging`` it must not change before it is written.
-            topology: of the ranks.
+            policy: policy to save. Without ``staging`` it must not change before it is written.
+            topology: parallel topology of the ranks.
             folder: RUN/checkpoints.
             info: content of checkpoint.json.
-            ledger: returns the broker's part of the checkpoint.
-            timeout_s: without progress of a thread that ``wait`` waits for.
-            staging: for copies of the tensors; those of the save before must have been written.
-            observe: is told of each stage as it is reached, on the thread that has reached it.
+            ledger: returns the broker's part of the checkpoint; called on rank 0.
+            timeout_s: longest time without progress of a thread that ``wait`` waits for.
+            staging: memory for copies of the tensors; the previous save must have been written.
+            observe: called at each stage, on the thread that has reached it.
 
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
         """
         self.path = folder / checkpoint_name(info.step)
-        self.num_polls = 0  # of ``wait``
+        self.num_polls = 0  # polls by ``wait``
         self._unfinished = folder / f".{self.path.name}{_UNFINISHED}"
         self._topology = topology
         self._together = Together(self.path, topology)
         self._observe = observe
         self._timeout_s = timeout_s
-        self._num_signs = 0  # of progress
+        self._num_signs = 0  # signs of progress
         self._patience = Patience(
             f"{self.path.name} to be written", timeout_s, lambda: Signs(0.0, self._num_signs, 0)
         )
-        self._files: dict[str, bytes] = {}  # of rank 0, beside the tensors
+        self._files: dict[str, bytes] = {}  # files of rank 0 besides the tensors
         try:
             self._together.on_rank_0(lambda: self._begin(info, ledger))
             sharded, common = self._together.on_all(  # parts split over ranks, parts all hold
@@ -165,11 +163,11 @@ class Save:
             self._clear()
             raise
         observe("staged")
-        self._all_wrote = topology.world_size == 1  # what follows needs nobody else
+        self._all_wrote = topology.world_size == 1  # a single rank waits for no other
         self._work: Future[Any] = submit(self._write)
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; return whether the checkpoint bears its name.
+        """Do what can be done without waiting; return True if the checkpoint has its name.
 
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
@@ -191,17 +189,17 @@ class Save:
         return False
 
     def wait(self) -> None:
-        """Wait until the checkpoint bears its name.
+        """Wait until the checkpoint has its name.
 
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
-            CheckpointStuckError: the same, if the thread of one has made no progress for too long.
+            CheckpointStuckError: on every rank, if a rank's thread made no progress for too long.
         """
         world_size = self._topology.world_size
         while not self.advance():
             self.num_polls += 1
             is_stuck = not self._work.done() and self._patience.is_over()
-            if any_rank(is_stuck, world_size=world_size):  # so none waits long for the slowest
+            if any_rank(is_stuck, world_size=world_size):  # no rank waits long for the slowest
                 raise CheckpointStuckError(
                     f"{self.path.name} is still being written, a learner rank has made no progress "
                     f"with it for {self._timeout_s:g} s (learner.timeout_s)"
@@ -214,7 +212,7 @@ class Save:
         self._unfinished.mkdir(parents=True)
 
     def _write(self) -> list[WriteResult]:
-        """Write this rank's part, on its thread; all of it, where there is one rank."""
+        """Write this rank's part, on its thread; a single rank also finishes."""
         for name, data in self._files.items():
             (self._unfinished / name).write_bytes(data)
         results = self._part.write()
@@ -224,7 +222,7 @@ class Save:
         return results
 
     def _finish(self, results: list[list[WriteResult]]) -> None:
-        """Add what describes the parts of all ranks, and rename; on a thread of rank 0."""
+        """Add the description of all ranks' parts, and rename; on a thread of rank 0."""
         self._part.finish(results)
         save_config(_BACKEND, str(self._unfinished))
         write_digests(self._unfinished, self._progress)
@@ -240,7 +238,7 @@ class Save:
         self._num_signs += 1
 
     def _clear(self) -> None:
-        """Remove what was written; no thread of any rank writes any more."""
+        """Remove what was written; no thread of any rank is writing any more."""
         if self._topology.rank == 0:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
@@ -256,7 +254,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into RUN/checkpoints and return its folder; every rank calls this.
 
-    Rank 0 calls ``ledger`` for that of the broker.
+    Rank 0 calls ``ledger`` for the broker's ledger.
 
     Raises:
         CheckpointError: on every rank, if any of them failed; nothing is left behind.
@@ -267,10 +265,14 @@ def save_checkpoint(
 
 
 def _stage(by_key: dict[str, list[ShardedBase]], staging: Staging) -> None:
-    """Put copies in the place of tensors that training changes."""
-    tensors = [one for many in by_key.values() for one in many if isinstance(one, ShardedTensor)]
-    for one, copy in zip(tensors, staging.copy([one.data for one in tensors]), strict=True):
-        one.data = copy
+    """Replace tensors that training changes by copies."""
+    tensors = [
+        tensor for many in by_key.values() for tensor in many if isinstance(tensor, ShardedTensor)
+    ]
+    for tensor, copy in zip(
+        tensors, staging.copy([tensor.data for tensor in tensors]), strict=True
+    ):
+        tensor.data = copy
 
 
 def _serialized(state: dict[str, Any]) -> bytes:
@@ -283,7 +285,7 @@ def random_state(topology: Topology) -> ShardedObject:
     """Return the state of this rank's random numbers."""
     state = {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),  # on a CPU, torch's own once more
+        "cuda": torch.cuda.get_rng_state(),  # on a CPU, the same as "torch"
         "megatron": dict(get_cuda_rng_tracker().get_states()),
         "python": random.getstate(),
     }

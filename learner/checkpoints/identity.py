@@ -13,7 +13,7 @@ from slipstream.wire.models.hf_config import HfConfig
 
 
 def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
-    """Return the facts that give parameters their meaning, however config.json writes them."""
+    """Return the facts that give parameters their meaning, in whatever form config.json has."""
     facts: dict[str, int | float | bool | str] = {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -43,7 +43,7 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
 
 
 def parameters_hash(model: RankModel) -> str:
-    """Return a hash of the names and whole shapes of all parameters; the same in any layout."""
+    """Return a hash of the names and whole shapes of all parameters, equal in any layout."""
     lines = [
         f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model.hf_config).items())
     ]
@@ -51,7 +51,7 @@ def parameters_hash(model: RankModel) -> str:
 
 
 def is_of_layout(info: CheckpointInfo, ranks: int, sizes: ParallelSizes) -> bool:
-    """True if a checkpoint was written by as many ranks, divided alike."""
+    """Return True if a checkpoint was written by equally many ranks, divided alike."""
     ours = (ranks, sizes.tensor, sizes.others())
     return (info.ranks, info.tensor_parallel, info.parallel) == ours
 
@@ -62,7 +62,7 @@ def dtype_name(model: RankModel) -> str:
 
 
 def _other_adapters(model: RankModel, there: AdapterFacts | None) -> str:
-    """Return how the adapters of a checkpoint are not those of a model; empty if they are."""
+    """Return how the adapters of a checkpoint differ from a model's; empty if they are equal."""
     if model.adapters is None:
         if there is None:
             return ""
@@ -85,10 +85,10 @@ def _other_adapters(model: RankModel, there: AdapterFacts | None) -> str:
 
 
 def refuse_other_model(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
-    """Compare a checkpoint with the model that is to be filled.
+    """Refuse a checkpoint that does not fit the model to fill.
 
     Raises:
-        ConfigError: naming the differences.
+        ConfigError: they differ; the message names the differences.
     """
     ours = architecture_of(model.hf_config)
     differing = [

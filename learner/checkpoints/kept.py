@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class Kept:
-    """Complete checkpoints: their evaluations, which is the best, which ones go.
+    """Complete checkpoints: their evaluations, the best one, and which to remove.
 
-    One that is being replaced is none of them: its name may lead to either at any time.
+    A checkpoint being replaced is left out: at any time its name may lead to the old or the new.
     """
 
     def __init__(self, settings: LearnerSettings, uploader: Uploader | None) -> None:
-        """Begin with none."""
+        """Begin without checkpoints."""
         self._settings = settings
         self._uploader = uploader
         self._folder = settings.run.checkpoints
@@ -42,19 +42,19 @@ class Kept:
         self.resumption: Resumption | None = None
 
     def add(self, path: Path, info: CheckpointInfo) -> None:
-        """Count on a checkpoint that is complete, with its evaluation if that is known by now."""
+        """Add a complete checkpoint, with its evaluation if that is known by now."""
         self.infos[path] = info
         self._write_evaluations()
         self._settle()
 
     def note(self, evaluations: Sequence[EvalPoint]) -> None:
-        """Write evaluations to the checkpoints they belong to, and which is the best."""
+        """Write evaluations to their checkpoints, and mark the best checkpoint."""
         self._evaluations = evaluations
         if self._write_evaluations():
             self._settle()
 
     def _write_evaluations(self) -> bool:
-        """Write those known to checkpoints that lack theirs; return whether there was one."""
+        """Write known evaluations to checkpoints that lack theirs; return True if any did."""
         noted = False
         try:
             for path, info in self.infos.items():
@@ -89,7 +89,7 @@ class Kept:
                 (self._folder / BEST_FILE).unlink(missing_ok=True)
         for path in doomed:
             unfinished = path.with_name(f".{path.name}.unfinished")
-            try:  # under another name first, so that no half of it is ever found
+            try:  # renamed first: no half of a checkpoint is ever found
                 path.rename(unfinished)
                 shutil.rmtree(unfinished)
             except OSError as error:
@@ -98,7 +98,7 @@ class Kept:
         self.upload()
 
     def upload(self) -> None:
-        """Have remote storage hold what is there now."""
+        """Have remote storage hold the checkpoints of now."""
         if self._uploader is not None:
             self._uploader.offer(self.infos, self.resumption)
 

@@ -29,17 +29,17 @@ Result = TypeVar("Result")
 
 
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint cannot be read: a part of it is missing or cut off."""
+    """A checkpoint cannot be read: a part is missing or cut off."""
 
 
 def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: CheckpointInfo) -> None:
     """Fill model, optimizer, schedule and random numbers from a checkpoint; every rank calls this.
 
-    It may have been written by other parallel sizes, with a divided optimizer or not. Random
-    numbers are restored where the sizes are the same; otherwise they stay as they were seeded.
+    The checkpoint may have other parallel sizes, and an optimizer divided or not. Random numbers
+    are restored if the sizes are equal; otherwise they stay as seeded.
 
     Raises:
-        ConfigError: it is of another model.
+        ConfigError: the checkpoint is of another model.
         DamagedCheckpointError: on every rank, if any of them cannot read it.
     """
     refuse_other_model(policy.model, folder, info)
@@ -89,7 +89,7 @@ def load_weights(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
     """Fill a model alone from a checkpoint of any layout.
 
     Raises:
-        ConfigError: it is of another model.
+        ConfigError: the checkpoint is of another model.
         DamagedCheckpointError: it cannot be read.
     """
     refuse_other_model(model, folder, info)
@@ -123,7 +123,7 @@ def _on_all(read: Callable[[], Result], folder: Path, topology: Topology) -> Res
 
 
 def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own complaint is no sentence
+    if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own error is hard to read
         raise DamagedCheckpointError(
             f"cannot read the checkpoint {folder}: no {COMMON_STATE_FNAME}"
         )

@@ -1,8 +1,8 @@
-"""Reads an optimizer that is divided over replicas from one that was not, and the other way round.
+"""Reads an optimizer divided over replicas from a checkpoint of an undivided one, and vice versa.
 
-Megatron writes the moments of each weight under the same name in both forms. They differ in the
-name of the weights in float32, and in all that is not a tensor: where the count of updates is, and
-how groups of weights are described. The latter is this run's own.
+Megatron writes the moments of each weight under the same name in both forms. The forms differ in
+the name of the weights in float32, and in all that is not a tensor: the place of the count of
+updates, and the description of groups of weights. This run's own description is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
-Nested = Any  # dicts and lists of Megatron's, to any depth
+Nested = Any  # Megatron's dicts and lists, of any depth
 Load = Callable[[dict[str, Any]], dict[str, Any]]
 _STATE = "optimizer.state."
-# The names of weights in float32: of a divided optimizer, of another one. The latter has none of
-# weights that are float32 themselves.
+# Names of weights in float32: in a divided optimizer, in an undivided one. The latter has no such
+# copy of weights that are float32 themselves.
 _DIVIDED, _WHOLE = f"{_STATE}param.", f"{_STATE}fp32_param."
 _PLACES = (("optimizer",), ("critic", "optimizer"))
 
@@ -25,9 +25,9 @@ def load_other_form(wanted: dict[str, Any], load: Load, *, has_float32: bool) ->
     """Return the state that ``wanted`` asks for, from a checkpoint with the other form.
 
     Args:
-        wanted: of this run's policy; it is changed.
-        load: reads what it is given from the checkpoint.
-        has_float32: whether the model's weights are float32.
+        wanted: state of this run's policy; it is changed.
+        load: reads the requested state from the checkpoint.
+        has_float32: True if the model's weights are float32.
     """
     forms = {place: _at(wanted, place) for place in _PLACES if _at(wanted, place) is not None}
     weights: dict[str, Any] = {}
@@ -73,13 +73,13 @@ def _renamed(form: Nested, *, has_float32: bool) -> Nested:
             return replace(tensor, key=tensor.key.replace(_WHOLE, _DIVIDED))
         if not has_float32:
             return replace(tensor, key=tensor.key.replace(_DIVIDED, _WHOLE))
-        return replace(tensor, key=tensor.key.partition(_DIVIDED)[2])  # the model's own
+        return replace(tensor, key=tensor.key.partition(_DIVIDED)[2])  # the model's own weight
 
     return _chosen(form, renamed)
 
 
 def _chosen(form: Nested, choose: Callable[[ShardedBase], ShardedBase | None]) -> Nested:
-    """Return the tensors that ``choose`` returns something for, where they are in a state."""
+    """Return the tensors that ``choose`` returns, at their places in a state."""
     match form:
         case ShardedBase():
             return choose(form)
@@ -94,7 +94,7 @@ def _chosen(form: Nested, choose: Callable[[ShardedBase], ShardedBase | None]) -
 
 
 def _filled(form: Nested, found: Nested, weights: Nested) -> Nested:
-    """Return a state in this run's form, with the tensors that were read."""
+    """Return a state in this run's form, with the tensors read."""
     match form:
         case ShardedBase():
             return found if weights is None else weights
@@ -119,7 +119,7 @@ def _part(state: Nested, key: object) -> Nested:
 
 
 def _count_of(found: Nested) -> float | None:
-    """Return how many updates an optimizer has done, whatever its form."""
+    """Return an optimizer's number of updates, in either form."""
     if not isinstance(found, dict):
         return None
     if "common_step" in found:
@@ -139,6 +139,6 @@ def _set_count(ours: Nested, count: float) -> None:
             group["step"] = count
     elif "state" in ours:
         ours["state"]["common_step"] = torch.tensor(count)
-    else:  # of weights in bfloat16, or a chain
+    else:  # an optimizer of bfloat16 weights, or a chain of optimizers
         for part in ours.values():
             _set_count(part, count)

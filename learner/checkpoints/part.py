@@ -25,14 +25,14 @@ from typing_extensions import override
 
 from slipstream.learner.model import device
 
-_AHEAD_BYTES = 10_000_000  # copied from the GPU while others are written; torch's default
+_AHEAD_BYTES = 10_000_000  # bytes copied from the GPU during other writes; torch's default
 
 
 class Part:
     """One rank's part of a checkpoint: planned by all ranks together, then written by each alone.
 
-    It is torch's ``save`` in two halves. torch's and Megatron's own asynchronous saves have
-    collectives in the thread, or a process that is forked from one with threads.
+    This is torch's ``save`` in two halves. The asynchronous saves of torch and Megatron run
+    collectives in the thread, or fork a process that has threads.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Part:
         *,
         is_staged: bool,
     ) -> None:
-        """Plan. An error on one rank is raised on all of them.
+        """Plan the part. An error on one rank is raised on all.
 
         Args:
-            by_key: what this rank writes, by its key in the checkpoint.
-            folder: to write into.
-            progress: is called as each tensor or object is written.
-            is_staged: the tensors are on the host; else ``write`` copies from the GPU as it goes.
+            by_key: tensors and objects that this rank writes, by key in the checkpoint.
+            folder: folder to write into.
+            progress: called as each tensor or object is written.
+            is_staged: True if the tensors are on the host; else ``write`` copies from the GPU.
         """
         self._planner = _Planner(progress)
         ahead = 0 if is_staged else _AHEAD_BYTES  # 0 waits for no GPU
@@ -61,14 +61,14 @@ class Part:
         self._plan = self._ranks.reduce_scatter("plan", lambda: self._own(state), self._of_all)
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's tensors and objects, and sync; return where they are."""
-        if self._device is not None and self._device.type == "cuda":  # threads begin with the first
+        """Write this rank's tensors and objects, and sync; return their places."""
+        if self._device is not None and self._device.type == "cuda":  # new threads use the first
             torch.cuda.set_device(self._device)
         written: list[WriteResult] = self._writer.write_data(self._plan, self._planner).value()
         return written
 
     def gathered(self, written: Callable[[], list[WriteResult]]) -> list[list[WriteResult]]:
-        """Return what ``write`` has returned on each rank, on rank 0; every rank calls this.
+        """Return the results of ``write`` of every rank, on rank 0; every rank calls this.
 
         Raises:
             CheckpointException: on every rank, if ``written`` raises on any; it names that rank.
@@ -78,7 +78,7 @@ class Part:
         return of_all
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """Write where everything is; rank 0."""
+        """Write the index of all parts, on rank 0."""
         if self._metadata is None:
             raise ValueError("only the rank that planned for all knows what there is")
         self._writer.finish(self._metadata, results)
@@ -96,7 +96,7 @@ class Part:
 
 
 class _Planner(MCoreSavePlanner):  # type: ignore[misc]  # megatron is untyped
-    """Megatron's, which reports each tensor that is written."""
+    """Megatron's planner, which also reports each tensor written."""
 
     def __init__(self, progress: Callable[[], None]) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -104,7 +104,7 @@ class _Planner(MCoreSavePlanner):  # type: ignore[misc]  # megatron is untyped
 
     @override
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's part, which is not pinned where it is read."""
+        """Plan this rank's part, without pinned memory on reading."""
         plan: SavePlan = super().create_local_plan()
         for item in plan.items:
             if item.tensor_data is not None:
@@ -113,14 +113,14 @@ class _Planner(MCoreSavePlanner):  # type: ignore[misc]  # megatron is untyped
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return what is written next."""
+        """Return the next data to write."""
         self._progress()
         data: Tensor | io.BytesIO = super().resolve_data(write_item)
         return data
 
 
 class _Writer(FileSystemWriter):
-    """Raises the disk's error: torch sends other ranks only the missing part of its archive."""
+    """Raises the disk's error: torch tells other ranks only about the missing archive part."""
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:

@@ -1,4 +1,4 @@
-"""Random numbers that go on where a checkpoint was written."""
+"""Random numbers that continue from a checkpoint."""
 
 import random
 from collections.abc import Mapping
@@ -8,38 +8,38 @@ import torch
 
 
 class Device(Protocol):
-    """Where a device's random numbers are read and set."""
+    """Random state of a device."""
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return the state, bytes of a length that is the device's own."""
+        """Return the state, bytes of a length specific to the device."""
 
     def set_rng_state(self, state: torch.Tensor, /) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 class Tracker(Protocol):
-    """Megatron's, by name."""
+    """Megatron's random states, by name."""
 
     def set_states(self, states: dict[str, Any], /) -> None:
-        """Go on from states."""
+        """Continue from states."""
 
 
 def restore(state: Mapping[str, Any], device: Device, tracker: Tracker) -> bool:
-    """Go on with the random numbers of a rank.
+    """Continue a rank's random numbers.
 
     Args:
-        state: of the checkpoint.
-        device: of this rank.
-        tracker: of this rank.
+        state: random state in the checkpoint.
+        device: device of this rank.
+        tracker: Megatron's tracker of this rank.
 
     Returns:
-        False if those of the device were a GPU's and this is a CPU, or the other way round: they
-        are left as they are.
+        False if the state is a GPU's and this device a CPU, or vice versa: the device's random
+        numbers then stay unchanged.
     """
     random.setstate(state["python"])
     same = len(state["cuda"]) == len(device.get_rng_state())
     if same:
         device.set_rng_state(state["cuda"])
         tracker.set_states(state["megatron"])
-    torch.set_rng_state(state["torch"])  # after those of a device that is this CPU
+    torch.set_rng_state(state["torch"])  # last: the device may be this CPU
     return same

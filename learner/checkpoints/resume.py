@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def fetch_newer(settings: LearnerSettings) -> None:
-    """Fetch a newer checkpoint than the run folder has; where storage fails, its own are enough."""
+    """Fetch a newer checkpoint than the run folder's; if storage fails, those are enough."""
     if not settings.checkpoint.upload:
         return
     folder = settings.run.checkpoints
@@ -32,14 +32,14 @@ def resume_order(
     """Return the run's own checkpoints that a restarted learner may resume from, best first.
 
     The newest by policy version is the best. A checkpoint counts only if the run did not go back
-    behind it since: one of a newer version that has fewer steps has abandoned it, and so has a
-    run that was started from the named one, even where it has saved nothing yet.
+    behind it since: a checkpoint of a newer version with fewer steps has abandoned it, and so has
+    a run started from the named one, even if that run has saved nothing yet.
 
     Args:
-        infos: the readable checkpoints in RUN/checkpoints.
-        named: the checkpoint that the run was started from (run.resume_from).
-        begun_after: the newest epoch of a checkpoint at that time; those of a newer one were saved
-            since, the named one too if it was overwritten. None: the epoch of the named one.
+        infos: readable checkpoints in RUN/checkpoints.
+        named: checkpoint that the run was started from (run.resume_from).
+        begun_after: newest epoch of a checkpoint at that time; checkpoints of newer epochs were
+            saved since, also an overwritten named one. None is the epoch of the named one.
     """
     began_at = infos[named].version if named is not None and named in infos else None
     if began_at is not None and begun_after is None:

@@ -1,4 +1,4 @@
-"""Pure: which steps are saved, which checkpoint is the best, which ones are removed."""
+"""Pure: which steps are saved, which checkpoint is best, which are removed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from slipstream.wire.settings.sections import CheckpointSection, EvalSection
 class Resumption:
     """A learner resumed from a checkpoint."""
 
-    checkpoint: PolicyVersion  # of the weights it started with
-    epoch: int  # that it was granted
+    checkpoint: PolicyVersion  # version of the weights it started with
+    epoch: int  # epoch granted to it
 
 
 def is_save_due(step: int, checkpoint: CheckpointSection, evaluation: EvalSection) -> bool:
@@ -42,12 +42,12 @@ def is_overtaken(infos: Sequence[CheckpointInfo], resumption: Resumption) -> boo
 def evaluation_of(
     info: CheckpointInfo, points: Sequence[EvalPoint], resumption: Resumption | None
 ) -> EvalPoint | None:
-    """Return the round that evaluated a checkpoint, None if there is none yet.
+    """Return the round that evaluated a checkpoint, None if not evaluated yet.
 
-    After going back to an earlier step there may be rounds of the same step but of another epoch;
-    those were answered by other weights. The checkpoint that a learner resumed from has the same
-    weights as the first version of the learner's epoch, so a round that was still open is answered
-    in that epoch.
+    After a return to an earlier step there may be rounds of the same step but of another epoch:
+    other weights answered those. The checkpoint that a learner resumed from has the same weights
+    as the first version of the learner's epoch, so a round that was still open is answered in that
+    epoch.
     """
     own = {info.version.epoch}
     if resumption is not None and info.version == resumption.checkpoint:
@@ -79,11 +79,11 @@ def to_remove(
     """Return the checkpoints that no rule keeps.
 
     Args:
-        infos: all there are.
-        checkpoint: how many of the newest to keep, and whether the best one.
-        evaluation: the best step, and the evaluations still to come.
-        resumption: the checkpoint this learner resumed from. Until its own epoch has one nothing is
-            removed: the newest may be of an abandoned life.
+        infos: all checkpoints.
+        checkpoint: number of the newest to keep, and whether to keep the best.
+        evaluation: metric of the best, and steps at which evaluations are due.
+        resumption: checkpoint that this learner resumed from. Until its own epoch has one, nothing
+            is removed: the newest may be of an abandoned life.
     """
     in_order = sorted(infos, key=lambda info: info.version)
     if resumption is not None and all(info.version.epoch < resumption.epoch for info in in_order):
@@ -93,8 +93,8 @@ def to_remove(
         best = best_of(in_order, evaluation.metric)
         if best is not None:
             kept.add(best[0].version)
-        evaluated = max((one.version for one in in_order if one.evaluation), default=None)
-        kept.update(  # whose evaluation can still come: rounds end in order
+        evaluated = max((info.version for info in in_order if info.evaluation), default=None)
+        kept.update(  # evaluation can still come: rounds end in order
             info.version
             for info in in_order
             if info.evaluation is None

@@ -50,15 +50,15 @@ class _InFlight:
 
     save: Save
     info: CheckpointInfo
-    replaced: CheckpointInfo | None  # the complete one of its name, until this one is; rank 0
+    replaced: CheckpointInfo | None  # complete one of the same name, until this is complete; rank 0
     started_s: float
 
 
 class Saver:
     """The checkpoints of one run. Every rank has one; rank 0 alone touches finished checkpoints.
 
-    At most one is being written at a time. All ranks know whether one is, and finish it together
-    at the next call of any method that says so.
+    At most one checkpoint is written at a time. All ranks know if one is, and finish it together
+    at the next call of a method that says so.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Saver:
     ) -> None:
         """Prepare the run's folder.
 
-        Rank 0 calls ``ledger`` for that of the broker, and ``seal`` to report its own version, the
-        step of a durable checkpoint, and that of the oldest one that is kept. ``observe`` is told
-        of each stage of each save.
+        Rank 0 calls ``ledger`` for the broker's ledger, and ``seal`` to report its own version, the
+        step of a durable checkpoint, and the step of the oldest one kept. ``observe`` is called at
+        each stage of each save.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.
@@ -93,9 +93,9 @@ class Saver:
         self._in_flight: _InFlight | None = None
         self._num_failed = 0
         self._num_polls = 0
-        self._figures: dict[str, float] = {}  # since they were asked for
-        self._saved = PolicyVersion(0, 0)  # nothing is lost with the weights a run starts from
-        self._current = self._saved  # which the broker wants to hear with every request
+        self._figures: dict[str, float] = {}  # figures since the last request
+        self._saved = PolicyVersion(0, 0)  # weights that a run starts from need no save
+        self._current = self._saved  # version that the broker wants with every request
         resumed = settings.resume_from
         self._resumed = read_checkpoint_info(resumed) if resumed is not None else None
         uploads = topology.rank == 0 and bool(settings.checkpoint.upload)
@@ -105,7 +105,7 @@ class Saver:
         self._kept = Kept(settings, self._uploader)
         if topology.rank == 0:
             self._kept.infos = readable_checkpoints(self._folder)
-            if not uploads:  # of a start with other settings
+            if not uploads:  # state of a start with other settings
                 (self._folder / UPLOAD_FILE).unlink(missing_ok=True)
 
     def figures(self) -> dict[str, float]:
@@ -117,7 +117,7 @@ class Saver:
 
     @property
     def num_polls(self) -> int:
-        """How often a wait for a save or an upload has looked whether it may end."""
+        """Number of polls in waits for saves and uploads."""
         saving = self._in_flight.save.num_polls if self._in_flight is not None else 0
         uploading = self._uploader.num_polls if self._uploader is not None else 0
         return self._num_polls + saving + uploading
@@ -130,7 +130,7 @@ class Saver:
     def visit(self, version: PolicyVersion) -> None:
         """Finish a save that is written by now; a failure is a warning. Every rank calls this.
 
-        ``version`` is that of the learner now, here and in the other methods.
+        ``version`` is the learner's present version, here and in the other methods.
         """
         self._current = version
         if self._in_flight is None:
@@ -143,18 +143,18 @@ class Saver:
             self._warn(error)
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is uploaded, or has failed to be."""
+        """Wait until the upload of the newest checkpoint has succeeded or failed."""
         if self._uploader is not None:
             self._uploader.close()
 
     def started_from(self, version: PolicyVersion) -> None:
         """Remember the weights that training starts from: they are saved already, or given.
 
-        They are saved again under the new version where a checkpoint of an abandoned life would
-        otherwise be the newest. Every rank calls this.
+        If a checkpoint of an abandoned life would otherwise be the newest, they are saved again
+        under the new version. Every rank calls this.
 
         Raises:
-            CheckpointError: that could not be done.
+            CheckpointError: they could not be saved.
         """
         self._saved = self._current = version
         if self._resumed is None:
@@ -174,11 +174,11 @@ class Saver:
     def save_if_due(self, version: PolicyVersion, *, last_step: int) -> None:
         """Save if this step is due or the last; a failure is a warning. Every rank calls this.
 
-        With checkpoint.asynchronous this returns once the policy is copied, unless nothing is
-        trained any more. The last one is tried again ``at_end``.
+        With checkpoint.asynchronous this returns once the policy is copied, unless training has
+        ended. The last save is tried again by ``at_end``.
 
         Raises:
-            CheckpointStuckError: it is still in flight, and reads what the next step would change.
+            CheckpointStuckError: a save is still in flight, and reads what the next step changes.
         """
         self.visit(version)
         checkpoint, evaluation = self._settings.checkpoint, self._settings.eval
@@ -208,7 +208,7 @@ class Saver:
         them. Nothing is being written after this.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: the policy could not be saved.
         """
         self._current = version
         self._wait_for_earlier()
@@ -222,7 +222,7 @@ class Saver:
                 return
             try:
                 replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
-            except (OSError, SlipstreamError) as error:  # the older one is as good to resume from
+            except (OSError, SlipstreamError) as error:  # a resume needs no newer ledger
                 _log.warning("cannot renew the ledger of %s: %s", path, error)
 
     def on_stop(self, version: PolicyVersion) -> None:
@@ -231,7 +231,7 @@ class Saver:
         Nothing is being written after this.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: the policy could not be saved.
         """
         self._current = version
         self._wait_for_earlier()
@@ -240,9 +240,9 @@ class Saver:
             self._wait()
 
     def note(self, evaluations: Sequence[EvalPoint]) -> None:
-        """Write evaluations to the checkpoints they belong to, and which is the best; rank 0.
+        """Write evaluations to their checkpoints, and mark the best checkpoint; rank 0.
 
-        One that is being written gets its own when it is complete.
+        A checkpoint being written gets its evaluation when it is complete.
         """
         self._kept.note(evaluations)
 
@@ -261,10 +261,10 @@ class Saver:
         *,
         is_beside: bool = False,
     ) -> None:
-        """Begin to save; none is being written.
+        """Begin to save, while no other save is in flight.
 
         Raises:
-            CheckpointError: that could not be done.
+            CheckpointError: the save could not begin.
         """
         started_s = time.monotonic()
         model, run = self._policy.model, self._settings.run
@@ -301,18 +301,18 @@ class Saver:
             staging=self._staging if is_beside else None,
             observe=self._observe,
         )
-        # Its thread may rename at any time: what has the same name is no other's business.
+        # The save's thread may rename at any time: take a checkpoint of that name off the list.
         replaced = self._kept.infos.pop(save.path, None)
         self._in_flight = _InFlight(save, info, replaced, started_s)
         if is_beside:
             self._add("time/stage_checkpoint", time.monotonic() - started_s)
 
     def _wait(self) -> None:
-        """Wait until the save in flight, if there is one, is complete.
+        """Wait until the save in flight, if any, is complete.
 
         Raises:
-            CheckpointError: it failed.
-            CheckpointStuckError: it is still in flight.
+            CheckpointError: the save failed.
+            CheckpointStuckError: the save is still in flight.
         """
         if self._in_flight is None:
             return
@@ -329,7 +329,7 @@ class Saver:
         """Wait for the save in flight; a failure is a warning.
 
         Raises:
-            CheckpointStuckError: it is still in flight.
+            CheckpointStuckError: the save is still in flight.
         """
         if self._in_flight is None:
             return
@@ -344,7 +344,7 @@ class Saver:
             self._add("time/save_checkpoint_stall", time.monotonic() - started_s)
 
     def _complete(self) -> None:
-        """The save in flight has its name: count on it, and have the broker do so."""
+        """Add the save in flight, which has its name now, and report it to the broker."""
         done = self._end_flight()
         self._saved = done.info.version
         seconds = time.monotonic() - done.started_s
@@ -355,7 +355,7 @@ class Saver:
             self._seal(done.info.step)
 
     def _give_up(self) -> None:
-        """The save in flight has failed: what it was to replace is still there."""
+        """Drop the save in flight, which has failed: the checkpoint to replace is still there."""
         failed = self._end_flight()
         if failed.replaced is not None and failed.save.path.is_dir():
             self._kept.infos[failed.save.path] = failed.replaced

@@ -1,4 +1,4 @@
-"""Copies of a rank's tensors in host memory: a checkpoint is written from them beside training."""
+"""Copies of a rank's tensors in host memory, to write a checkpoint from during training."""
 
 import logging
 import mmap
@@ -11,24 +11,24 @@ from torch import Tensor
 from slipstream.weightbus.version.shared_memory import register, unregister
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 64  # bytes: that of any element, and of a cache line
+_ALIGNMENT = 64  # bytes: enough for any element; a cache line
 
 
 class Staging:
-    """One piece of memory for all copies of a checkpoint, which the next one's take again.
+    """One piece of memory for all copies of a checkpoint, used again for the next checkpoint.
 
     Each copy has a storage of its own: torch writes whole storages.
     """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self.num_bytes = 0  # of host memory that are held
+        self.num_bytes = 0  # host memory held
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies with the same values, contiguous, on the host.
 
-        Copies returned before must not be in use any more. A GPU copies into pinned memory, and
-        has done so when this returns.
+        Copies returned before must not be in use any more. A GPU copies into pinned memory; its
+        copies are complete when this returns.
 
         Raises:
             OSError: there is not that much memory.
@@ -56,7 +56,7 @@ class Staging:
         wanted = max(num_bytes, mmap.PAGESIZE)
         if self._memory is not None and len(self._memory) == wanted:
             return self._memory
-        self._memory, self.num_bytes = None, 0  # before there are two
+        self._memory, self.num_bytes = None, 0  # freed first: never two at a time
         memory = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if pinned:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -1,4 +1,4 @@
-"""Has all ranks learn whether a part of a save has succeeded on all of them."""
+"""Agreement of all ranks on whether a part of a save has succeeded on all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ class CheckpointStuckError(CheckpointError):
 
 
 class Together:
-    """Runs parts of a save so that all ranks learn whether all of them succeeded."""
+    """Runs parts of a save so that all ranks learn if all succeeded."""
 
     def __init__(self, target: Path, topology: Topology) -> None:
         self._target = target
@@ -33,7 +33,7 @@ class Together:
         """Run a part on every rank.
 
         Raises:
-            CheckpointError: on every rank, if it failed on any.
+            CheckpointError: on every rank, if the part failed on any.
         """
         results: list[T] = []
         failure: BaseException | None = None
@@ -60,7 +60,7 @@ class Together:
         """Run a part on rank 0; the others wait for its outcome.
 
         Raises:
-            CheckpointError: on every rank, if it failed.
+            CheckpointError: on every rank, if the part failed.
         """
         self.on_all(part if self._topology.rank == 0 else lambda: None)
 

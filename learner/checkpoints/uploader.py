@@ -1,7 +1,7 @@
-"""Uploads checkpoints beside training, in a thread of rank 0.
+"""Uploads checkpoints during training, in a thread of rank 0.
 
-Training never waits for it: what fails is logged, counted, tried again a few times, and once more
-with the next checkpoint. At its end the learner waits for the last one.
+Training never waits for uploads: a failure is logged, counted, retried a few times, and once more
+with the next checkpoint. At its end the learner waits for the last upload.
 """
 
 import logging
@@ -24,25 +24,25 @@ from slipstream.wire.process.patience import Patience, signs_of
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 3
-_PAUSE_S = 2.0  # after the first failure; then twice that
+_PAUSE_S = 2.0  # pause after the first failure; doubled after each further one
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The checkpoints of the run folder, which remote storage is to have."""
+    """Checkpoints of the run folder that remote storage is to have."""
 
     infos: Mapping[Path, CheckpointInfo]
     resumption: Resumption | None
 
 
 class Uploader:
-    """Has remote storage hold what the run folder holds, by the same rule of what is kept."""
+    """Mirrors the run folder's checkpoints to remote storage, by the same rule of retention."""
 
     def __init__(
         self, settings: LearnerSettings, run_id: str, *, pause_s: float = _PAUSE_S
     ) -> None:
-        """Start the thread; it requests nothing before there is a checkpoint.
+        """Start the thread; it sends no request before there is a checkpoint.
 
         Raises:
             ConfigError: checkpoint.upload cannot be used.
@@ -53,23 +53,23 @@ class Uploader:
         self._remote = RemoteCheckpoints(settings.checkpoint.upload)
         self._state = UploadState(url=settings.checkpoint.upload)
         self._changed = threading.Condition()
-        self._wanted: _Wanted | None = None  # until the thread takes it
+        self._wanted: _Wanted | None = None  # offer that the thread has not taken yet
         self._is_idle = True
         self._is_closing = False
-        self.num_polls = 0  # of ``close``
+        self.num_polls = 0  # polls by ``close``
         self._note()
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
         self._thread.start()
 
     def offer(self, infos: Mapping[Path, CheckpointInfo], resumption: Resumption | None) -> None:
-        """Have the checkpoints of the run folder uploaded, in place of those offered before."""
+        """Have the run folder's checkpoints uploaded, in place of those offered before."""
         with self._changed:
             self._wanted = _Wanted(dict(infos), resumption)
             self._is_idle = False
             self._changed.notify()
 
     def figures(self) -> dict[str, float]:
-        """Return the failures so far and the newest step that is there, for a step's metrics."""
+        """Return the failures so far and the newest uploaded step, for a step's metrics."""
         state = self._state
         return {
             "checkpoint/upload_failed": float(state.num_failed),
@@ -77,7 +77,7 @@ class Uploader:
         }
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is there, or has failed."""
+        """Wait until the upload of the newest checkpoint has succeeded or failed."""
         limit_s = self._settings.learner.timeout_s
         patience = Patience("uploads to end", limit_s, signs_of(lambda: [os.getpid()]))
         while not self._is_idle and self._thread.is_alive() and not patience.is_over():
@@ -113,16 +113,16 @@ class Uploader:
             pause_s = self._pause_s * 2 ** (attempt - 1) if attempt < _ATTEMPTS else 0.0
             with self._changed:
                 if self._changed.wait_for(lambda: self._wanted is not None, pause_s):
-                    return  # with a newer checkpoint, all is tried again
+                    return  # a newer checkpoint: all is tried again
 
     def _mirror(self, wanted: _Wanted) -> None:
         known = self._remote.known()
         refuse_other_run(known, self._run_id, self._remote.url)
-        there = {one.version: one for one in known}
+        there = {uploaded.version: uploaded for uploaded in known}
         newest_first = sorted(wanted.infos.items(), key=lambda item: item[1].version, reverse=True)
         for path, info in newest_first:
             if info.version not in there and not path.is_dir():
-                continue  # removed since
+                continue  # removed from the run folder since
             started = time.monotonic()
             there[info.version] = self._remote.upload(path, info, there.get(info.version))
             if there[info.version] not in known:
@@ -130,7 +130,7 @@ class Uploader:
         if newest_first:
             self._note(step=newest_first[0][1].step, error="")
         checkpoint, evaluation = self._settings.checkpoint, self._settings.eval
-        infos = [one.info for one in there.values()]
+        infos = [uploaded.info for uploaded in there.values()]
         for info in to_remove(infos, checkpoint, evaluation, resumption=wanted.resumption):
             self._remote.remove(there[info.version])
 
