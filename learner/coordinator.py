@@ -2,10 +2,10 @@
 
 Every rank calls every method at the same place of the loop. Rank 0 asks the broker and the weight
 relay through its ``LeadingLink``; the other ranks wait in the broadcast of the answer. So no rank
-ever acts on an answer that another one does not have.
+ever acts on an answer that another rank lacks.
 
 A request that fails raises on rank 0 alone. Rank 0 then ends, and the others end with it: they are
-its children (launch.py), or are told on other nodes (nodes/watch.py).
+its children (launch.py), or on other nodes learn it from the watch (nodes/watch.py).
 """
 
 import logging
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Coordinator:
-    """One rank's view of rank 0's requests for all of them."""
+    """One rank's view of the requests that rank 0 sends for all ranks."""
 
     def __init__(self, leader: LeadingLink | None, topology: "Topology", stop: StopRequest) -> None:
         """Connect the ranks; rank 0 alone has a ``leader``."""
@@ -68,11 +68,11 @@ class Coordinator:
         return self._publishes
 
     def agreed(self, value: T | None, kind: type[T]) -> T:
-        """Return rank 0's value on every rank; the value of the others does not matter."""
+        """Return rank 0's value on every rank; the other ranks' values are ignored."""
         return msgspec.msgpack.decode(self._broadcast(msgspec.msgpack.encode(value)), type=kind)
 
     def on_any(self, flag: bool) -> bool:
-        """True on every rank if the flag is set on at least one; no rank passes before all came."""
+        """Return True on every rank if the flag is set on any; waits for all ranks."""
         return any_rank(flag, world_size=self._topology.world_size)
 
     def barrier(self) -> None:
@@ -94,7 +94,7 @@ class Coordinator:
         return self.agreed(version, PolicyVersion)
 
     def next_order(self, version: PolicyVersion, *, max_wait_s: float) -> Order:
-        """Return the planned batch of the step from ``version``, or why there is none (yet)."""
+        """Return the planned batch of the step that starts from ``version``, or why not (yet)."""
         data: bytes | None = None
         if self._leader is not None:
             stops = self._stop.requested

@@ -55,11 +55,11 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Details of this start of a learner, beside its settings."""
+    """Details of this start of a learner, apart from its settings."""
 
     replay: Path | None = None  # trajectory file to train on in place of a broker's batches
     resumes: bool = False  # resume from the run's newest usable checkpoint
-    begun_after: int | None = None  # the newest epoch of a checkpoint as the run was started
+    begun_after: int | None = None  # newest epoch of a checkpoint when the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)
     health: Health = field(default_factory=Health)
 
@@ -72,12 +72,12 @@ def run_learner(
     launch: Launch,
     stop: StopRequest,
 ) -> None:
-    """Run the node's first rank here and its others in children, which repeat the command line.
+    """Run the node's first rank here, and its other ranks in children with the same command line.
 
     Raises:
         ConfigError: the settings name no algorithm that this run can train, or the nodes differ.
-        ChildDiedError: a rank of this node ended before its time.
-        PeerLostError: another node did, or did not come.
+        ChildDiedError: a rank of this node ended early.
+        PeerLostError: another node ended early, or did not come.
     """
     algorithm = algorithm_of(settings)
     hf = load_hf_config(settings.model)
@@ -122,10 +122,10 @@ class _Node:
     stop: StopRequest
 
     def run(self, address: Address, store: Store, watch: NodeWatch | None = None) -> None:
-        """Run all of them, which meet in the store at ``address``, until they end.
+        """Run all ranks, which meet in the store at ``address``, until they end.
 
         Raises:
-            ChildDiedError: one ended before its time.
+            ChildDiedError: a rank ended early.
         """
         settings, (first, *others) = self.settings, self.place.ranks
         children = {rank: _start_rank(self.argv, rank, address.port) for rank in others}
@@ -155,7 +155,7 @@ class _Node:
             dead = [r for r, child in children.items() if child.poll() not in {None, 0}]
             raise ChildDiedError(f"learner ranks {dead} ended; {error}") from error
         finally:
-            if watch is not None:  # those that are killed here are no reason
+            if watch is not None:  # ranks killed below are not the reason
                 watch.ranks_here({r: c for r, c in children.items() if c.poll() is not None})
             for child in children.values():
                 if child.poll() is None:
@@ -164,7 +164,7 @@ class _Node:
 
 
 def _run_with_others(node: _Node, address: Address) -> None:
-    """Meet the other nodes, then run this one's ranks for as long as all nodes run theirs."""
+    """Meet the other nodes, then run this node's ranks as long as all nodes run theirs."""
     settings, place, learner = node.settings, node.place, node.settings.learner
     _take_interface(address.host)
     node.stop.count_signals()
@@ -196,16 +196,16 @@ def _run_with_others(node: _Node, address: Address) -> None:
         with watch:
             node.run(address, _join_store(settings, address), watch)
     finally:
-        del master  # until here: the nodes meet in it
+        del master  # kept until here: the nodes meet in this store
 
 
 def join_ranks(
     settings: LearnerSettings, place: Place, *, rank: int, port: int, launch: Launch
 ) -> int:
-    """Run one of a node's other ranks, in a process that its first rank started.
+    """Run one of a node's other ranks, in a process started by the node's first rank.
 
     Returns:
-        Its exit code, which tells the first rank of its node whether the reason is another rank.
+        The rank's exit code, which shows the first rank of its node if another rank is the reason.
     """
     address = place.address or Address(_HOST, port)
     try:
@@ -233,8 +233,8 @@ def _join_store(settings: LearnerSettings, address: Address) -> TCPStore:
 
 
 def _take_interface(host: str) -> None:
-    """Have gloo and NCCL use the interface that leads to a host, unless the user chose one."""
-    os.environ.update(interface_variables(host, os.environ))  # noqa: TID251 they have no setting
+    """Have gloo and NCCL use the interface towards a host, unless the user chose one."""
+    os.environ.update(interface_variables(host, os.environ))  # noqa: TID251 gloo and NCCL have no setting
 
 
 def run_rank(
@@ -288,19 +288,19 @@ def run_rank(
 
 
 def _keeps_parts(settings: LearnerSettings, place: Place) -> bool:
-    """True if each of several hosts keeps and serves the tensors that it writes."""
+    """Return True if each of several hosts keeps and serves the tensors that it writes."""
     is_shared = settings.weightbus.parts == "auto" and not settings.lora.is_named
     return place.layout.nodes > 1 and is_shared
 
 
 def _relay_launch(settings: LearnerSettings, place: Place, launch: RelayLaunch) -> RelayLaunch:
-    """Return how this host's relay is started: as the head, or as the part of another host.
+    """Return how to start this host's relay: as the head on node 0, as a part on other hosts.
 
-    Each listens for engines at the address that leads to node 0, at weightbus.listen where that
-    is of this host.
+    A relay listens for engines at the address that leads to node 0, or at weightbus.listen if that
+    is an address of this host.
 
     Raises:
-        ConfigError: that address is none of IPv4.
+        ConfigError: the address towards node 0 is not IPv4.
     """
     if place.address is None or not _keeps_parts(settings, place):
         return launch
@@ -320,7 +320,7 @@ def _relay_launch(settings: LearnerSettings, place: Place, launch: RelayLaunch) 
 
 @contextmanager
 def _head_door(settings: LearnerSettings, place: Place, rank: int) -> Iterator[HeadDoor | None]:
-    """Open what the first ranks of several hosts learn the head relay's address by."""
+    """Open the place where the first ranks of several hosts learn the head relay's address."""
     is_first = rank == place.ranks[0]
     if place.address is None or not is_first or not _keeps_parts(settings, place):
         yield None
@@ -332,7 +332,7 @@ def _head_door(settings: LearnerSettings, place: Place, rank: int) -> Iterator[H
 def _open_part(
     settings: LearnerSettings, place: Place, launch: Launch, door: HeadDoor | None, rank: int
 ) -> Iterator[PartLink | None]:
-    """Open the relay of a host's part on its first rank, but on rank 0, whose is the head."""
+    """Open the part relay on each host's first rank, except rank 0, which has the head."""
     if door is None or rank == 0 or launch.replay is not None:
         yield None
         return
@@ -357,7 +357,7 @@ def _open_link(
     stop: StopRequest,
     door: HeadDoor | None,
 ) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
-    """Open the link of a rank that fetches payloads, and the same as the leading one on rank 0."""
+    """Open the link of a rank that fetches payloads; on rank 0 it is the leading link too."""
     if not topology.leads_replica:
         yield None, None
         return

@@ -17,7 +17,7 @@ class Layout:
 
     @classmethod
     def of(cls, *, ranks: int, ranks_per_node: int, tensor_parallel: int) -> Self:
-        """Return the layout that settings ask for; 0 ranks per node are all on one.
+        """Return the layout of these settings; 0 ranks per node puts all on one node.
 
         Raises:
             ConfigError: nodes would have different numbers of ranks, or share a layer's shards.
@@ -43,11 +43,11 @@ class Layout:
         return self.ranks // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Return the ranks on a node; the first runs in the process that was started there."""
+        """Return the ranks on a node; the first runs in the process started there."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def named(self, node: int, host: str = "") -> str:
-        """Return a node as it is called in logs, with its ranks and its host if that is known."""
+        """Return a node's name in logs, with its ranks, and its host if known."""
         return node_named(node, self.ranks_of(node), host)
 
 
@@ -61,7 +61,7 @@ class Place:
 
     @property
     def ranks(self) -> range:
-        """The ranks on this node."""
+        """Ranks on this node."""
         return self.layout.ranks_of(self.node)
 
 
@@ -69,7 +69,7 @@ def place_of(layout: Layout, node: int | None, rendezvous: str | None) -> Place:
     """Return the place that a command line names.
 
     Raises:
-        ConfigError: the options do not fit to the settings.
+        ConfigError: the options do not fit the settings.
     """
     placed = f"learner.ranks = {layout.ranks} with learner.ranks_per_node = {layout.ranks_per_node}"
     if layout.nodes == 1:

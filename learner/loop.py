@@ -5,7 +5,7 @@ process and what ends them.
 
     waits     for                                    until
     broker    G ready groups within the bound        generators and reward workers deliver;
-                                                     meanwhile it answers BatchNotReady
+                                                     until then it answers BatchNotReady
     rank 0    a batch, a commit, the ledger          the broker answers, in run.outage_s
               a slot to write a version into         the relay answers; it always has a free one
     others    rank 0's answers, by broadcast         rank 0 has one, every learner.timeout_s / 4
@@ -14,7 +14,7 @@ process and what ends them.
     saver     copies of every rank's tensors         all are made, between two steps; no rank waits
                                                      for the disk until the next save, or the end
     relay     a version that all ranks have written  publish(); the loop waits for no transfer
-    prefetch  the next batch, beside the training    the broker answers; nothing waits for it
+    prefetch  the next batch, during training        the broker answers; nothing waits for it
 
 Order within a step: optimizer, commit, publish, save. The commit comes first, so no token is ever
 newer than the broker's learner step. All ranks agree before each of them: a batch is trained or
@@ -51,7 +51,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PHASE_TIME, PhaseClock
 
-_VISIT_S = 1.0  # between two looks at a checkpoint that is being written, without a batch
+_VISIT_S = 1.0  # interval of visits to a checkpoint being written, while there is no batch
 _ADVICE = {
     "nonfinite": "check learner.lr, the advantages (rewards), and the behavior logprobs",
     "invalid": "check the generators that sampled them",
@@ -80,8 +80,8 @@ class LearnerLoop:
     ) -> None:
         """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
 
-        The first rank of each host but rank 0's has the relay of its host's ``part``.
-        ``observe_saves`` is told of each stage of each checkpoint, also by threads.
+        The first rank of each host except rank 0's has the relay of its host's ``part``.
+        ``observe_saves`` is called at each stage of each checkpoint, also by threads.
 
         Raises:
             ConfigError: checkpoints cannot be written.
@@ -115,13 +115,13 @@ class LearnerLoop:
         self._publishing: Publishing | None = None
         self._probe: Probe | None = None
         self._rejected_in_a_row = 0
-        self._num_orders = 0  # of rank 0; that to wait longer is one of them
-        self._reported_s: dict[str, float] = {}  # by phase, as of the last commit
+        self._num_orders = 0  # orders from rank 0, including "wait longer"
+        self._reported_s: dict[str, float] = {}  # seconds by phase, at the last commit
 
     def run(self, health: Health | None = None) -> None:
         """Train until the run is complete or rank 0 is asked to stop; save as configured.
 
-        Probes are told the ``health`` of this rank.
+        Probes receive the ``health`` of this rank.
         """
         health = health or Health()
         health.waits_for("the broker to hand it the run")
@@ -137,12 +137,12 @@ class LearnerLoop:
             self._end_relays()
             with self._clock.phase("checkpoint"):
                 self._saver.close()
-            self._coordinator.leave(is_stopped=True)  # the batch that waits is not to blame
+            self._coordinator.leave(is_stopped=True)  # a stop, not a fault of the waiting batch
             return
         with self._clock.phase("checkpoint"):
             self._saver.at_end(version)
         self._saver.note(order.evaluations)
-        self._coordinator.leave()  # the other roles may leave, too
+        self._coordinator.leave()  # now the other roles may leave, too
         self._end_relays()
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
@@ -152,11 +152,11 @@ class LearnerLoop:
             self._saver.close()
 
     def _signs(self) -> tuple[int, int, int]:
-        """Return what changes with progress: phases, answers without a batch, waits to save."""
+        """Return signs of progress: phases, orders, waits to save."""
         return self._clock.num_changes, self._num_orders, self._saver.num_polls
 
     def _start(self) -> PolicyVersion:
-        """Take over the run at the step of the weights held, and publish them."""
+        """Take over the run at the step of the present weights, and publish them."""
         resumed = self._settings.resume_from
         info = read_checkpoint_info(resumed) if resumed is not None else None
         step = info.step if info is not None else 0
@@ -171,11 +171,11 @@ class LearnerLoop:
         return version
 
     def _next_order(self, version: PolicyVersion) -> StepPlan | RunComplete | StopTraining:
-        """Return the same planned batch on every rank, or why there will be none.
+        """Return the same planned batch on every rank, or why no batch will come.
 
-        While there is none, rank 0 still answers often enough that no rank takes it for dead, and
-        that a checkpoint that has been written meanwhile is finished. After the last step come
-        evaluations: the policy is saved before the loop waits for them.
+        Without a batch, rank 0 still answers often enough that no rank takes it for dead, and that
+        a checkpoint written by then is finished. After the last step come evaluations: the policy
+        is saved before the loop waits for them.
         """
         longest_s = self._settings.learner.timeout_s / 4
         while True:
@@ -194,7 +194,7 @@ class LearnerLoop:
     def _step(self, version: PolicyVersion, order: StepPlan) -> PolicyVersion:
         """Train one batch, commit, publish, and save if due; return the new version.
 
-        It is the old one if the batch could not be trained.
+        The version stays the same if the batch could not be trained.
         """
         started = time.monotonic()
         self._profiler.before(version.step + 1)
@@ -203,7 +203,7 @@ class LearnerLoop:
             self._reject(version, outcome)
             return version
         self._rejected_in_a_row = 0
-        self._coordinator.barrier()  # all ranks have trained it
+        self._coordinator.barrier()  # all ranks have trained the batch
         figures = outcome.figures
         figures["policy/lr"] = self._policy.lr
         self._policy.end_step(trained_policy=self._algorithm.trains_policy(version.step))
@@ -212,7 +212,7 @@ class LearnerLoop:
             self._policy.renew_reference()
         figures["time/step"] = time.monotonic() - started
         reported, self._reported_s = self._reported_s, self._clock.seconds()
-        phase_s = {  # which add up to all the time since then
+        phase_s = {  # together all the time since the last commit
             name: total - reported.get(name, 0.0) for name, total in self._reported_s.items()
         }
         figures |= {PHASE_TIME + name: seconds for name, seconds in phase_s.items()}
@@ -237,7 +237,7 @@ class LearnerLoop:
         """Have the batch replaced; the version stays.
 
         Raises:
-            UntrainableError: on every rank, if this was one too many in a row.
+            UntrainableError: on every rank, after too many rejections in a row.
         """
         self._rejected_in_a_row += 1
         self._coordinator.reject_batch(version, rejection)
@@ -259,7 +259,7 @@ class LearnerLoop:
         return AdaptersAlone(model) if is_named else WholeModel(model)
 
     def _publish(self, version: PolicyVersion) -> None:
-        """Copy this rank's weights out, with what it computes; the transfer does not wait.
+        """Copy this rank's weights out, with a probe if due; the transfer does not wait.
 
         Raises:
             PublishError: on every rank, if a tensor holds NaN or inf.

@@ -29,7 +29,7 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 from slipstream.wire.settings.sections import model_folder
 
-_THREADS_S = 1.0  # for requests to a store that does not answer, a checkpoint that is given up
+_THREADS_S = 1.0  # grace for requests to a silent store, and for an abandoned checkpoint
 
 
 def main() -> int:
@@ -68,11 +68,11 @@ def _main() -> int:
 
     health = Health(name, stuck_s=settings.run.stuck_s)
 
-    @serving(health, arguments.health if arguments.rank is None else 0)  # of a node's first rank
+    @serving(health, arguments.health if arguments.rank is None else 0)  # a node's first rank
     def body() -> int:
         if usable_gpus():
             os.environ.update(gpu_variables(os.environ))  # noqa: TID251 libraries read them there
-        if place.address is not None:  # of a store that ends: its reason is ours to tell
+        if place.address is not None:  # our log says why a store ends
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # noqa: TID251 the same
         from slipstream.learner.model import device
         from slipstream.learner.stop import StopRequest
@@ -153,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_and_leave(body: Callable[[], int]) -> int:
-    """Run the learner; return its exit code, or end the process with it."""
+    """Run the learner; return its exit code, or end the process with that code."""
     try:
         code = run_role(body)
     except SystemExit as end:  # stopped at once
@@ -163,7 +163,7 @@ def run_and_leave(body: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> None:
-    """End the process at once if one of its threads is still inside torch, which would abort it."""
+    """End the process at once if a thread is still inside torch, which would abort the process."""
     from slipstream.weightbus.net.threads import are_done
 
     if not are_done(_THREADS_S):

@@ -1,9 +1,9 @@
 """Pure: how the learner's ranks divide one model, its layers, its tokens and its experts.
 
-Ranks are numbered as Megatron-Core numbers them (order ``tp-cp-ep-dp-pp``): the tensor-parallel
-rank runs fastest, then context, then data, and the pipeline stage slowest, so that stages may be on
-different hosts while what communicates most is on one. Experts divide the ranks of one stage
-anew, expert-tensor fastest, then expert, then the copies of each expert.
+Ranks are numbered as in Megatron-Core (order ``tp-cp-ep-dp-pp``): the tensor-parallel rank changes
+fastest, then context, then data, and the pipeline stage slowest, so that stages may be on
+different hosts while ranks that communicate most share one. Experts divide the ranks of one stage
+anew: expert-tensor fastest, then expert, then the copies of each expert.
 """
 
 from dataclasses import dataclass, fields
@@ -37,7 +37,7 @@ class ParallelSizes:
         """Refuse sizes that do not divide the ranks.
 
         Raises:
-            ConfigError: naming both numbers.
+            ConfigError: the sizes do not divide the ranks; the message names both numbers.
         """
         whole = {
             "tensor_parallel": self.tensor,
@@ -70,11 +70,11 @@ class ParallelSizes:
 
     @property
     def microbatch_multiple(self) -> int:
-        """What the number of microbatches must be a multiple of: interleaving goes in rounds."""
+        """Required divisor of the number of microbatches: interleaving works in rounds."""
         return self.pipeline if self.chunks > 1 else 1
 
     def others(self) -> dict[str, int]:
-        """Return the sizes above 1, but that of tensor parallelism, by field."""
+        """Return the sizes above 1 by field, without tensor parallelism."""
         every = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensor"}
         return {name: size for name, size in every.items() if size > 1}
 
@@ -98,12 +98,12 @@ class ParallelSizes:
     ) -> tuple[int, ...]:
         """Return the layers of each stage in order, chunk by chunk where they are interleaved.
 
-        Not given, they are divided evenly; of a remainder the stages in the middle take one more
-        each, since the first one has the embedding and the last the output layer besides.
+        Without ``given``, layers are divided evenly; stages in the middle take one more each of a
+        remainder, since the first stage also has the embedding and the last the output layer.
         ``setting`` names the model.
 
         Raises:
-            ConfigError: ``given`` does not fit to the stages or the layers, or a stage has none.
+            ConfigError: ``given`` does not fit the stages or the layers, or a stage has no layer.
         """
         stages = self.pipeline * self.chunks
         if not given:

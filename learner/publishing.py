@@ -30,14 +30,14 @@ class Publishing:
         """Make the memories and start the relays.
 
         Args:
-            model: this rank's part of it.
-            topology: of all ranks.
-            coordinator: of this rank.
+            model: this rank's part of the model.
+            topology: parallel topology of all ranks.
+            coordinator: coordinator of this rank.
             bucket_bytes: weightbus.bucket_bytes.
-            contents: what a version consists of.
-            in_parts: every host keeps the tensors that it writes.
-            part: this host's relay, on its first rank where that is not rank 0.
-            epoch: of this learner.
+            contents: tensors that a version consists of.
+            in_parts: True if every host keeps the tensors that it writes.
+            part: this host's part relay, on its first rank unless that is rank 0.
+            epoch: epoch of this learner.
         """
         self._coordinator = coordinator
         self._writer = writer = WeightWriter(
@@ -50,11 +50,11 @@ class Publishing:
         keys: list[str] = []
         if writer.num_parts > 1:
             mine = self._part.public if self._part is not None else ""
-            keys = [one.decode() for one in gather_bytes(mine.encode()) if one]
+            keys = [key.decode() for key in gather_bytes(mine.encode()) if key]
         coordinator.open_weights(writer.path, writer.layout, part_keys=keys)
 
     def write(self, version: PolicyVersion) -> int:
-        """Write this rank's share of a version; return the slot that it is in.
+        """Write this rank's share of a version; return the slot written to.
 
         Raises:
             PublishError: on every rank, if a tensor holds NaN or inf.
@@ -63,7 +63,7 @@ class Publishing:
         slot = coordinator.reserve()
         if self._part is not None:
             self._part.writing(slot)
-        if self._writer.num_parts > 1:  # no rank writes what a part still serves
+        if self._writer.num_parts > 1:  # no rank writes to a slot that a part still serves
             coordinator.barrier()
         bad = self._writer.write(slot)
         if coordinator.on_any(bool(bad)):
@@ -72,7 +72,7 @@ class Publishing:
         return slot
 
     def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
-        """Hand what ``write`` wrote to the relays, with its probe; the transfer does not wait."""
+        """Hand the version written to the relays, with its probe; the transfer does not wait."""
         if self._part is not None:
             self._part.written(version, slot)
         self._coordinator.publish(version, slot, probe)

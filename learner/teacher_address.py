@@ -1,4 +1,4 @@
-"""Valid values of algo.teacher.endpoint; without torch, to refuse others before a run starts."""
+"""Valid values of algo.teacher.endpoint, without torch: invalid ones are refused before a start."""
 
 from urllib.parse import urlsplit
 
@@ -9,7 +9,7 @@ def refuse_no_address(endpoint: str) -> None:
     """Refuse an invalid server address.
 
     Raises:
-        ConfigError: with the reason, and no password.
+        ConfigError: the address is invalid; the message has the reason, but no password.
     """
     try:
         parts = urlsplit(endpoint)
