@@ -1,4 +1,4 @@
-"""What a node says of itself when the nodes meet, and why two of them cannot train together."""
+"""Facts that a node presents when the nodes meet, and reasons that two cannot train together."""
 
 import json
 from importlib.metadata import version as package_version
@@ -9,7 +9,7 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.models.model_digests import model_digests, short_digest
 from slipstream.wire.process.cards import flat
 
-_OF_A_HOST = frozenset({"threads"})  # of [learner]: may differ between nodes
+_OF_A_HOST = frozenset({"threads"})  # settings of [learner] that may differ between nodes
 _RUN = ("mode", "steps", "group_size", "groups_per_step", "seed")
 _BUS = ("bucket_bytes", "parts", "probe_every", "probe_sequences", "probe_tokens")
 _PACKAGES = ("torch", "megatron-core")
@@ -21,16 +21,16 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     host: str
     pid: int
-    facts: dict[str, str]  # what every node must have in common, in the order of comparison
+    facts: dict[str, str]  # equal on all nodes; in the order of comparison
 
 
 def facts_of(
     settings: LearnerSettings, *, replays: bool, resumes: bool, device: str
 ) -> dict[str, str]:
-    """Return what every node of a learner must have in common, by setting or option.
+    """Return the facts that all nodes of a learner must have in common, by setting or option.
 
-    Libraries first: where they differ nothing else can be relied on. Builds of one release of
-    torch understand each other. What may hold a password is only a digest.
+    Libraries come first: if they differ, nothing else can be relied on. Builds of one release of
+    torch understand each other. A value that may hold a password is replaced by its digest.
     """
     facts = {"run.name": settings.run.name}
     facts |= {name: package_version(name).partition("+")[0] for name in _PACKAGES}
@@ -38,7 +38,9 @@ def facts_of(
     learner = flat("learner", msgspec.to_builtins(settings.learner))
     first = ("ranks", "ranks_per_node", "tensor_parallel", "pipeline_parallel", "dtype")
     facts |= {f"learner.{name}": learner[f"learner.{name}"] for name in first}
-    facts |= {f"{part} in run.model": one for part, one in model_digests(settings.model).items()}
+    facts |= {
+        f"{part} in run.model": digest for part, digest in model_digests(settings.model).items()
+    }
     facts["run.dir with run.name"] = str(settings.run.folder.resolve())
     facts["--replay"] = "given" if replays else "not given"
     facts["--resume"] = "auto" if resumes else "not given"
@@ -53,7 +55,7 @@ def facts_of(
     facts["eval.file or eval.sets"] = "given" if settings.eval.enabled else "not given"
     facts |= flat("eval", {k: v for k, v in evaluation.items() if k not in {"file", "sets"}})
     bus = settings.weightbus
-    facts["weightbus.digests"] = bus.digest_kind  # with auto it depends on weightbus.bulk
+    facts["weightbus.digests"] = bus.digest_kind  # "auto" depends on weightbus.bulk
     facts |= {f"weightbus.{name}": json.dumps(getattr(bus, name)) for name in _BUS}
     facts["sampling.temperature"] = json.dumps(settings.sampling.temperature)
     return facts

@@ -1,13 +1,13 @@
 """The start of a learner on several nodes: they meet at node 0, which admits or refuses each.
 
-Node 0 holds the store. Every other node writes its card there and waits for an answer; node 0
-compares it with its own, shows a file of the run folder, which the node must see, and lets all of
-them begin together. No collective begins before that. Keys, with N counted up from 1:
+Node 0 holds the store. Every other node writes its card there and waits for an answer. Node 0
+compares the card with its own, shows a file in the run folder, which the node must see, and lets
+all nodes begin together. No collective begins before that. Keys, with N counted up from 1:
 
-    arrivals     how many processes came
-    card/N       one of them                             by that process
+    arrivals     number of processes that came
+    card/N       card of the Nth process                 by that process
     beat/N       counted up while it waits               by that process
-    answer/N     that it may stay, or why not            by node 0
+    answer/N     admission, or the reason against it     by node 0
     report/N     that it sees the file, or why not       by that process
     gone/N       it was asked to end                     by that process
     begin        hosts of all nodes; every one is there  by node 0
@@ -39,9 +39,9 @@ from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
-_GONE_S = 30.0  # without a beat of a process that waits: it is gone, and another may be this node
-_SEEN_S = 10.0  # for a file of node 0 to appear on another node: shared file systems cache names
-_LAST_WORD_S = 5.0  # for the others to read why node 0 ends; nothing depends on it
+_GONE_S = 30.0  # silence after which a waiting process is gone, and another may be this node
+_SEEN_S = 10.0  # time for node 0's file to appear on another node: file systems cache names
+_LAST_WORD_S = 5.0  # time for the others to read why node 0 ends; nothing depends on it
 _MOST_TEXT = 2_000
 _SETTING = "learner.rendezvous_timeout_s"
 
@@ -51,29 +51,29 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str = ""
     is_taken: bool = False  # another process is this node
-    file: str = ""  # which the node must see, and its content
+    file: str = ""  # file that the node must see, and its content
     content: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """Every node is there: its host, and the number under which it came."""
+    """Signal to begin: each node's host, and the number under which it came."""
 
     hosts: dict[int, str]
     numbers: dict[int, int]
 
 
 class Arrival:
-    """A process that came as a node, as node 0 knows it."""
+    """A process that came as a node, as seen by node 0."""
 
     def __init__(self, number: int, card: Card, beat: int) -> None:
         self.number = number
         self.card = card
         self._beat = beat
         self._patience = Patience("", _GONE_S, log=lambda _line: None)
-        self.seen_by_double = 0  # its beat when a second process came as the same node
+        self.seen_by_double = 0  # beat at the time a second process came as the same node
 
     def is_silent(self, beat: int) -> bool:
-        """True if it has not counted for so long that it is gone; ``beat`` is its count now."""
+        """Return True if it has not counted for so long that it is gone; ``beat`` is its count."""
         if beat != self._beat:
             self._beat, self._patience = beat, Patience("", _GONE_S, log=lambda _line: None)
         return self._patience.is_over()
@@ -81,7 +81,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """All nodes are there: the store's client, and each node's host."""
+    """Result of a complete meeting: the store's client, and each node's host."""
 
     store: TCPStore
     address: Address
@@ -106,12 +106,12 @@ class Host:
     file: Path
     content: str
     admitted: dict[int, Arrival] = field(default_factory=dict)
-    waiting: list[Arrival] = field(default_factory=list)  # as a node that is there already
+    waiting: list[Arrival] = field(default_factory=list)  # arrivals as a node that is there already
     doubles: list[str] = field(default_factory=list)  # nodes that two processes came as
     num_seen: int = 0
 
     def look(self) -> None:
-        """Answer whoever came.
+        """Answer new arrivals.
 
         Raises:
             ConfigError: a node cannot train with this one, or does not see the run folder.
@@ -142,7 +142,7 @@ class Host:
                 raise ConfigError(error)
 
     def missing(self) -> list[int]:
-        """Return the nodes that have not come, or not yet reported that they see the file."""
+        """Return the nodes that have not come, or have not yet reported that they see the file."""
         return [
             node
             for node in range(1, self.place.layout.nodes)
@@ -151,7 +151,7 @@ class Host:
         ]
 
     def named(self, card: Card) -> str:
-        """Return a process that came as a node, as it is called in logs."""
+        """Return an arrival's name in logs."""
         host, ours = one_line(card.host, most=100), self.place.layout
         if not 0 <= card.node < ours.nodes:
             return f"node {card.node} (host {host})"
@@ -209,10 +209,10 @@ class Host:
 
 
 class LateComers:
-    """Node 0's answers to processes that come as a node when all nodes have begun.
+    """Node 0's answers to processes that come as a node after all nodes have begun.
 
-    One that comes while its node is alive is refused. One whose node has just died is left to wait:
-    it finds the next node 0.
+    A process that comes while its node is alive is refused. If its node has just died, it is left
+    to wait: it finds the next node 0.
     """
 
     def __init__(self, store: Store, place: Place, hosts: Mapping[int, str]) -> None:
@@ -220,10 +220,10 @@ class LateComers:
         self._place = place
         self._hosts = hosts
         self._num_answered = 0
-        self._waiting: dict[int, tuple[Card, int]] = {}  # by number: and life of its node then
+        self._waiting: dict[int, tuple[Card, int]] = {}  # by number; with its node's life then
 
     def look(self, life: Mapping[int, int]) -> None:
-        """Answer whoever came; ``life`` counts the signs of life of each node."""
+        """Answer new arrivals; ``life`` counts the signs of life of each node."""
         store = self._store
         for number in range(self._num_answered + 1, _count(store, "arrivals") + 1):
             if not store.check([f"card/{number}"]):
@@ -251,7 +251,7 @@ class LateComers:
 def host_nodes(
     store: TCPStore, place: Place, card: Card, run_folder: Path, *, timeout_s: float
 ) -> dict[int, str]:
-    """Wait on node 0 until every node is there, and let them begin; return their hosts.
+    """Wait on node 0 until every node is there, and let all begin; return their hosts.
 
     Raises:
         ConfigError: a node cannot train with this one, or does not see the run folder.
@@ -273,8 +273,8 @@ def host_nodes(
             if patience.is_over():
                 raise PeerLostError(_missing_line(place, missing, host.doubles, timeout_s))
             time.sleep(_POLL_S)
-        hosts = {0: card.host} | {n: one.card.host for n, one in host.admitted.items()}
-        numbers = {node: one.number for node, one in host.admitted.items()}
+        hosts = {0: card.host} | {n: arrival.card.host for n, arrival in host.admitted.items()}
+        numbers = {node: arrival.number for node, arrival in host.admitted.items()}
         begin = Begin(hosts=hosts, numbers=numbers)
         store.set("begin", msgspec.json.encode(begin).decode())
         return hosts
@@ -292,7 +292,7 @@ def _missing_line(place: Place, missing: list[int], doubles: list[str], timeout_
 
 @contextmanager
 def _shown_file(run_folder: Path) -> Iterator[tuple[Path, str]]:
-    """Write a file that the other nodes must see; its name was never looked up before."""
+    """Write a file that the other nodes must see, under a name never looked up before."""
     run_folder.mkdir(parents=True, exist_ok=True)
     content = secrets.token_hex(16)
     file = run_folder.resolve() / f".nodes-{content}"
@@ -305,7 +305,7 @@ def _shown_file(run_folder: Path) -> Iterator[tuple[Path, str]]:
 
 @contextmanager
 def _last_word(store: TCPStore) -> Iterator[None]:
-    """Tell the nodes that wait why node 0 ends before they begin, and let them read it."""
+    """Tell waiting nodes why node 0 ends before they begin, and let them read it."""
     try:
         yield
     except BaseException as error:
@@ -320,9 +320,9 @@ def _last_word(store: TCPStore) -> Iterator[None]:
 
 
 def join_nodes(place: Place, card: Card, *, timeout_s: float, key_timeout_s: float) -> Meeting:
-    """Go to node 0, wait for it if it is not there yet, and until all nodes may begin.
+    """Join node 0, once it is there, and wait until all nodes may begin.
 
-    A node 0 that is lost before that is waited for again: it may be restarted.
+    If node 0 is lost before that, it is waited for again: it may be restarted.
 
     Raises:
         ConfigError: node 0 refuses this node, or this one does not see the run folder.
@@ -400,7 +400,7 @@ class _Guest:
         store = self._store
         while True:
             asked(lambda: store.add(f"beat/{self._number}", 1))
-            has_failed = asked(lambda: store.check(["failed"]))  # written after its answers
+            has_failed = asked(lambda: store.check(["failed"]))  # written after node 0's answers
             if asked(lambda: store.check([key])):
                 value: bytes = asked(lambda: store.get(key))
                 return value
@@ -450,7 +450,7 @@ class _Guest:
 
 
 def _card(store: Store, number: int) -> Card | None:
-    """Return the card of a process that came; None if it is none."""
+    """Return the card of an arrival; None if it is invalid."""
     try:
         return msgspec.json.decode(store.get(f"card/{number}"), type=Card)
     except msgspec.MsgspecError as error:

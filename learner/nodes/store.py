@@ -11,7 +11,7 @@ from slipstream.weightbus.net import threads
 from slipstream.wire.settings.rendezvous import Address
 
 T = TypeVar("T")
-ANSWER_S = 5.0  # of a store that is there; a request that takes longer is given up
+ANSWER_S = 5.0  # limit for an answer of the store; a longer request is given up
 
 
 class StoreLostError(Exception):
@@ -21,15 +21,15 @@ class StoreLostError(Exception):
 def connect(address: Address, *, timeout_s: float) -> TCPStore:
     """Return a client of the store that node 0 holds. Blocks for at most ``2 * ANSWER_S``.
 
-    torch's own connect retries and logs for as long as its timeout: it is called where somebody
-    listens.
+    torch's own connect retries and logs for as long as its timeout, so it is called only if the
+    address listens.
 
     Args:
-        address: of the store.
-        timeout_s: for keys, of the client.
+        address: address of the store.
+        timeout_s: the client's timeout for keys.
 
     Raises:
-        StoreLostError: nobody listens there, or what listens is no such store.
+        StoreLostError: the address does not listen, or its listener is no such store.
     """
     try:
         socket.create_connection(address, timeout=ANSWER_S).close()
@@ -48,7 +48,7 @@ def asked(request: Callable[[], T]) -> T:
     """Return the answer of a store that another process holds.
 
     Raises:
-        StoreLostError: there is none in time, or the connection is closed.
+        StoreLostError: no answer came in time, or the connection is closed.
     """
     try:
         return threads.in_time(request, ANSWER_S)

@@ -1,4 +1,4 @@
-"""Which node's end ends the learner, decided from what a node sees."""
+"""Decision which node's end ends the learner, from one node's view."""
 
 import signal
 from collections.abc import Mapping, Set
@@ -11,29 +11,29 @@ from slipstream.wire.errors import text_of
 from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.visible import one_line
 
-EXIT_COLLECTIVE = 4  # of a rank in which a collective failed: another rank is the reason
-_CONSEQUENCES = (EXIT_COLLECTIVE, -signal.SIGABRT)  # the second by NCCL's watchdog
+EXIT_COLLECTIVE = 4  # exit code after a failed collective: another rank is the reason
+_CONSEQUENCES = (EXIT_COLLECTIVE, -signal.SIGABRT)  # NCCL's watchdog aborts
 _COLLECTIVES = ("gloo", "nccl")  # torch raises their failures as RuntimeError, named in the text
-_MOST_TEXT = 2_000  # characters; the store that carries it knows no authentication
+_MOST_TEXT = 2_000  # characters; the store that carries the text has no authentication
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The node that ended first, and why; every node learns the same one."""
+    """The node that ended first, and why; all nodes learn the same."""
 
     node: int
     text: str
     orderly: bool = False  # it was asked to end and had nothing to save
 
     def line(self, layout: Layout, hosts: Mapping[int, str]) -> str:
-        """Return it as the reason of this node's end."""
+        """Return a line with this end as the reason of a node's end."""
         text = one_line(self.text, most=_MOST_TEXT)
         return f"{layout.named(self.node, hosts.get(self.node, ''))} ended: {text}"
 
     def exit_code(self, node: int, *, asked_to_stop: bool) -> int:
-        """Return the code that a node ends with for it.
+        """Return the exit code of a node that ends for this reason.
 
-        ``asked_to_stop`` is what this node was: that excuses every node but the one that saves,
-        unless the other end was asked for, too.
+        ``asked_to_stop`` is True if this node was asked to stop: that excuses every node except
+        node 0, which saves; node 0 is excused only if the first end was asked for, too.
         """
         if self.orderly and (self.node == 0 or asked_to_stop):
             return 0
@@ -41,39 +41,39 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ended_by(node: int, error: BaseException) -> Ended:
-    """Return what the other nodes are told of an error that ends this one."""
+    """Return the report to the other nodes of an error that ends this node."""
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return Ended(node=node, text="it was asked to end", orderly=True)
     return Ended(node=node, text=text_of(error))
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """True if an error says that a collective failed here, for a reason that is elsewhere."""
+    """Return True if an error says that a collective failed here, for a reason elsewhere."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(name in text for name in _COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a node sees of itself and of the others at one moment."""
+    """State of a node and of the others at one moment, as this node sees it."""
 
     node: int
-    ended: Ended | None = None  # what the nodes know already
+    ended: Ended | None = None  # reason known to the nodes already
     lost: str = ""  # why node 0 cannot be reached any more
     silent: str = ""  # how long node 0 has given no sign of life, if that is too long
-    silent_nodes: Mapping[int, str] = field(default_factory=dict)  # the same, of others
-    dead_ranks: Mapping[int, int] = field(default_factory=dict)  # exit codes of ranks here
-    is_unexplained: bool = False  # for too long: a collective failed here
+    silent_nodes: Mapping[int, str] = field(default_factory=dict)  # the same for other nodes
+    dead_ranks: Mapping[int, int] = field(default_factory=dict)  # exit codes of ranks on this node
+    is_unexplained: bool = False  # a collective failed here, too long ago
     stopping: Set[int] = frozenset()  # nodes that were asked to end
     stop_is_ours: bool = False  # node 0 was asked to end, too, or may still be
 
 
 def verdict_of(view: View) -> Ended | None:
-    """Return whose end ends this node; None while all is well.
+    """Return the end that ends this node; None while all is well.
 
-    What the nodes know already goes first; then a rank of this node that ended for a reason of its
-    own, since the other nodes cannot see it; then what only node 0 can judge: silence, and a stop
-    that it was not asked for; last a rank that ended because of another that nobody knows.
+    The order: a reason known to the nodes already; a rank of this node that ended for a reason of
+    its own, since the other nodes cannot see it; findings of node 0 alone: silence, and a stop that
+    node 0 was not asked for; last, a rank that ended because of another, still unknown end.
     """
     if view.ended is not None:
         return view.ended

@@ -1,13 +1,13 @@
 """Notices on each node that the learner has ended on another, and ends it here.
 
-Two threads, beside the one that trains. The *pulse* exchanges signs of life through node 0's store,
-and may be held up by it; the *watch* never is: it looks at what the pulse has heard, at this
-node's ranks and at the clock, and decides (verdict.py). The thread that trains may be inside a
-collective that never ends: where it does not end by itself, the process is ended around it. Its
-ranks end with it, the relay does not. Keys:
+Two threads run besides the training thread. The *pulse* exchanges signs of life through node 0's
+store, and may be held up by it. The *watch* is never held up: it reads what the pulse has heard,
+this node's ranks and the clock, and decides (verdict.py). The training thread may be inside a
+collective that never ends: if it does not end by itself, the process is ended around it. The
+process's ranks end with it, the relay does not. Keys:
 
     life/K   counted up by node K        stop/K   node K was asked to end
-    done/K   node K has nothing to do    ended    whose end ends the learner, and why
+    done/K   node K has nothing to do    ended    node whose end ends the learner, and why
 """
 
 import logging
@@ -33,18 +33,18 @@ from slipstream.wire.process.patience import Patience
 _log = logging.getLogger(__name__)
 _PULSE_S = 0.5
 _WATCH_S = 0.25
-_GRACE_S = 5.0  # for the thread that trains to end by itself, with a better reason
-_STOP_GRACE_S = 5.0  # for node 0 to be asked to end, too, when another node was
-_SETTLE_S = 1.5  # in which the last signs of life of a node arrive
-_EXPLAIN_S = 3.0  # after that, for node 0 to find out who is silent, once a collective has failed
-_HEAR_S = 10.0  # for the others to hear it from node 0
-_SPREAD_S = 5.0  # for the other nodes to hear why this one ends; nothing depends on it
+_GRACE_S = 5.0  # time for the training thread to end by itself, with a better reason
+_STOP_GRACE_S = 5.0  # time for node 0 to be asked to end, too, after another node was
+_SETTLE_S = 1.5  # time for the last signs of life of a node to arrive
+_EXPLAIN_S = 3.0  # then, after a failed collective: time for node 0 to find the silent node
+_HEAR_S = 10.0  # time for the others to hear it from node 0
+_SPREAD_S = 5.0  # time for the other nodes to hear why this one ends; nothing depends on it
 _POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What the pulse has heard, for the other threads; replaced values, never changed ones."""
+    """News from the pulse for the other threads; values are replaced, never changed."""
 
     life: Mapping[int, int] = field(default_factory=dict)
     stopping: frozenset[int] = frozenset()
@@ -55,10 +55,10 @@ class _Heard:
 
 
 class NodeWatch:
-    """Watches the other nodes, and tells them of this one, while its block runs.
+    """Watches the other nodes, and reports this one to them, while its block runs.
 
-    An error of the block is told to them. If it is that of a collective, the block ends with its
-    reason instead; or in order (``SystemExit``), if node 0 was asked to end.
+    An error of the block is reported to them. If a collective failed, the block ends with the
+    reason for that instead; or cleanly (``SystemExit``), if node 0 was asked to end.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class NodeWatch:
         """Prepare.
 
         Args:
-            meeting: of all nodes; its store's client is ours from now on.
+            meeting: meeting of all nodes; the watch now owns its store's client.
             place: this node.
-            stop: what this process was asked.
-            silence_s: after which a node is gone.
-            end_timeout_s: for the other nodes to end after node 0 has.
+            stop: requests to stop this process.
+            silence_s: silence after which a node is gone.
+            end_timeout_s: time for the other nodes to end after node 0.
         """
         self._store = meeting.store
         self._address = meeting.address
@@ -90,12 +90,12 @@ class NodeWatch:
         self._end_timeout_s = end_timeout_s
         self._late = LateComers(meeting.store, place, meeting.hosts)
         self._heard = _Heard()
-        self._posts: list[tuple[str, str]] = []  # to be written by the pulse
+        self._posts: list[tuple[str, str]] = []  # posts for the pulse to write
         self._children: Mapping[int, subprocess.Popen[bytes]] = {}
-        self._lock = threading.Lock()  # over which thread ends the process
-        self._is_handled = False  # the thread that trains does it
+        self._lock = threading.Lock()  # decides which thread ends the process
+        self._is_handled = False  # the training thread ends the process
         self._is_over = threading.Event()
-        self._patience: dict[int, tuple[int, Patience]] = {}  # by node: of its life so far
+        self._patience: dict[int, tuple[int, Patience]] = {}  # by node: last life, patience since
         self._stopping_since_s: float | None = None
         self._trouble_s: float | None = None  # when a collective failed on this node
         self._before: tuple[float, Mapping[int, int]] | None = None  # signs of life after that
@@ -119,8 +119,8 @@ class NodeWatch:
         """End together with the other nodes.
 
         Raises:
-            PeerLostError: another node has ended before its time.
-            ChildDiedError: this one has, inside a collective.
+            PeerLostError: another node has ended early.
+            ChildDiedError: this node has, inside a collective.
             SystemExit: node 0 was asked to end.
         """
         try:
@@ -137,14 +137,14 @@ class NodeWatch:
         finally:
             self._is_over.set()
 
-    # ---- the thread that trains ----------------------------------------------
+    # ---- the training thread -------------------------------------------------
 
     def _finish(self) -> None:
         """Report that this node has nothing more to do; node 0, which holds the store, is last."""
         self._post(f"done/{self._node}", "yes")
         patience = Patience("the other nodes to end", self._end_timeout_s)
         while True:
-            may_leave = self._may_leave()  # a node that has ended for a reason says both
+            may_leave = self._may_leave()  # read first: a node that ends for a reason posts both
             if (ended := self._heard.ended) is not None and ended.node != self._node:
                 with self._lock:
                     self._is_handled = True
@@ -152,7 +152,7 @@ class NodeWatch:
             if may_leave:
                 break
             if self._heard.lost and self._node != 0:
-                break  # node 0 was done before our word of it arrived, or its watch ends the others
+                break  # node 0 was done before our post arrived, or its watch ends the others
             if patience.is_over():
                 late = [self._named(node) for node in self._others if node not in self._heard.done]
                 raise PeerLostError(
@@ -170,10 +170,10 @@ class NodeWatch:
         return done.issuperset(self._others)
 
     def _explained(self) -> Ended | None:
-        """Wait until it is known whose end made a collective fail here; None if that stays unknown.
+        """Wait for the end that made a collective fail here; None if it stays unknown.
 
-        Node 0 takes a node for gone that gives no sign of life from now on, and the others wait
-        longer, for what it finds.
+        Node 0 takes a node for gone if it gives no sign of life from now on. The other nodes wait
+        longer, for node 0's finding.
         """
         self._note_trouble()
         wait_s = _SETTLE_S + _EXPLAIN_S + _PULSE_S if self._node == 0 else _HEAR_S
@@ -189,7 +189,7 @@ class NodeWatch:
             self._trouble_s = time.monotonic()
 
     def _tell(self, ended: Ended) -> None:
-        """Have the other nodes know why this one ends; the first such word stays."""
+        """Tell the other nodes why this one ends; the first such report stays."""
         self._post("ended", msgspec.json.encode(ended).decode())
         end_s = time.monotonic() + _SPREAD_S
         while time.monotonic() < end_s and not self._heard.lost:
@@ -243,7 +243,7 @@ class NodeWatch:
         )
 
     def _may_be_ours(self, heard: _Heard) -> bool:
-        """True while a stop of other nodes may be one of the whole learner."""
+        """Return True while a stop of other nodes may be a stop of the whole learner."""
         if not heard.stopping or self._stop.arrived:
             return True
         if self._stopping_since_s is None:
@@ -264,7 +264,7 @@ class NodeWatch:
         return {node: text for node, text in found.items() if text}
 
     def _silence(self, node: int, life: int) -> str:
-        """Return why a node counts as gone, by its count of signs of life; empty if it does not."""
+        """Return why a node counts as gone, by its count of signs of life; empty if not gone."""
         count, patience = self._patience.get(node, (-1, None))
         if patience is None or count != life:
             what = f"a sign of life of {self._named(node)}"
@@ -275,7 +275,7 @@ class NodeWatch:
         return f"it gave no sign of life for {self._silence_s:g} s (learner.node_silence_s)"
 
     def _force(self, ended: Ended, *, grace_s: float = 0.0) -> None:
-        """End this process, if the thread that trains does not within the grace."""
+        """End this process, if the training thread does not end it within the grace."""
         if self._heard.ended is None:
             self._post("ended", msgspec.json.encode(ended).decode())
         end_s = time.monotonic() + grace_s
@@ -310,21 +310,21 @@ class NodeWatch:
                         self._store.set(key, value)
                     posted += 1
                 self._exchange()
-            except RuntimeError as error:  # from torch: the connection is closed
+            except RuntimeError as error:  # torch: the connection is closed
                 self._heard.lost = self._heard.lost or str(error).partition("\n")[0]
                 return
             if self._is_over.wait(0.0 if len(self._posts) > posted else _PULSE_S):
                 return
 
     def _exchange(self) -> None:
-        """Give a sign of life and hear what the others have said."""
+        """Give a sign of life and read the other nodes' posts."""
         heard, store = self._heard, self._store
         store.add(f"life/{self._node}", 1)
         nodes = range(self._place.layout.nodes)
         heard.life = {node: int(store.add(f"life/{node}", 0)) for node in nodes}
         heard.stopping = frozenset(node for node in nodes if store.check([f"stop/{node}"]))
         done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
-        if heard.ended is None and store.check(["ended"]):  # after what it may be the reason for
+        if heard.ended is None and store.check(["ended"]):  # last: it may explain the rest
             heard.ended = msgspec.json.decode(store.get("ended"), type=Ended)
             self._post(f"done/{self._node}", "yes")  # node 0 need not wait for us
         heard.done = done
