@@ -1,4 +1,4 @@
-"""What a version consists of: the whole model's weights, or the adapters of its layers alone."""
+"""Contents of a version: the whole model's weights, or only the adapters of its layers."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -17,27 +17,27 @@ from slipstream.wire.models.families.parts import HfTensor, Parameter
 class Contents(Protocol):
     """The tensors of a version, and this rank's parts of them."""
 
-    in_parts: bool  # every host of the learner may keep some of the tensors
+    in_parts: bool  # True if every host of the learner may keep some of the tensors
 
     def specs(self) -> list[TensorSpec]:
         """Return all tensors."""
         ...
 
     def held(self) -> Iterator[tuple[str, Shard]]:
-        """Yield the parts that this rank could write, by names of its own."""
+        """Yield the parts that this rank could write, by their own names."""
         ...
 
     def parameter(self, name: str) -> Parameter:
-        """Return the tensors of the part of this name, of any rank."""
+        """Return the tensors of the part of this name, on any rank."""
         ...
 
     def current(self, name: str, shard: Shard) -> Shard:
-        """Return a part of this rank as it is to be written now."""
+        """Return a part of this rank as it must be written now."""
         ...
 
 
 class WholeModel:
-    """All weights, with the adapters in them."""
+    """All weights, with adapters merged in."""
 
     in_parts = True
 
@@ -57,12 +57,12 @@ class WholeModel:
         return parameter_of(self._model, name)
 
     def current(self, name: str, shard: Shard) -> Shard:
-        """Return a part with what its adapter adds."""
+        """Return a part with its adapter's addition."""
         return with_adapter(self._model, name, shard)
 
 
 class AdaptersAlone:
-    """A and B of every adapter, by PEFT's names: few bytes, kept on the first host."""
+    """A and B of every adapter, by PEFT's names; these few bytes are kept on the first host."""
 
     in_parts = False
 
@@ -71,7 +71,7 @@ class AdaptersAlone:
         self._adapters = adapters_of(model)
 
     def specs(self) -> list[TensorSpec]:
-        """Return all A and B, of the model's type."""
+        """Return all A and B, in the model's type."""
         shapes = adapter_shapes(hf_shapes(self._model.hf_config), self._adapters.facts)
         dtype = str(self._model.config.params_dtype).removeprefix("torch.")
         return [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
@@ -90,5 +90,5 @@ class AdaptersAlone:
 
 
 def one_tensor(name: str) -> Parameter:
-    """Return the parameter that is one tensor as it is."""
+    """Return a parameter that is a single unchanged tensor."""
     return Parameter("copy", (HfTensor(name, ()),))

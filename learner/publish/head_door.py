@@ -1,4 +1,4 @@
-"""Where the head relay listens, as rank 0 posts it for the first ranks of the other hosts."""
+"""Address of the head relay, posted by rank 0 for the first ranks of the other hosts."""
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in the stubs
@@ -10,17 +10,17 @@ _KEY = "head"
 
 
 class HeadDoor:
-    """The posted address. A head that replaces another has another."""
+    """The posted address. A new head has a new address."""
 
     def __init__(self, store: Store) -> None:
-        """Use a store that the ranks share and that is this object's alone."""
+        """Take a client of the store that the ranks share; only this object may use the client."""
         self._store = PrefixStore("weights", store)
 
     def post(self, door: RelayAddress) -> None:
         """Show the address to the others. Blocks; any thread.
 
         Raises:
-            PublishError: the store is gone, and rank 0 of the learner with it.
+            PublishError: the store is gone, and with it rank 0 of the learner.
         """
         try:
             self._store.set(_KEY, msgspec.json.encode(door).decode())
@@ -28,7 +28,7 @@ class HeadDoor:
             raise PublishError(f"the ranks' store is gone: {error}") from error
 
     def read(self) -> RelayAddress | None:
-        """Return the posted address, if one is. Blocks; any thread.
+        """Return the posted address, if any. Blocks; any thread.
 
         Raises:
             PublishError: the store is gone.

@@ -20,7 +20,7 @@ _LOOK_S = 1.0
 
 
 class PartLink:
-    """A thread without a loop's view of it."""
+    """View of the part relay for a thread without a loop."""
 
     def __init__(
         self, loop: BackgroundLoop, run: RunSection, launch: RelayLaunch, head: HeadDoor
@@ -33,11 +33,11 @@ class PartLink:
         self._head = head
         public, secret = zmq.curve_keypair()
         self.public = public.decode()
-        """Its public key (Z85)."""
+        """Public key of the relay (Z85)."""
         self._secret = secret.decode()
 
     def open(self, path: str, layout: WeightManifest, *, epoch: int, run_id: str) -> None:
-        """Start the relay, with the place of this host's part."""
+        """Start the relay on the memory of this host's part."""
         loop = self._loop
         loop.start(self._link.run())
         opening = self._link.open(path, layout, epoch=epoch, run_id=run_id, part=self._part)
@@ -45,7 +45,7 @@ class PartLink:
         loop.start(self._follow(epoch))
 
     def writing(self, slot: int) -> None:
-        """Have nothing served from a slot that is about to be written."""
+        """Have the relay serve nothing from a slot about to be written."""
         self._loop.check()
         self._loop.run(self._link.writing(slot))
 
@@ -58,7 +58,7 @@ class PartLink:
         self._loop.run(self._link.end())
 
     async def _follow(self, epoch: int) -> None:
-        """Tell the relay of every head, until cancelled."""
+        """Pass every new head's address to the relay, until cancelled."""
         while True:
             try:
                 door = await asyncio.to_thread(self._head.read)

@@ -1,7 +1,7 @@
 """The connection of a host's first rank to its relay.
 
-That outlives the learner and is restarted when it dies. Rank 0's is the head; those of other hosts
-are parts.
+A relay outlives the learner and is restarted when it dies. Rank 0's relay is the head; the relays
+of other hosts are parts.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 
 _log = logging.getLogger(__name__)
-_ANSWER_S = 5.0  # without a sign of life, as all of these
-_FIRST_ANSWER_S = 1.0  # of a relay that may be there; doubled while one starts
+_ANSWER_S = 5.0  # wait without a sign of life, as all waits below
+_FIRST_ANSWER_S = 1.0  # wait for a relay that may exist; doubled while one starts
 _MAX_FIRST_ANSWER_S = 16.0
 _START_S = 120.0
 _WATCH_S = 1.0
@@ -49,8 +49,8 @@ _POLL_S = 0.02
 class RelayLink:
     """The learner's end of its relay. Use it inside one event loop.
 
-    While there is no relay the learner trains on: no engine reads then, so the next slot is ours to
-    choose, and the new relay serves the newest version that was written.
+    Training continues while there is no relay: no engine reads then, so the next slot is ours to
+    choose, and the new relay serves the newest version written.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class RelayLink:
     ) -> None:
         """Prepare to start a relay, which listens for us at ``endpoint``.
 
-        ``on_door`` is told where each relay listens for other hosts, in a thread: it may wait.
+        ``on_door`` receives each relay's address for other hosts, in a thread: it may wait.
         """
         self._endpoint = endpoint
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._one_at_a_time = asyncio.Lock()
         self._process = RelayProcess(launch)
-        self._served_by = 0  # the relay that knows our memory; 0: none, slots are ours to choose
-        self._was_shown = False  # our memory, to a relay that may live and serve it
+        self._served_by = 0  # pid of the relay that knows our memory; 0: slots are ours to choose
+        self._was_shown = False  # True if a relay that may be alive knows our memory
         self._memory: OpenMemory | None = None
         self._is_down = asyncio.Event()
         self._is_ending = False
         self._on_door = on_door
         self._door: RelayAddress | None = None
-        self._has_moved = asyncio.Event()  # ``on_door`` is to be told
+        self._has_moved = asyncio.Event()  # set when ``on_door`` is due
         self._head: ServeHead | None = None
 
     # ---- keeping a relay -----------------------------------------------------
@@ -90,14 +90,14 @@ class RelayLink:
         """
         telling = asyncio.create_task(self._tell_door())
         try:
-            await self._adopt(_FIRST_ANSWER_S)  # an earlier learner may have left one
+            await self._adopt(_FIRST_ANSWER_S)  # an earlier learner may have left a relay
             while not self._is_ending:
                 if not self._served_by:
                     may_answer = is_relay(self._process.pid)
                     if not may_answer or not await self._adopt(_FIRST_ANSWER_S):
                         await self._start()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_down.wait(), _WATCH_S)  # noqa: TID251 cancelled by nobody
+                    await asyncio.wait_for(self._is_down.wait(), _WATCH_S)  # noqa: TID251 never cancelled
                 if self._served_by and not self._is_ending:
                     await self._check_alive()
             await asyncio.Event().wait()  # the socket is open until we are cancelled: for ``end``
@@ -108,7 +108,7 @@ class RelayLink:
                 self._context.term()
 
     async def _tell_door(self) -> None:
-        """Tell of one door after the other, the newest where several came meanwhile."""
+        """Report one address after the other, the newest if several came meanwhile."""
         while self._on_door is not None:
             await self._has_moved.wait()
             self._has_moved.clear()
@@ -126,7 +126,7 @@ class RelayLink:
                 await self._adopt(_ANSWER_S)
 
     async def _adopt(self, timeout_s: float) -> bool:
-        """Show our memory to a relay that answers, if one does; from then on it gives out slots."""
+        """Show our memory to a relay, if one answers; from then on the relay gives out slots."""
         try:
             async with self._one_at_a_time:
                 await self._exchange(Alive(), timeout_s=timeout_s)
@@ -138,7 +138,7 @@ class RelayLink:
                             self._check(await self._exchange(self._head))
                     if memory is self._memory:  # nothing was written meanwhile
                         break
-                if not self._process.has_our_settings:  # and serves no newer learner
+                if not self._process.has_our_settings:  # it serves no newer learner
                     _log.warning(
                         "the weight relay that an earlier learner left has other settings of "
                         "[weightbus]; it is replaced"
@@ -155,19 +155,19 @@ class RelayLink:
     async def _start(self) -> None:
         self._served_by = 0
         process = self._process.start()
-        self._was_shown = False  # every other has ended
+        self._was_shown = False  # every other relay has ended
         patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
         answer_s = _FIRST_ANSWER_S
         while process.poll() is None and not self._is_ending:
             adopting = asyncio.create_task(self._adopt(answer_s))
             try:
                 while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
-                    patience.is_over()  # sees whether it makes progress
+                    patience.is_over()  # notes signs of progress
                 if adopting.result():
                     return
             finally:
                 adopting.cancel()
-            answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # it may be slow and not deaf
+            answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # the relay may only be slow
             if patience.is_over():
                 _log.error("the weight relay does not answer: it %s", patience.why)
                 self._kill()
@@ -202,12 +202,12 @@ class RelayLink:
         """Announce where versions will be written.
 
         Args:
-            path: of the memory with the part's buckets of the layout.
-            layout: of the whole version.
-            epoch: of this learner.
-            run_id: as in the run folder's identity.json.
+            path: path of the memory with the part's buckets.
+            layout: layout of the whole version.
+            epoch: epoch of this learner.
+            run_id: identity of the run, from the run folder's identity.json.
             part: number of this host.
-            part_keys: for a head: public keys of parts 1, 2, ...
+            part_keys: public keys of parts 1, 2, ..., for a head.
         """
         memory = OpenMemory(
             epoch=epoch,
@@ -227,7 +227,7 @@ class RelayLink:
             await self._send(self._opened(), head)
 
     async def writing(self, slot: int) -> None:
-        """Have a part relay serve nothing from a slot that is about to be written.
+        """Have a part relay serve nothing from a slot about to be written.
 
         Raises:
             PublishError: no memory was opened.
@@ -238,7 +238,7 @@ class RelayLink:
             memory = msgspec.structs.replace(memory, whole=None)
         await self._send(memory, Writing(epoch=memory.epoch, slot=slot))
         if not self._served_by and self._was_shown:
-            self._kill()  # it must not read what is written now; one that starts knows no slot
+            self._kill()  # it must not read the slot now; a new relay knows no slot
 
     async def reserve(self) -> int:
         """Return the slot to write the next version into.
@@ -256,7 +256,7 @@ class RelayLink:
                         if isinstance(answer, Reserved):
                             memory = self._opened()
                             if memory.whole is not None and memory.slot == answer.slot:
-                                # It is overwritten now: no new relay may serve it.
+                                # The version is overwritten now: no new relay may serve it.
                                 self._memory = msgspec.structs.replace(memory, whole=None)
                             return answer.slot
                         self._check(answer)
@@ -272,7 +272,7 @@ class RelayLink:
         await self._send(memory, written)
 
     async def _send(self, memory: OpenMemory, request: RelayRequest) -> None:
-        """Send a request to the relay; ``memory`` is the request for a new relay instead."""
+        """Send a request to the relay; a new relay gets ``memory`` as its request instead."""
         self._memory = memory
         if not self._served_by:
             return
@@ -311,7 +311,7 @@ class RelayLink:
     # ---- the socket ----------------------------------------------------------
 
     def _check(self, answer: RelayAnswer) -> None:
-        """Raise the error of an answer; such a relay does not serve us."""
+        """Raise the error in an answer, if any; a relay that refuses does not serve us."""
         if not isinstance(answer, Ok) or not answer.error:
             return
         if answer.superseded:
@@ -325,7 +325,7 @@ class RelayLink:
         """Return the answer to a request; the caller holds the lock.
 
         Raises:
-            PublishError: there is none in time, and the relay does not serve us any more.
+            PublishError: no answer came in time; the relay does not serve us any more.
         """
         self._context = self._context or zmq.asyncio.Context()
         if self._socket is None:
@@ -350,7 +350,7 @@ class RelayLink:
                 was_serving = self._served_by != 0
                 self._lost(why)
                 if was_serving:
-                    self._kill()  # it must not read our next write
+                    self._kill()  # the relay must not read our next write
                 raise PublishError(f"{why} ({type(request).__name__})")
         answer = decode_relay_answer(receiving.result())
         if isinstance(answer, Ok):

@@ -1,4 +1,4 @@
-"""The relay's process: started by this learner, or left by an earlier one."""
+"""The relay's process, started by this learner or left by an earlier one."""
 
 import logging
 import os
@@ -25,17 +25,17 @@ _WINDOW_S = 120.0
 class RelayLaunch:
     """Start parameters of a relay.
 
-    ``lifeline`` is a descriptor whose end of file ends it; without one it ends by itself some time
-    after the learner.
+    ``lifeline`` is a descriptor whose end of file ends the relay; without one, the relay ends by
+    itself some time after the learner.
     """
 
-    settings: Sequence[str] = ()  # arguments that name them, as settings_arguments returns
+    settings: Sequence[str] = ()  # arguments from settings_arguments
     lifeline: int | None = None
-    digest: str = ""  # of the relay's settings; empty: those of a relay that is found are not known
-    part: int = 0  # number of this host of the learner; the relay of another than 0 is a part
+    digest: str = ""  # digest of the relay's settings; empty: a found relay's are unknown
+    part: int = 0  # number of this host of the learner; above 0 the relay is a part
     parts: int = 1  # hosts that keep tensors
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
-    """Of before this process chose interfaces for its own groups."""
+    """Environment from before this process chose interfaces for its own groups."""
 
 
 class RelayProcess:
@@ -46,12 +46,12 @@ class RelayProcess:
     ) -> None:
         self._launch = launch
         self._popen = popen or subprocess.Popen
-        self._started: subprocess.Popen[bytes] | None = None  # that we started last
-        self._starts: list[float] = []  # monotonic seconds, of the last minutes
-        self.pid = 0  # of the relay that answered last; a former learner may have started it
+        self._started: subprocess.Popen[bytes] | None = None  # relay that we started last
+        self._starts: list[float] = []  # monotonic seconds of starts in the last minutes
+        self.pid = 0  # relay that answered last; a former learner may have started it
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start a relay in place of every other that we know of.
+        """Start a relay in place of every other known one.
 
         Raises:
             ChildDiedError: it dies again and again.
@@ -70,7 +70,7 @@ class RelayProcess:
             extra += [_DIGEST, launch.digest]
         if launch.parts > 1:
             extra += ["--part", str(launch.part), "--parts", str(launch.parts)]
-        self._started = self._popen(  # our own program; a fork takes no time
+        self._started = self._popen(  # our own program; starting it is fast
             [sys.executable, "-m", _PROGRAM, *launch.settings, *extra],
             stdin=subprocess.DEVNULL,
             env={**launch.environment, **RELAY_ENVIRONMENT},
@@ -81,7 +81,7 @@ class RelayProcess:
         return self._started
 
     def kill_surplus(self) -> None:
-        """End the relay that was started here if a former learner's serves: it is one too many."""
+        """End the relay started here if a former learner's relay serves."""
         if self._started is not None and self._started.pid != self.pid:
             self._started.kill()
             self._started.wait()
@@ -89,19 +89,19 @@ class RelayProcess:
 
     @property
     def has_our_settings(self) -> bool:
-        """True unless the relay that answered last was started with other ones."""
+        """Return True unless the relay that answered last was started with other settings."""
         wanted = self._launch.digest
         words = command_line_of(self.pid)
         return not wanted or not words or wanted in words
 
     def has_ended(self, pid: int) -> bool:
-        """True if no relay of this process id is running; one that was started here is reaped."""
+        """Return True if no relay of this process id is running; reaps one started here."""
         if self._started is not None:
             self._started.poll()
         return not is_relay(pid)
 
     def kill(self) -> None:
-        """End every relay that we know of."""
+        """End every known relay."""
         if self._started is not None:
             self._started.kill()
             self._started.wait()
@@ -113,12 +113,12 @@ class RelayProcess:
 
 
 def is_relay(pid: int) -> bool:
-    """True if a process is a running relay."""
+    """Return True if a process is a running relay."""
     return _PROGRAM in command_line_of(pid)
 
 
 def command_line_of(pid: int) -> list[str]:
-    """Return the words of a process's command; none if there is none."""
+    """Return the words of a process's command line; empty without such a process."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:

@@ -1,7 +1,7 @@
 """Pure: which host of the learner keeps which tensors of a version, and which rank writes them.
 
 Every replica holds the whole model, so most tensors could be written on several hosts. They are
-shared out by bytes: no host writes, keeps and sends much more than another.
+divided by bytes: no host writes, keeps and sends much more than another.
 """
 
 import math
@@ -30,9 +30,9 @@ class Transfer(NamedTuple):
 class Shares(NamedTuple):
     """The decision for all ranks."""
 
-    host_of: dict[str, int]  # by name of a tensor
-    writes: list[set[Piece]]  # by rank: pieces that it holds and writes itself
-    transfers: list[Transfer]  # in the order in which all ranks carry them out
+    host_of: dict[str, int]  # host by name of a tensor
+    writes: list[set[Piece]]  # pieces that a rank holds and writes itself, by rank
+    transfers: list[Transfer]  # in the order of execution on all ranks
 
 
 def share_out(
@@ -45,24 +45,24 @@ def share_out(
 ) -> Shares:
     """Give every tensor to one of the first ``hosts`` hosts, and every piece to one rank there.
 
-    Largest first, each to the least loaded host of those that hold all pieces of it; a host gets a
-    tensor of which it lacks pieces only where none has all. Ranks of a host share its pieces out by
-    size likewise. Every rank that calls this with the same arguments gets the same answer.
+    Tensors are given largest first, each to the least loaded host that holds all its pieces; a host
+    that lacks pieces gets a tensor only if no host has all. Ranks of a host divide its pieces by
+    size likewise. Equal arguments give equal answers on every rank.
 
     Args:
-        held: what each rank holds, by rank. Copies are equal.
+        held: parameters' parts that each rank holds, by rank. Copies are equal.
         tensors_of: returns the names of the tensors that a parameter is published as.
-        item_bytes: returns the size of an item of a parameter as it is published.
-        ranks_per_host: ranks are numbered host by host.
-        hosts: at least 1, at most as many as there are.
+        item_bytes: returns the size of an item of a parameter as published.
+        ranks_per_host: number of ranks on a host; ranks are numbered host by host.
+        hosts: number of hosts to use, at least 1 and at most all.
     """
     holders: dict[Piece, list[int]] = defaultdict(list)
     size: dict[Piece, int] = {}  # bytes
     for rank, facts in enumerate(held):
-        for one in facts:
-            piece = Piece(one.name, one.rank)
+        for shard in facts:
+            piece = Piece(shard.name, shard.rank)
             holders[piece].append(rank)
-            size[piece] = math.prod(one.shape) * item_bytes(one.name)
+            size[piece] = math.prod(shard.shape) * item_bytes(shard.name)
     host_of: dict[str, int] = {}
     writes: list[set[Piece]] = [set() for _ in held]
     transfers: list[Transfer] = []
@@ -71,7 +71,9 @@ def share_out(
 
         def missing(host: int, pieces: list[Piece] = pieces) -> int:
             there = range(host * ranks_per_host, (host + 1) * ranks_per_host)
-            return sum(size[one] for one in pieces if not any(r in there for r in holders[one]))
+            return sum(
+                size[piece] for piece in pieces if not any(r in there for r in holders[piece])
+            )
 
         host = min(range(hosts), key=lambda host: (missing(host), host_load[host], host))
         host_of |= dict.fromkeys(names, host)
@@ -91,11 +93,11 @@ def share_out(
 def _tied_together(
     size: dict[Piece, int], tensors_of: Callable[[str], Sequence[str]]
 ) -> list[tuple[list[str], list[Piece]]]:
-    """Return tensors with the pieces that they are made of, largest first.
+    """Return tensors with the pieces that make them up, largest first.
 
-    Tensors stay together that a parameter holds in one, and parameters that share a tensor.
+    Tensors of one parameter stay together, and so do parameters that share a tensor.
     """
-    first: dict[str, str] = {}  # a parameter with this tensor
+    first: dict[str, str] = {}  # first parameter with a tensor
     leader: dict[str, str] = {}
 
     def lead(name: str) -> str:
@@ -114,5 +116,5 @@ def _tied_together(
         pieces[lead(piece.name)].append(piece)
     for tensor, name in first.items():
         tensors[lead(name)].append(tensor)
-    heaviest = sorted(pieces, key=lambda one: (-sum(size[p] for p in pieces[one]), one))
-    return [(tensors[one], pieces[one]) for one in heaviest]
+    heaviest = sorted(pieces, key=lambda leader: (-sum(size[p] for p in pieces[leader]), leader))
+    return [(tensors[leader], pieces[leader]) for leader in heaviest]

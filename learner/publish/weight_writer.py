@@ -22,8 +22,8 @@ from slipstream.wire.messages.manifest import ITEM_BYTES
 class WeightWriter:
     """Writes versions of one model. Every rank has one, and writes its share.
 
-    Each host keeps some tensors in a memory that its first rank makes: its part of the layout. What
-    no rank of a host holds is sent there by one that does.
+    Each host keeps some tensors, its part of the layout, in a memory made by its first rank. A
+    piece that no rank of the host holds is sent there by a rank that does.
     """
 
     def __init__(
@@ -35,21 +35,21 @@ class WeightWriter:
         contents: Contents | None = None,
         in_parts: bool = True,
     ) -> None:
-        """Share out the tensors and map this host's memory; all ranks call this.
+        """Divide the tensors over hosts and map this host's memory; all ranks call this.
 
         Args:
-            model: this rank's part of it.
-            topology: of all ranks.
-            bucket_bytes: as in ``plan_layout``.
-            contents: what a version consists of; None is the whole model.
-            in_parts: every host keeps some of the tensors; else the first keeps all.
+            model: this rank's part of the model.
+            topology: parallel topology of all ranks.
+            bucket_bytes: size of a bucket, for ``plan_layout``.
+            contents: tensors that a version consists of; None is the whole model.
+            in_parts: True if every host keeps some of the tensors; else the first keeps all.
         """
         self._model = model
         self._contents = contents or WholeModel(model)
         here = topology.ranks_here
         hosts = topology.world_size // here if in_parts and self._contents.in_parts else 1
-        shards = {Piece(name, one.rank): one for name, one in self._contents.held()}
-        held = facts_of_all([(piece.name, one) for piece, one in shards.items()])
+        shards = {Piece(name, shard.rank): shard for name, shard in self._contents.held()}
+        held = facts_of_all([(piece.name, shard) for piece, shard in shards.items()])
         specs = self._contents.specs()
         item_bytes = {spec.name: ITEM_BYTES[spec.dtype] for spec in specs}
         shares = share_out(
@@ -61,19 +61,23 @@ class WeightWriter:
         )
         self.num_parts = hosts
         self.part = topology.rank // here
-        """Number of this host's part; there is none from ``num_parts`` on."""
+        """Number of this host's part; a host from ``num_parts`` on has no part."""
         self.layout = plan_layout(specs, bucket_bytes=bucket_bytes, part_of=shares.host_of)
-        """Of the whole version."""
+        """Layout of the whole version."""
         self._own_layout = part_layout(self.layout, self.part)
         self._shards = shards
         self.writes = [piece for piece in shards if piece in shares.writes[topology.rank]]
-        """What this rank holds and writes."""
+        """Pieces that this rank holds and writes."""
         self._transfers = [
-            one for one in shares.transfers if topology.rank in {one.sender, one.receiver}
+            transfer
+            for transfer in shares.transfers
+            if topology.rank in {transfer.sender, transfer.receiver}
         ]
         self._facts = {
             transfer.piece: next(
-                one for one in held[transfer.sender] if Piece(one.name, one.rank) == transfer.piece
+                facts
+                for facts in held[transfer.sender]
+                if Piece(facts.name, facts.rank) == transfer.piece
             )
             for transfer in self._transfers
             if transfer.receiver == topology.rank
@@ -87,9 +91,9 @@ class WeightWriter:
         mine = self._memory.path if self._memory is not None else ""
         paths = gather_bytes(mine.encode())
         self.paths = [paths[part * here].decode() for part in range(hosts)]
-        """Of the memory of each part, valid on its host."""
+        """Path of each part's memory, valid on its host."""
         self.path = self.paths[self.part] if self.part < hosts else ""
-        """Of this host's memory; empty if it has none."""
+        """Path of this host's memory; empty without a part."""
         if not leads and (self.writes or self._facts):
             self._memory = SharedSlots.open(self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
         if self._memory is not None and device().type == "cuda":
@@ -116,7 +120,7 @@ class WeightWriter:
                 self._write(self._received(self._facts[piece], sender), views)
         if not flags:
             return ""
-        # One wait for the device, which has copied by then.
+        # One wait for the device: its copies are complete then.
         finite = torch.stack(flags).tolist()
         return next((name for name, is_good in zip(names, finite, strict=True) if not is_good), "")
 
@@ -129,7 +133,7 @@ class WeightWriter:
         return facts.shard(parameter, tensor)
 
     def _write(self, shard: Shard, views: dict[str, Tensor]) -> Tensor:
-        """Copy a part to its places; return whether it is finite. Shape []."""
+        """Copy a part to its places; return True if it is finite. Shape []."""
         flag = is_finite(shard.tensor)
         write_shard(shard, [views[tensor] for tensor in shard.parameter.names], self._geometry)
         return flag

@@ -1,4 +1,4 @@
-"""A learner's records besides weights: trained trajectories, profiles, throughput.
+"""Records of a learner besides weights: trained trajectories, profiles, throughput.
 
 Imported by learner.loop and learner.training.
 """

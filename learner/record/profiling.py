@@ -1,4 +1,4 @@
-"""A trace of some learner steps by torch's profiler, for chrome://tracing or Perfetto."""
+"""Trace of some learner steps by torch's profiler, for chrome://tracing or Perfetto."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Traces the steps that [profile] names, on the ranks that it names."""
+    """Traces the steps and ranks named in [profile]."""
 
     def __init__(self, settings: ProfileSection, folder: Path, *, rank: int) -> None:
         self._settings = settings

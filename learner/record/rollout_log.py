@@ -26,7 +26,7 @@ _DIGITS = 6
 class TrainedPart:
     """One microbatch that this rank trained."""
 
-    indices: Sequence[int]  # of its trajectories in the step, in the order of the batch
+    indices: Sequence[int]  # indices of its trajectories in the step, in batch order
     batch: PackedBatch
     proximal: Tensor  # [T] logprobs of the policy at the start of the step
 
@@ -48,8 +48,8 @@ def open_rollout_log(settings: LearnerSettings) -> "RolloutLog | None":
 def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[int]:
     """Return ``count`` of the trajectories of a step, in order.
 
-    A hash of seed, step and index decides, so every one has the same chance whatever its length,
-    and the same ones are chosen again.
+    A hash of seed, step and index decides: the chance does not depend on length, and the same
+    trajectories are chosen again.
     """
 
     def draw(index: int) -> bytes:
@@ -64,7 +64,7 @@ class RolloutLog:
     def __init__(
         self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
     ) -> None:
-        """Open the log in RUN/rollouts; the seed decides which trajectories it records."""
+        """Open the log in RUN/rollouts; the seed decides which trajectories are recorded."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / TRAINED.name
         self._tokenizer = tokenizer
@@ -75,14 +75,14 @@ class RolloutLog:
     def forget_from(self, step: int) -> None:
         """Remove the rows of this step and later ones: they are trained again.
 
-        A row that a killed learner left half written goes with them.
+        A half-written row of a killed learner goes with them.
         """
         cut_rows_from(self._path, step)
 
     def record(
         self, step: int, trajectories: Sequence[DeliveredTrajectory], parts: Sequence[TrainedPart]
     ) -> None:
-        """Record a sample of this rank's answers; ``trajectories`` are of the whole step."""
+        """Record a sample of this rank's answers; ``trajectories`` are the whole step's."""
         places = {
             index: (part, place) for part in parts for place, index in enumerate(part.indices)
         }
@@ -159,9 +159,9 @@ class RolloutLog:
         }
 
     def _texts(self, token_ids: list[int]) -> list[str]:
-        """Return each token's addition to the text; a part of a character adds nothing yet.
+        """Return each token's addition to the text; part of a character adds nothing yet.
 
-        A sequence of bytes that is no text (a policy may sample any) is decoded token by token.
+        Bytes that are not text (a policy may sample any) are decoded token by token.
         """
         stream = DecodeStream(skip_special_tokens=False)
         texts = []

@@ -1,8 +1,8 @@
-"""Pure: how fast a learner step was, and what it waited for.
+"""Pure: speed of a learner step, and its waits.
 
-Seconds are rank 0's, by phase (PhaseClock), from the commit before to this step's: all of that
-time. Tokens are divided by the whole step, since that is what a run gets; FLOPs by the phase
-``train`` alone, which is where they are computed.
+Seconds are rank 0's, by phase (PhaseClock), and cover all time since the previous commit. Tokens
+are divided by the time of the whole step: a run's own speed. FLOPs are divided by the phase
+``train`` alone, which computes them.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ _TERA = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What all ranks together trained in a learner step."""
+    """Work of all ranks together in a learner step."""
 
-    num_tokens: int  # of the batch, prompts included
-    num_trained_tokens: int  # those of them that the policy chose
-    flops: float  # of the policy's forward and backward passes in the phase ``train``
+    num_tokens: int  # tokens of the batch, prompts included
+    num_trained_tokens: int  # tokens of the batch that the policy chose
+    flops: float  # FLOPs of the policy's forward and backward passes in the phase ``train``
 
 
 def throughput_figures(
     work: StepWork, phase_s: Mapping[str, float], *, ranks: int, peak_tflops: float | None
 ) -> dict[str, float]:
-    """Return the figures of a step. Where nothing is known to divide by, a figure is left out.
+    """Return the figures of a step. A figure without a known divisor is left out.
 
     ::
 
@@ -36,9 +36,9 @@ def throughput_figures(
         stall_data           (wait + fetch) / step
         stall_publish        export / step
 
-    ``flops`` is of ``SequenceCost``: what is computed again, and the forward passes of the proximal
-    and reference policies, of teachers and critics, do not count; but for a full KL's, they are
-    not in ``train`` either. The time of the optimizer is.
+    ``flops`` is of ``SequenceCost``: recomputation does not count, nor do forward passes of the
+    proximal and reference policies, teachers and critics. Except for a full KL's, these passes are
+    not in ``train`` either. The optimizer's time is.
     """
     step_s, train_s = sum(phase_s.values()), phase_s.get("train", 0.0)
     figures: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Programs around the learner's model without a run: measured memory, alignment.
+"""Programs that use the learner's model without a run: measured memory, alignment.
 
 Commands start them as processes.
 """

@@ -1,4 +1,4 @@
-"""One rank of a learner that writes down what its layers compute of given tokens.
+"""One rank of a learner that records the outputs of its layers for given tokens.
 
 Usage: python -m slipstream.learner.tools.align SETTINGS.toml FOLDER RANK [section.key=value ...]
 All ranks meet in FOLDER, read FOLDER/tokens.json and write FOLDER/learner.RANK.npz. Started by
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Writes down outputs of the layers of this rank, with the tokens that they are of."""
+    """Records outputs of this rank's layers, with their tokens."""
 
     def __init__(self, model: "RankModel", topology: "Topology", num_tokens: int) -> None:
         """Watch the layers of a model while it computes a microbatch of ``num_tokens``."""
@@ -53,13 +53,13 @@ class Recorder:
     def _begin(
         self, _layer: torch.nn.Module, _arguments: object, named: dict[str, "PackedLayout"]
     ) -> None:
-        """Work out which tokens this rank's are."""
+        """Find this rank's tokens."""
         split = named["packed_seq_params"].split
         whole = dataclasses.replace(split, count=split.padded)
         rows = whole.mine(torch.arange(split.padded))
         if self._divides_tokens:
             rows = rows.chunk(self._ranks)[self._rank]
-        # A microbatch of padding alone is none of those that are compared.
+        # A microbatch of padding alone is not compared.
         self._rows = rows if split.count == self._num_tokens else rows[:0]
 
     def _recording(self, name: str, part: str) -> Callable[[object, object, Any], None]:
@@ -78,12 +78,12 @@ class Recorder:
 
 
 def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
-    """Compute the tokens on all ranks, and write down this one's part."""
+    """Compute the tokens on all ranks, and record this rank's part."""
     from slipstream.learner.starting_policy import load_model
     from slipstream.learner.training.policy import ReferencePolicy
 
     sequences = msgspec.json.decode((folder / TOKENS).read_bytes(), type=list[list[int]])
-    batch = pack([_trained(one) for one in sequences], device.device())
+    batch = pack([_trained(tokens) for tokens in sequences], device.device())
     with topology_of(settings, folder, rank) as topology:
         model = load_model(settings.learner, settings.model)
         recorder = Recorder(model, topology, sum(map(len, sequences)))

@@ -1,4 +1,4 @@
-"""Ranks of a learner that a command starts to ask them something (`deploy/launch/ranks.py`)."""
+"""Ranks of a learner that a command starts for a question (`deploy/launch/ranks.py`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def topology_of(settings: LearnerSettings, folder: Path, rank: int) -> Iterator["Topology"]:
-    """Divide the ranks as the settings say; they meet in a folder, and leave it together."""
+    """Divide the ranks by the settings; they meet in a folder, and leave together."""
     from slipstream.learner.model.topology import destroy_topology, init_topology
 
     learner = settings.learner

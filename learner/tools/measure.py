@@ -1,4 +1,4 @@
-"""One rank of a learner that builds a model as the settings divide it, updates it, and is measured.
+"""One rank of a learner that builds its part of a model, updates it, and measures its memory.
 
 Usage: python -m slipstream.learner.tools.measure SETTINGS.toml FOLDER RANK [section.key=value ...]
 All ranks meet in FOLDER and write FOLDER/RANK.json. Weights are random: only config.json of
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found, in bytes."""
+    """Measurement of one rank, in bytes."""
 
     stage: int
     tensors: dict[str, int]  # weights, gradients, optimizer
-    rss_before: int  # of the process, its libraries and groups, without a model
-    rss_after: int  # one update
+    rss_before: int  # process with its libraries and groups, without a model
+    rss_after: int  # process after one update
 
 
 def microbatch(settings: LearnerSettings, vocab_size: int) -> PackedBatch:
@@ -65,7 +65,7 @@ def measure(settings: LearnerSettings, folder: Path, rank: int) -> Measured:
     with topology_of(settings, folder, rank) as topology:
         process = psutil.Process()
         hf = load_hf_config(settings.model)
-        _updated(_smallest(hf, learner), settings, topology)  # what libraries take once
+        _updated(_smallest(hf, learner), settings, topology)  # memory that libraries take once
         before = _resident(process)
         policy = _updated(hf, settings, topology)
         after = _resident(process)
@@ -75,7 +75,7 @@ def measure(settings: LearnerSettings, folder: Path, rank: int) -> Measured:
 
 
 def _resident(process: psutil.Process) -> int:
-    """Return the process's memory, without what its allocator keeps for later."""
+    """Return the process's memory, without memory that its allocator keeps for later."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -83,7 +83,7 @@ def _resident(process: psutil.Process) -> int:
 
 
 def _smallest(hf: HfConfig, learner: LearnerSection) -> HfConfig:
-    """Return an architecture that the same ranks can divide, with next to no parameters."""
+    """Return an architecture with very few parameters that the same ranks can divide."""
     sizes = learner.sizes
     return msgspec.structs.replace(
         hf,
@@ -122,7 +122,7 @@ def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "
 
 
 def main(settings_file: Path, folder: Path, rank: int, overrides: Sequence[str]) -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the result."""
     device.prepare()
     settings = learner_settings(load_table(settings_file, overrides))
     device.set_threads(settings.learner.threads)
