@@ -1,10 +1,10 @@
 """Causal attention over sequences of different lengths, laid end to end without padding.
 
 Shapes: T tokens of B sequences; h query heads and g key and value heads of this rank, d channels
-per head. A GPU has kernels for it, in narrow types. On a CPU a batch has hundreds of short
-sequences but few distinct lengths, so sequences of one length are computed together; which ones is
-worked out once per microbatch. Under context parallelism (context.py) ranks exchange heads for
-tokens before and after it.
+per head. A GPU has kernels for this, in narrow types. On a CPU a batch has hundreds of short
+sequences but few distinct lengths, so sequences of one length are computed together; they are
+grouped once per microbatch. Under context parallelism (context.py) ranks exchange heads for tokens
+before and after attention.
 """
 
 import math
@@ -60,9 +60,9 @@ def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     """Megatron's description of a packed microbatch, with data shared by its layers."""
 
-    rotation: Rotation = field(kw_only=True)  # of this rank's tokens
-    split: TokenSplit = field(kw_only=True)  # of all tokens
-    choices: ExpertChoices | None = field(kw_only=True, default=None)  # of its routers
+    rotation: Rotation = field(kw_only=True)  # rotation of this rank's tokens
+    split: TokenSplit = field(kw_only=True)  # split of all tokens
+    choices: ExpertChoices | None = field(kw_only=True, default=None)  # choices of routers
 
     @cached_property
     def groups(self) -> LengthGroups:
@@ -71,9 +71,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
 
     @cached_property
     def pieces(self) -> tuple[Bounds, ...]:
-        """Bounds of the queries' and keys' sequences, of each run of tokens that this rank asks.
+        """Bounds of the sequences of queries and keys, for each run of this rank's queries.
 
-        Of the sequences before a run it asks nothing, and of those after it no key is known.
+        A run has no queries of the sequences before it, and no keys of the sequences after it.
         """
         bounds: Tensor = self.cu_seqlens_q
         longest: int = self.max_seqlen_q
@@ -94,10 +94,10 @@ def packed_layout(
     """Describe a packed microbatch.
 
     Args:
-        cu_seqlens: as in ``group_by_length``, of all tokens with their padding.
-        max_seqlen: the length of the longest sequence.
-        rotation: of this rank's tokens.
-        split: of the tokens over context parallelism.
+        cu_seqlens: bounds as in ``group_by_length``, for all tokens with their padding.
+        max_seqlen: length of the longest sequence.
+        rotation: rotation of this rank's tokens.
+        split: split of the tokens over context parallelism.
     """
     return PackedLayout(
         qkv_format="thd",
@@ -128,7 +128,7 @@ class VarlenCoreAttention(torch.nn.Module):
         self.config = config
         default_scale = 1.0 / math.sqrt(config.kv_channels)
         self.scale = softmax_scale if softmax_scale is not None else default_scale
-        self._turns = not config.multi_latent_attention  # which turns some channels before
+        self._turns = not config.multi_latent_attention  # latent attention has turned already
 
     @override
     def forward(
@@ -142,8 +142,8 @@ class VarlenCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Return [T, h, v] for query [T, h, d], key [T, g, d] and value [T, g, v].
 
-        Queries and keys come without their positions, which this adds; those of latent attention
-        have them.
+        Queries and keys come without their positions, which are added here; those of latent
+        attention come with positions.
         """
         layout, split = packed_seq_params, packed_seq_params.split
         if self._turns:
@@ -165,9 +165,9 @@ class VarlenCoreAttention(torch.nn.Module):
 def bounded_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
 ) -> Tensor:
-    """Return attention of the ends of sequences to all before them, one call per sequence.
+    """Return attention of the last tokens of sequences to all before them, in any type.
 
-    As ``cuda_attention``, in any type.
+    Arguments are those of ``cuda_attention``; each sequence is a call.
     """
     ends = zip(*(b.tolist() for b in (bounds.queries, bounds.keys)), strict=True)
     outputs = []
@@ -220,7 +220,7 @@ def _permute(tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """Reorders rows; its gradient is the inverse gather, where torch's would add up rows."""
+    """Reorders rows; the gradient is the inverse gather, where torch's own would add up rows."""
 
     @staticmethod
     @override

@@ -43,7 +43,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def any_rank(flag: bool, *, world_size: int) -> bool:
-    """True on every rank if the flag is set on at least one of them."""
+    """Return True on every rank if the flag is set on any."""
     if world_size == 1:
         return flag
     total = torch.tensor([int(flag)], dtype=torch.int32, device=device())
@@ -63,9 +63,9 @@ def union(flags: Sequence[bool], *, world_size: int) -> list[bool]:
 def broadcast_frames(
     frames: Sequence[Frame] | None, count: int, *, group: dist.ProcessGroup, source: int
 ) -> list[Frame]:
-    """Return the frames of rank ``source``, counted over all ranks, on every rank of a group.
+    """Return the frames of rank ``source``, a global rank, on every rank of a group.
 
-    The others pass None, and all of them know how many frames there are.
+    The other ranks pass None, and all know the number of frames.
     """
     if count == 0:
         return []

@@ -2,17 +2,17 @@
 
 Every rank knows all token ids; it embeds and transforms its own share of the tokens. For attention
 the ranks exchange heads for tokens (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509): each
-then has all tokens of its share of the heads, and one causal call over whole sequences does the
-rest. Where the ranks do not divide the heads, groups of ranks share them, and the keys and values
-of all tokens are sent to each group, as Llama 3 was trained (arXiv:2407.21783, 3.3.2).
-A group's tokens are then two pieces, one from the front and one from the back, so that all groups
-attend to about as many keys.
+rank then has all tokens of its share of the heads, and one causal call over whole sequences does
+the rest. If the ranks do not divide the heads, groups of ranks share them, and the keys and values
+of all tokens are sent to each group, as in training Llama 3 (arXiv:2407.21783, 3.3.2). A group's
+tokens are then two pieces, one from the front and one from the back, so that all groups attend to
+about as many keys.
 
-A token's share follows from its number in the microbatch and from nothing else: no sequence has to
-be padded, only the microbatch.
+A token's share depends only on its number in the microbatch: no sequence needs padding, only the
+microbatch does.
 
-Shapes: T tokens of B sequences, T' with padding, c ranks, of which u have different heads and r = c
-/ u share them; h query heads, g key and value heads, d channels per head.
+Shapes: T tokens of B sequences, T' with padding, c ranks: u have different heads and r = c / u
+share them; h query heads, g key and value heads, d channels per head.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """How c ranks divide heads (u ways) and share them (r ways); rank = ring * u + part."""
+    """Division of heads over c ranks (u ways), with sharing (r ways); rank = ring * u + part."""
 
     parts: int  # u
     rings: int  # r
@@ -40,7 +40,7 @@ class HeadShares:
         Args:
             ranks: c.
             heads: query heads of one tensor-parallel rank.
-            groups: key and value heads of it.
+            groups: key and value heads of the same rank.
         """
         fitting = [
             parts
@@ -52,7 +52,7 @@ class HeadShares:
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """Which tokens of a padded microbatch are on which rank. ``rank`` is one of ``group``."""
+    """Tokens of a padded microbatch on each rank. ``rank`` is a rank of ``group``."""
 
     count: int  # T
     padded: int  # T'
@@ -68,7 +68,7 @@ class TokenSplit:
     def order(self, device: torch.device) -> Tensor | None:
         """Return the token at each place when all ranks' tokens are laid end to end, [T'].
 
-        None if they are in their order.
+        None if the tokens are in order already.
         """
         rings = self.shares.rings
         if rings == 1:
@@ -89,7 +89,7 @@ class TokenSplit:
     def whole(self, mine: Tensor) -> Tensor:
         """Return the values of all tokens, [..., T'/c] -> [..., T], equal on all ranks.
 
-        Every rank is to compute the same from them: the gradient of its own share goes back to it.
+        Every rank must compute the same from them: the gradient of its own share goes back to it.
         """
         if self.group is None:
             return mine
@@ -100,9 +100,9 @@ class TokenSplit:
         return every[..., : self.count]
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return first and last token (exclusive) of each run of tokens that this rank's ring has.
+        """Return first and last token (exclusive) of each run of tokens of this rank's ring.
 
-        In the order in which ``queries`` returns them.
+        The order is that of ``queries``.
         """
         rings = self.shares.rings
         if rings == 1:
@@ -139,7 +139,7 @@ class TokenSplit:
         )
 
     def _of_ring(self, sent: tuple[Tensor, ...]) -> Tensor:
-        """Send the i-th tensor to part i of this ring; return what each of them sent, in order."""
+        """Send the i-th tensor to part i of this ring; return what each part sent, in order."""
         parts, ring = self.shares.parts, self.rank // self.shares.parts
         rows = [0] * self.ranks
         rows[ring * parts : (ring + 1) * parts] = [len(sent[0])] * parts
@@ -173,7 +173,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to and from every rank of a group; backward, the way back."""
+    """Rows to and from every rank of a group; the backward pass returns them."""
 
     @staticmethod
     @override

@@ -1,20 +1,20 @@
 """Lets unmodified megatron-core run on a machine without CUDA.
 
-megatron-core <= 0.19 names CUDA devices, streams and random states without asking whether there
-are any (there is no upstream switch for it). Five layers replace them:
+megatron-core <= 0.19 uses CUDA devices, streams and random states without checking that there are
+any (upstream has no switch for this). Five layers replace them:
 
-1. the functions of torch.cuda that it calls become their CPU equivalents or do nothing;
+1. the functions of torch.cuda called there become their CPU equivalents or do nothing;
 2. a function mode sends ``device="cuda"`` to the CPU, makes ``Tensor.cuda()`` return its tensor
    and drops pinned memory; it acts on the thread that installed it;
 3. the mixture-of-experts kernels that 0.18 and later import from triton get a stand-in that
-   refuses to be called, where triton is absent;
-4. ``all_to_all_single`` takes sizes as tensors, which its dispatcher of tokens turns into numbers
-   only where they come from a GPU;
-5. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused
-   kernels that no model on a CPU calls, and the compiler would be loaded for them, three seconds
-   of every process.
+   refuses to be called, if triton is absent;
+4. ``all_to_all_single`` takes sizes as tensors, which Megatron's token dispatcher turns into
+   numbers only if they come from a GPU;
+5. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused kernels that
+   no model on a CPU calls, and loading the compiler for them would cost every process three
+   seconds.
 
-Remove when megatron-core runs on gloo by itself.
+Remove this when megatron-core runs on gloo by itself.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ def _all_to_all_single(
     **options: object,
 ) -> object:
     to_rows, from_rows = (
-        one.tolist() if isinstance(one, Tensor) else one
-        for one in (output_split_sizes, input_split_sizes)
+        sizes.tolist() if isinstance(sizes, Tensor) else sizes
+        for sizes in (output_split_sizes, input_split_sizes)
     )
     return _torch_all_to_all_single(output, tensor, to_rows, from_rows, group, **options)  # type: ignore[arg-type]  # handed on
 
@@ -112,7 +112,7 @@ class _CudaToCpu(TorchFunctionMode):
             args = (args[0], CPU, *args[2:])
         result = func(*args, **named)
         if func is torch.Tensor.type and len(args) == 1 and not named:
-            # Megatron's optimizer tells parameters apart by comparing with torch.cuda.FloatTensor.
+            # Megatron's optimizer compares the types of parameters with torch.cuda.FloatTensor.
             caller: str = sys._getframe(1).f_globals.get("__name__", "")
             if caller.startswith("megatron.core.optimizer"):
                 return result.replace("torch.", "torch.cuda.", 1)
@@ -126,7 +126,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Event:
-    """A CUDA event on a device where everything happened already."""
+    """A CUDA event on a device where all work is done already."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
@@ -209,7 +209,7 @@ def _replacements() -> dict[str, object]:
 
 
 def _answering(value: object) -> Callable[..., object]:
-    """Return a function of its own, since torch's compiler refuses one under two names."""
+    """Return a new function: torch's compiler refuses one function under two names."""
     return lambda *_args, **_kwargs: value
 
 
@@ -218,7 +218,7 @@ def _itself(module: torch.nn.Module, *_args: object, **_kwargs: object) -> torch
 
 
 def _refusing_module(name: str) -> types.ModuleType:
-    """Return a module that has every name, each of which refuses to be called."""
+    """Return a module that has every name, as a function that refuses to be called."""
 
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise RuntimeError(f"{name} needs triton, which this machine does not have")

@@ -21,20 +21,20 @@ except ImportError:
 
 
 class Bounds(NamedTuple):
-    """Where the queries and the keys of each sequence are.
+    """Bounds of the queries and the keys of each sequence.
 
-    A sequence with fewer queries than keys has those of its last tokens; one without queries may
-    have keys, which nobody asks.
+    A sequence with fewer queries than keys has the queries of its last tokens. A sequence without
+    queries may have keys, which stay unused.
     """
 
     queries: Tensor  # [B + 1] int32; sequence i has queries queries[i] to queries[i + 1]
     keys: Tensor  # [B + 1] int32, the same of keys
-    max_queries: int  # of a sequence, at most
+    max_queries: int  # most queries of a sequence
     max_keys: int
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return True if ``cuda_attention`` takes such tensors: on a GPU, of a narrow type."""
+    """Return True if ``cuda_attention`` takes such tensors: on a GPU, in a narrow type."""
     return query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}
 
 
@@ -43,14 +43,14 @@ def cuda_attention(
 ) -> Tensor:
     """Return causal attention [Q, h, v] for query [Q, h, d], key [T, g, d] and value [T, g, v].
 
-    The kernels take values of d channels alone: narrower ones are padded.
+    The kernels take only values of d channels: narrower ones are padded.
 
     Args:
-        query: of each of Q tokens.
-        key: as ``value``.
-        value: of each token.
-        bounds: of the sequences.
-        scale: of the scores.
+        query: queries of Q tokens.
+        key: keys of all tokens.
+        value: values of all tokens.
+        bounds: bounds of the sequences.
+        scale: factor of the scores.
     """
     width = value.size(-1)
     if width < query.size(-1):
@@ -77,10 +77,10 @@ def cuda_attention(
 def taken_by(function: Callable[..., object], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``chosen`` that this torch's ``varlen_attn`` accepts.
 
-    torch 2.11 has no ``enable_gqa``: its kernel takes fewer key and value heads without a word.
+    torch 2.11 has no ``enable_gqa``: its kernel takes fewer key and value heads without it.
 
     Raises:
-        ConfigError: it does not know the scale or the window; so torch 2.10.
+        ConfigError: ``varlen_attn`` has no scale or no window, as in torch 2.10.
     """
     known = _parameters_of(function)
     if missing := {"scale", "window_size"} - known:

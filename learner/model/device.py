@@ -19,15 +19,15 @@ _EXPECTED_WARNINGS = (
     "Apex is not installed",
     "Transformer Engine and Apex are not installed",
     "full scope is deprecated",
-    "When using async grad allreduce",  # on a CPU nothing overlaps
-    "`load_state_dict` is deprecated",  # how its checkpoints are read
+    "When using async grad allreduce",  # nothing overlaps on a CPU
+    "`load_state_dict` is deprecated",  # used in Megatron's reading of checkpoints
 )
 
 
 def prepare() -> None:
     """Make this process ready to import megatron.core; a second call does nothing."""
-    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # Megatron calls them so
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # checkpoints
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # the names that Megatron uses
         warnings.filterwarnings("ignore", message=f"`torch.distributed.{name}` is deprecated")
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
@@ -37,9 +37,9 @@ def prepare() -> None:
 
 
 def select(local_rank: int) -> None:
-    """Give a rank its GPU among those this process sees; does nothing without CUDA.
+    """Give a rank its GPU among those visible to this process; does nothing without CUDA.
 
-    ``local_rank`` is its place among the ranks of its host.
+    ``local_rank`` is the rank's place among the ranks of its host.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -53,7 +53,7 @@ def device() -> torch.device:
 
 
 def peak_tflops(dtype: torch.dtype) -> float | None:
-    """Return what this rank's device does at most in a type, in TFLOP/s; None if unknown."""
+    """Return the peak speed of this rank's device in a type, in TFLOP/s; None if unknown."""
     if not torch.cuda.is_available() or dtype != torch.bfloat16:
         return None
     return peak_tflops_of(torch.cuda.get_device_name())
@@ -70,6 +70,6 @@ def set_threads(num_threads: int) -> None:
 
 
 def set_deterministic() -> None:
-    """Have every operator compute the same bits each time; before the first operator."""
+    """Have every operator compute the same bits each time; call it before the first operator."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # noqa: TID251 read by cuBLAS, no setting
     torch.use_deterministic_algorithms(True)

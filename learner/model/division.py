@@ -10,7 +10,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.adapters import check_targets
 from slipstream.wire.models.hf_config import HfConfig
 
-# Megatron's own ways to divide layers over stages, in [learner.megatron].
+# Megatron's own settings that divide layers over stages, in [learner.megatron].
 _OF_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _ENDS_COUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 MEGATRON_STAGES = (*_OF_ENDS, *_ENDS_COUNT)
@@ -18,7 +18,7 @@ POLICY = "run.model"
 
 
 def section_for(hf: HfConfig, learner: LearnerSection) -> LearnerSection:
-    """Return the settings for a model, whose layers divide evenly if the policy's do not fit."""
+    """Return the settings for a model; layers are divided evenly if the policy's do not fit."""
     try:
         stage_layers(hf, learner)
     except ConfigError:
@@ -28,10 +28,11 @@ def section_for(hf: HfConfig, learner: LearnerSection) -> LearnerSection:
 
 
 def stage_layers(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) -> tuple[int, ...]:
-    """Return the layers of each stage in order, chunk by chunk where they are interleaved.
+    """Return the layers of each stage in order, chunk by chunk if they are interleaved.
 
     Raises:
-        ConfigError: naming both numbers and the setting.
+        ConfigError: the stages do not divide the layers; the message names both numbers and the
+            setting.
     """
     if any(name in learner.megatron for name in MEGATRON_STAGES):
         return _megatron_layers(hf.num_hidden_layers, learner, setting)
@@ -39,9 +40,9 @@ def stage_layers(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) -
 
 
 def _megatron_layers(num_layers: int, learner: LearnerSection, setting: str) -> tuple[int, ...]:
-    """Divide layers as Megatron's own settings say: those of the ends, or ends that count as one.
+    """Divide layers by Megatron's own settings: layers of the end stages, or ends counted as one.
 
-    Layers between the ends are divided evenly, and so are those of a rank over its chunks.
+    Layers between the ends are divided evenly, as are a rank's layers over its chunks.
     """
     sizes, extra = learner.sizes, learner.megatron
     given = {name: extra[name] for name in _OF_ENDS if name in extra}
@@ -80,11 +81,11 @@ def refuse_layout(
 ) -> None:
     """Refuse settings of [learner] that do not divide the model that ``setting`` names.
 
-    ``targets`` are the layers that are to have adapters.
+    ``targets`` are the layers to get adapters.
 
     Raises:
-        ConfigError: naming both numbers and the setting, or a target that the model has no layer
-            for.
+        ConfigError: the message names both numbers and the setting, or a target that the model has
+            no layer for.
     """
     check_targets(hf.family, targets)
     refuse_undivided(hf, learner.sizes, setting)
@@ -114,10 +115,10 @@ def refuse_layout(
 def refuse_undivided(hf: HfConfig, sizes: ParallelSizes, setting: str = POLICY) -> None:
     """Refuse a model whose heads, channels or experts the ranks do not divide.
 
-    A model without experts beside the policy is not divided by their sizes.
+    Sizes of experts do not divide a model without experts that is not the policy.
 
     Raises:
-        ConfigError: naming both numbers and the setting.
+        ConfigError: the message names both numbers and the setting.
     """
     if setting == POLICY and not hf.num_routed_experts and sizes.expert * sizes.expert_tensor > 1:
         name = "expert_parallel" if sizes.expert > 1 else "expert_tensor_parallel"

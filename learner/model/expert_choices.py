@@ -1,6 +1,6 @@
-"""Experts that were chosen before, which routers choose again, and the record of what they choose.
+"""Expert choices that routers repeat, and a record of routers' choices.
 
-Shapes: T tokens of B sequences, T' with padding, of which a rank's routers see n; L layers with
+Shapes: T tokens of B sequences, T' with padding; n tokens that a rank's routers see; L layers with
 experts, k experts of a token.
 """
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from slipstream.learner.model.context import TokenSplit
 
-FREE = -1  # in place of an expert: the router chooses
+FREE = -1  # no expert given: the router chooses
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """What the routers of one model on this rank do with one microbatch.
+    """Choices for one microbatch by the routers of one model on this rank.
 
-    By number among the layers with experts, [n, k] int16 each.
+    Both are by number among the layers with experts, [n, k] int16 each.
     """
 
-    given: Mapping[int, Tensor] | None = None  # FREE in rows of which nothing is known
+    given: Mapping[int, Tensor] | None = None  # FREE in rows without known choices
     record: MutableMapping[int, Tensor] | None = None  # filled in by the pass
 
     def decided(self, layer: int, own: Tensor) -> Tensor:
@@ -39,15 +39,15 @@ class ExpertChoices:
 def choices_of_rank(
     experts: Tensor, split: TokenSplit, *, ranks: int = 1, rank: int = 0
 ) -> dict[int, Tensor]:
-    """Return what a rank's routers are given of choices for all tokens, [T, L, k] int16, by layer.
+    """Return the choices for a rank's routers by layer, from those for all tokens.
 
     Padding is FREE.
 
     Args:
         experts: [T, L, k] int16.
-        split: of the tokens over context parallelism.
-        ranks: of sequence parallelism, which divides the tokens again.
-        rank: one of them.
+        split: split of the tokens over context parallelism.
+        ranks: number of ranks of sequence parallelism, which divides the tokens again.
+        rank: number of this rank among them.
     """
     whole = replace(split, count=split.padded)
     rows = whole.mine(torch.arange(split.padded, device=experts.device)).chunk(ranks)[rank]

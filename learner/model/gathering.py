@@ -1,7 +1,7 @@
-"""Who holds which part of a model's parameters, and the parts of other ranks, received one by one.
+"""Owners of the parts of a model's parameters, and other ranks' parts, received one by one.
 
-Several ranks hold the same part: the first of them, in every dimension that copies it, is its owner
-and alone writes it down or sends it. What is published is shared out among all that hold it.
+If several ranks hold the same part, the first in every dimension that copies it is the owner and
+alone writes or sends it. Only publishing divides the work among all ranks that hold the part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ from slipstream.wire.models.families.parts import Parameter
 
 
 def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
-    """Return the dimension that ranks split, this rank's number among them, and how many they are.
+    """Return the dimension that ranks split, this rank's number among them, and their number.
 
-    The dimension is None if every rank holds it all.
+    The dimension is None if every rank holds the whole parameter.
     """
     if is_expert(name):
         ranks = parallel_state.get_expert_tensor_parallel_world_size()
@@ -33,7 +33,7 @@ def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
         rank = parallel_state.get_tensor_model_parallel_rank()
     if ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return None, 0, 1
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]  # set with the mark
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]  # set together with the mark
     return dim, rank, ranks
 
 
@@ -49,9 +49,9 @@ def owned_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
 
 
 def held_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
-    """Yield the parts of the weights of which this rank has a copy; tied embeddings once.
+    """Yield the parts of the weights that this rank has a copy of; tied embeddings once.
 
-    What tensor parallelism does not split, the first of its ranks yields alone.
+    Only the first tensor-parallel rank yields parameters that tensor parallelism does not split.
     """
     for name, parameter in model.named_weights():
         if name == TIED_OUTPUT and model.hf_config.tie_word_embeddings:
@@ -66,7 +66,7 @@ def held_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
 
 
 def with_adapter(model: RankModel, name: str, shard: Shard) -> Shard:
-    """Return a part with what its layer's adapter adds to it, as another tensor."""
+    """Return a part with its layer's adapter added, as a new tensor."""
     if model.adapters is None:
         return shard
     return replace(shard, tensor=model.adapters.merged(name, shard.tensor))
@@ -79,13 +79,13 @@ def parameter_of(model: RankModel, name: str) -> Parameter:
 
 
 def facts_of_all(shards: Sequence[tuple[str, Shard]]) -> list[list[ShardFacts]]:
-    """Return what each rank owns, by rank; all ranks call this with their own."""
+    """Return the facts of all ranks' shards, by rank; all ranks call this with their own."""
     mine = [
-        ShardFacts(name, tuple(one.tensor.shape), one.dim, one.rank, one.ranks)
-        for name, one in shards
+        ShardFacts(name, tuple(shard.tensor.shape), shard.dim, shard.rank, shard.ranks)
+        for name, shard in shards
     ]
     data = gather_bytes(msgspec.msgpack.encode(mine))
-    return [msgspec.msgpack.decode(one, type=list[ShardFacts]) for one in data]
+    return [msgspec.msgpack.decode(encoded, type=list[ShardFacts]) for encoded in data]
 
 
 def send(shard: Shard, to_rank: int) -> None:

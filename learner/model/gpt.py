@@ -1,10 +1,11 @@
 """A policy as a Megatron-Core model, and its forward pass over packed sequences.
 
-The output layer keeps its weights, its place in checkpoints and its gradients, but hands its input
-on: log-probabilities are computed a part of the vocabulary at a time (algos/linear_logprobs.py).
+The output layer keeps its weights, its place in checkpoints and its gradients, but passes its input
+on: log-probabilities are computed for a part of the vocabulary at a time
+(algos/linear_logprobs.py).
 
-Shapes: T tokens of B sequences laid end to end, T' with padding, of which each of c ranks of
-context parallelism has its share; H hidden size, V the vocabulary padded to a multiple of tp.
+Shapes: T tokens of B sequences laid end to end, T' with padding, divided over c ranks of context
+parallelism; H hidden size, V the vocabulary padded to a multiple of tp.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
 megatron_repairs.install()
-# Settings of [learner] that stand for names of Megatron's.
+# Settings of [learner] in place of Megatron's names.
 _OWN_SETTINGS = {
     "sequence_parallel": "sequence_parallel",
     "pipeline_model_parallel_layout": "layers_per_stage",
@@ -71,12 +72,12 @@ def build_model(
 ) -> RankModel:
     """Return this rank's part of the model, with random weights; the topology must be up.
 
-    The table [learner.megatron], ``extra``, reaches Megatron's TransformerConfig as it is. From
-    ``learner`` come the settings that divide and recompute layers; None is their defaults.
-    ``setting`` names the model, the policy or one beside it.
+    The table [learner.megatron], ``extra``, reaches Megatron's TransformerConfig unchanged.
+    ``learner`` has the settings that divide and recompute layers; None is their defaults.
+    ``setting`` names the model: the policy or another one.
 
     Raises:
-        ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
+        ConfigError: a key in ``extra`` is unknown, or the ranks cannot split the model.
     """
     config = _transformer_config(hf, dtype, extra, learner or LearnerSection(), setting)
     config.rotary, config.attention_scale = Rotary.of(hf, device.device()), hf.attention_scale
@@ -84,7 +85,7 @@ def build_model(
 
 
 def num_chunks(config: TransformerConfig) -> int:
-    """Return the chunks of layers on each rank."""
+    """Return the number of chunks of layers on each rank."""
     return config.virtual_pipeline_model_parallel_size or 1
 
 
@@ -116,7 +117,7 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A packed microbatch as this rank's chunks take it."""
+    """A packed microbatch in the form that this rank's chunks take."""
 
     token_ids: Tensor  # [T'/c] of this rank, padded
     position_ids: Tensor  # [T'/c]
@@ -134,15 +135,15 @@ class ModelInput:
     ) -> "ModelInput":
         """Divide a microbatch over ranks.
 
-        Context and sequence parallelism divide tokens evenly: where they do not divide, a
-        sequence of padding follows the others. A microbatch without a token is that alone.
+        Context and sequence parallelism divide tokens evenly: if they do not divide the number, a
+        sequence of padding follows the others. A microbatch without tokens is only padding.
 
         Args:
-            config: of the model.
+            config: the model's configuration.
             token_ids: [T] int64.
             position_ids: [T] int64, from 0 in each sequence.
             cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
-            max_seqlen: the length of the longest sequence, exactly.
+            max_seqlen: exact length of the longest sequence.
         """
         split = _token_split(config, len(token_ids))
         missing = split.padded - split.count
@@ -158,15 +159,15 @@ class ModelInput:
         return cls(whole.mine(token_ids), positions, layout, split)
 
     def recording(self, record: MutableMapping[int, Tensor]) -> "ModelInput":
-        """Return the microbatch, whose routers note what they choose, by layer with experts."""
+        """Return the microbatch; its routers record their choices, by layer with experts."""
         return self._choosing(ExpertChoices(record=record))
 
     def repeating(self, given: Mapping[int, Tensor]) -> "ModelInput":
-        """Return the microbatch, whose routers choose what this rank's have noted."""
+        """Return the microbatch; its routers repeat choices recorded on this rank."""
         return self._choosing(ExpertChoices(given=given))
 
     def choosing(self, experts: Tensor, config: TransformerConfig) -> "ModelInput":
-        """Return the microbatch, whose routers choose these for all of its tokens, [T, L, k]."""
+        """Return the microbatch; its routers choose these for all its tokens, [T, L, k]."""
         ranks, rank = 1, 0
         if config.sequence_parallel:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -177,7 +178,7 @@ class ModelInput:
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, choices=choices))
 
     def through(self, chunk: torch.nn.Module) -> Tensor:
-        """Run a chunk, or a wrapper around one; what follows the last is ``hidden``."""
+        """Run a chunk, or a wrapper around one; pass the last chunk's output to ``hidden``."""
         output: Tensor = chunk(
             self.token_ids.unsqueeze(0),
             self.position_ids.unsqueeze(0),
@@ -189,7 +190,7 @@ class ModelInput:
     def hidden(self, output: Tensor) -> Tensor:
         """Return the last chunk's output for this rank's tokens: [T'/c, H]; [T, H] if it has all.
 
-        Only where tokens are divided their padding is still there.
+        Padding remains only if tokens are divided.
         """
         hidden = output.squeeze(0)
         return hidden if self.split.group is not None else hidden[: self.split.count]
@@ -220,7 +221,7 @@ def output_weight(model: RankModel) -> Tensor:
     """Return this rank's rows [V/tp, H] of the output layer, tied to the embedding or not.
 
     Raises:
-        ValueError: another pipeline stage has it.
+        ValueError: another pipeline stage has the layer.
     """
     chunk = model.last
     if chunk is None:
@@ -241,7 +242,7 @@ def _handed_on(
 ) -> tuple[Tensor, None]:
     """Replace the layer's forward: return its input, whole on every rank.
 
-    In the backward pass the ranks' shares of the gradient are summed, as the layer would.
+    The backward pass sums the ranks' shares of the gradient, as the layer would.
     """
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
@@ -249,7 +250,7 @@ def _handed_on(
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return the rows of the embedding over all ranks: a multiple of tensor parallelism."""
+    """Return the embedding's rows over all ranks: a multiple of the tensor-parallel size."""
     ranks: int = parallel_state.get_tensor_model_parallel_world_size()
     return -(-vocab_size // ranks) * ranks
 
@@ -289,7 +290,7 @@ def _transformer_config(
         "sequence_parallel": learner.sequence_parallel and ranks > 1,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",  # asked for with lengths that vary, experts or not
+        "moe_token_dispatcher_type": "alltoall",  # varying lengths need it, experts or not
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -319,7 +320,7 @@ def _sizes() -> ParallelSizes:
 
 
 def _expert_config(hf: HfConfig) -> dict[str, object]:
-    """Return the part of Megatron's configuration that is about experts."""
+    """Return the part of Megatron's configuration for experts."""
     if not hf.num_routed_experts:
         return {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     return {
@@ -339,8 +340,8 @@ def _expert_config(hf: HfConfig) -> dict[str, object]:
         "moe_router_num_groups": None,
         "moe_router_group_topk": None,
         "moe_router_enable_expert_bias": False,
-        "moe_expert_capacity_factor": None,  # it would leave tokens out
-        # Experts are trained as the policy chose them: no loss pulls their loads together.
+        "moe_expert_capacity_factor": None,  # a capacity would leave tokens out
+        # Experts are trained as the policy chose them: no loss balances their loads.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
@@ -350,7 +351,7 @@ def _expert_config(hf: HfConfig) -> dict[str, object]:
 def _pipeline_config(
     hf: HfConfig, extra: Mapping[str, object], layers_per_stage: tuple[int, ...], setting: str
 ) -> dict[str, object]:
-    """Return the part of Megatron's configuration that is about pipeline stages."""
+    """Return the part of Megatron's configuration for pipeline stages."""
     sizes = _sizes()
     stages, chunks = sizes.pipeline, sizes.chunks
     values: dict[str, object] = {
@@ -361,9 +362,9 @@ def _pipeline_config(
     if stages == 1:
         return values
     if chunks > 1:
-        # Both directions in one exchange wait for each other where stages tell each other shapes.
+        # With shapes exchanged, both directions of a batched exchange would wait for each other.
         values |= {"batch_p2p_comm": False, "overlap_p2p_comm": True}
-    elif device.device().type == "cpu":  # gloo has no batches
+    elif device.device().type == "cpu":  # gloo has no batched sends
         values |= {"batch_p2p_comm": False}
     if any(name in extra for name in MEGATRON_STAGES):
         return values | {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
@@ -375,7 +376,7 @@ def _pipeline_config(
 
 
 def _recompute_config(learner: LearnerSection) -> dict[str, object]:
-    """Return the part of Megatron's configuration that is about activations."""
+    """Return the part of Megatron's configuration for activations."""
     match learner.recompute:
         case "none":
             return {}
@@ -409,10 +410,10 @@ def _refuse_fixed(extra: Mapping[str, object], fixed: Mapping[str, object]) -> N
 
 
 def refuse_unknown_keys(hf: HfConfig, extra: Mapping[str, object]) -> None:
-    """Refuse what Megatron's TransformerConfig does not know.
+    """Refuse keys that Megatron's TransformerConfig does not know.
 
     Raises:
-        ConfigError: with the nearest name.
+        ConfigError: a key is unknown; the message has the nearest name.
     """
     known = [field.name for field in dataclasses.fields(_config_class(hf)) if field.init]
     for name in extra:

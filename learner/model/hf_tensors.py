@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, read on demand and compared with what a model has."""
+"""Tensors of a Hugging Face folder, read on demand and compared with a model's."""
 
 import logging
 from contextlib import ExitStack
@@ -15,8 +15,8 @@ from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.models.model_files import weight_files
 
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
-_COMPARED_ROWS = 8192  # in memory at a time
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; in old files
+_COMPARED_ROWS = 8192  # rows in memory at a time
 _log = logging.getLogger(__name__)
 
 
@@ -33,14 +33,14 @@ def hf_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
 class HfTensors:
     """The tensors in a folder of safetensors files, read on demand.
 
-    Those of a type of 8 bits come with scales of their blocks, and are read as float32.
+    8-bit tensors come with scales of their blocks, and are read as float32.
     """
 
     def __init__(self, folder: Path, setting: str = "run.model") -> None:
         self._folder, self._setting = folder, setting
         self._open_files = ExitStack()
         self._file_of: dict[str, safe_open] = {}
-        self._block: tuple[int, int] | None = None  # of quantized tensors
+        self._block: tuple[int, int] | None = None  # block of quantized tensors
 
     def __enter__(self) -> "HfTensors":
         with ExitStack() as stack:
@@ -68,7 +68,7 @@ class HfTensors:
 
         Raises:
             ConfigError: a tensor is missing, has another shape, or has no place in the model; or
-                the output layer is not the embedding that it is said to be.
+                the output layer is not the embedding although config.json ties them.
         """
         shapes = hf_shapes(hf)
         if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
@@ -111,7 +111,7 @@ class HfTensors:
             )
 
     def _refuse_untied(self) -> None:
-        """Refuse an output layer of its own where config.json says that it is the embedding."""
+        """Refuse a separate output layer if config.json says that it is the embedding."""
         (rows, columns), shape = self._shape(EMBEDDING), self._shape(OUTPUT_LAYER)
         parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, rows, _COMPARED_ROWS))
         if shape == (rows, columns) and all(
@@ -150,17 +150,17 @@ class HfTensors:
 def dequantized(
     tensor: Tensor, scales: Tensor, block: tuple[int, int], dim: int, offset: int
 ) -> Tensor:
-    """Return weights from numbers of 8 bits and the scale of each block: their product.
+    """Return weights as the product of 8-bit numbers and the scale of each block.
 
-    As DeepSeek-V3 stores them (arXiv:2412.19437, section 3.3): ``weight_scale_inv`` is what a
-    block's numbers are multiplied with.
+    DeepSeek-V3 stores weights so (arXiv:2412.19437, section 3.3): ``weight_scale_inv`` is the
+    factor of a block's numbers.
 
     Args:
-        tensor: [R, C], of a type of 8 bits.
+        tensor: [R, C], of an 8-bit type.
         scales: [ceil((offset + R) / block), ceil(C / block)], rows and columns alike.
-        block: rows and columns of a block; those at the ends may have fewer.
-        dim: in which the tensor is part of a larger one.
-        offset: rows or columns of its first block that come before it, in that dimension.
+        block: rows and columns of a block; blocks at the ends may have fewer.
+        dim: dimension in which the tensor is part of a larger one.
+        offset: rows or columns of its first block before the tensor, in that dimension.
 
     Returns:
         [R, C] float32.

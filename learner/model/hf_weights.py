@@ -39,7 +39,7 @@ from slipstream.wire.models.model_files import WEIGHTS, as_exported, copied_file
 def load_hf_weights(model: RankModel, folder: Path, setting: str = "run.model") -> None:
     """Fill this rank's part of the model from the safetensors files in ``folder``.
 
-    Every rank checks the names and shapes of the whole model, so that all of them refuse it.
+    Every rank checks the names and shapes of the whole model, so all ranks refuse it alike.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or has no place in the model.
@@ -55,8 +55,8 @@ def load_hf_weights(model: RankModel, folder: Path, setting: str = "run.model") 
 def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
     """Yield each Hugging Face tensor with its name on rank 0, whole; one parameter at a time.
 
-    Collective: every rank must iterate to the end, though the others get nothing. The tensors have
-    the model's dtype, or the one that the family keeps them in; the padding of the vocabulary is
+    Collective: every rank must iterate to the end, though other ranks get nothing. The tensors
+    have the model's dtype, or the dtype that the family keeps them in; the vocabulary's padding is
     stripped and tied embeddings come once. Adapters are added to their layers' weights.
     """
     hf = model.hf_config
@@ -64,20 +64,22 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
     facts = facts_of_all(list(mine.items()))
     owners = defaultdict[str, list[tuple[int, ShardFacts]]](list)
     for owner, owned in enumerate(facts):
-        for one in owned:
-            owners[one.name].append((owner, one))
+        for shard_facts in owned:
+            owners[shard_facts.name].append((owner, shard_facts))
     for name, mapping in hf.parameters():
         if rank != 0:
             if name in mine:
                 send(with_adapter(model, name, mine[name]), 0)
             continue
         dtype = dtype_of(mapping, model)
-        tensors = [torch.empty(one.whole_shape(hf.sizes), dtype=dtype) for one in mapping.tensors]
-        for owner, one in owners[name]:
+        tensors = [
+            torch.empty(tensor.whole_shape(hf.sizes), dtype=dtype) for tensor in mapping.tensors
+        ]
+        for owner, shard_facts in owners[name]:
             if owner == rank:
                 shard = with_adapter(model, name, mine[name])
             else:
-                shard = one.shard(mapping, received(one, owner, dtype))
+                shard = shard_facts.shard(mapping, received(shard_facts, owner, dtype))
             write_shard(shard, tensors, geometry_of(hf))
         yield from zip(mapping.names, tensors, strict=True)
 
@@ -85,7 +87,7 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
 def dtype_of(
     mapping: Parameter, model: RankModel, wanted: torch.dtype | None = None
 ) -> torch.dtype:
-    """Return the type of a parameter's tensors: the model's, or one that is wanted instead."""
+    """Return the type of a parameter's tensors: the model's, or the one wanted instead."""
     dtype: torch.dtype = wanted or model.config.params_dtype
     return torch.float32 if mapping.tensors[0].dtype == "float32" else dtype
 
@@ -93,7 +95,7 @@ def dtype_of(
 def hf_specs(model: RankModel, dtype: torch.dtype | None = None) -> list[TensorSpec]:
     """Return name, type and whole shape of every Hugging Face tensor of a model.
 
-    A ``dtype`` takes the place of the model's, but not of a type that the family asks for.
+    A ``dtype`` replaces the model's type, but not a type that the family requires.
     """
     hf = model.hf_config
     return [
@@ -113,8 +115,8 @@ def save_hf_folder(
     """Write the model as a Hugging Face folder, on rank 0; collective like the export.
 
     The folder appears complete or not at all, and replaces an older one of its name. Config and
-    tokenizer are those of ``source_folder``; a ``dtype`` of None is the model's. One tensor at a
-    time is in memory.
+    tokenizer come from ``source_folder``; a ``dtype`` of None is the model's. A single tensor is in
+    memory at a time.
 
     Raises:
         OSError: on rank 0, after all ranks have done their part.
@@ -134,14 +136,14 @@ def save_hf_folder(
             _describe_export(unfinished)
             _write_weights(unfinished / WEIGHTS, specs, tensors)
     finally:
-        for _ in tensors:  # a failure here leaves the others in what they send
+        for _ in tensors:  # a failure here must not stop the other ranks' sends
             pass
 
 
 def _write_weights(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write a safetensors file, each tensor to its place as it comes."""
+    """Write a safetensors file, each tensor to its place on arrival."""
     layout = plan_layout(specs, bucket_bytes=1)
     header, offsets = safetensors_header(layout), tensor_offsets(layout)
     dtypes = {spec.name: getattr(torch, spec.dtype) for spec in specs}
@@ -154,7 +156,7 @@ def _write_weights(
 
 
 def _describe_export(folder: Path) -> None:
-    """Take out of copied configs what is not true of an export."""
+    """Remove from copied configs the entries that an export makes untrue."""
     files = {path.name for path in folder.iterdir()}
     for path in (folder / name for name in ("config.json", "tokenizer_config.json")):
         config = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -165,7 +167,7 @@ def _describe_export(folder: Path) -> None:
 def _read(
     tensors: HfTensors, mapping: Parameter, name: str, weight: Tensor, hf: HfConfig
 ) -> Tensor:
-    """Return the value of this rank's weight, reading no more than its share."""
+    """Return the value of this rank's weight, reading only its share."""
     dim, rank, ranks = split_of(name, weight)
     at = dim if dim is not None else 0
     parts = []

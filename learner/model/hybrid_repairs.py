@@ -1,13 +1,13 @@
 """Defects of Megatron's HybridDeviceOptimizer; a test fails when one of them is gone upstream.
 
-It keeps a share of bfloat16 weights in float32 on the host and updates them there. For float32
-weights, of which a distributed optimizer gives it views, it cannot be made.
+It keeps a share of bfloat16 weights in float32 on the host and updates them there. It cannot be
+made for float32 weights: a distributed optimizer gives it views of them.
 
-- Its settings ask for the version of Transformer Engine, which fails where there is none.
-- Which weights are the device's is asked of ``is_cuda``: on a machine without CUDA none are, and
+- Its settings query the version of Transformer Engine, which fails if that is absent.
+- It asks ``is_cuda`` which weights are the device's: on a machine without CUDA no weight is, and
   the first update fails.
-- Where the class of both optimizers is the same (without Transformer Engine), a loaded state is on
-  the host for all of them. What is loaded keeps the weights in float32 twice until the next update.
+- If both optimizers have the same class (without Transformer Engine), a loaded state is on the
+  host for all of them. A loaded state keeps the weights in float32 twice until the next update.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ Pairs = dict[Tensor, Tensor]
 
 
 def install() -> None:
-    """Repair them by replacements; a second call does nothing."""
+    """Replace the defective methods; a second call does nothing."""
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _param_groups
     HybridDeviceOptimizer._move_new_state_to_right_device = _state_beside_weights
     if get_te_version() is None:
@@ -37,7 +37,7 @@ def _is_no_version(*_args: object, **_kwargs: object) -> bool:
 def _param_groups(
     optimizer: HybridDeviceOptimizer, offload_fraction: float
 ) -> tuple[Groups, Groups, Pairs, Pairs, Pairs]:
-    """Take the place of the method: the first weights go to the host until they are enough."""
+    """Replace the method: the first weights go to the host until they are enough."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     wanted = offload_fraction * sum(weight.numel() for weight in weights)
     on_host: Groups = []
@@ -66,9 +66,9 @@ def _param_groups(
 
 
 def _state_beside_weights(optimizer: HybridDeviceOptimizer) -> None:
-    """Take the place of the method: a state is where what it belongs to is updated."""
-    for one in optimizer.sub_optimizers:
-        for weight, state in one.state.items():
+    """Replace the method: a state is on the device where its weight is updated."""
+    for sub_optimizer in optimizer.sub_optimizers:
+        for weight, state in sub_optimizer.state.items():
             for name, value in state.items():
                 if name == "master_param":  # the weight was made equal to it
                     state[name] = weight

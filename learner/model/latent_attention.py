@@ -1,9 +1,9 @@
 """Latent attention (MLA) over packed sequences, around Megatron's own output projection.
 
 DeepSeek-AI 2024, "DeepSeek-V2" (arXiv:2405.04434), section 2.1: keys and values are expanded from a
-compressed vector. Megatron's own class turns by the place in a sequence that it knows, splits the
+compressed vector. Megatron's own class turns channels by place in the sequence, splits the
 compressing projections over ranks, and gathers their outputs again. Here channels turn by position
-id, as those of all models here, and every rank compresses for itself: the projections are small.
+id, as in all models here, and every rank compresses for itself: the projections are small.
 
 Shapes: T tokens, T/t of them on a rank with sequence parallelism; h heads of this rank; n channels
 of a key that do not turn, r that do, v of a value.
@@ -30,7 +30,7 @@ from slipstream.wire.models.hf_config import HfConfig
 
 
 def latent_config(hf: HfConfig) -> dict[str, object]:
-    """Return the part of Megatron's configuration that is about latent attention."""
+    """Return the part of Megatron's configuration for latent attention."""
     if not hf.family.is_latent:
         return {}
     return {
@@ -39,15 +39,15 @@ def latent_config(hf: HfConfig) -> dict[str, object]:
         "qk_head_dim": hf.qk_nope_head_dim,
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
-        "rope_type": "rope",  # of tables that are not used
+        "rope_type": "rope",  # for tables that stay unused
     }
 
 
-_NORM_EPSILON = 1e-6  # of what is compressed, in the models' own code, whatever rms_norm_eps is
+_NORM_EPSILON = 1e-6  # fixed in the models' own code for compressed vectors, not rms_norm_eps
 
 
 class WholeLinear(torch.nn.Linear):
-    """A projection that every rank of tensor parallelism has, and computes for its tokens."""
+    """A projection that every tensor-parallel rank holds whole, and computes for its tokens."""
 
     def __init__(self, size_in: int, size_out: int, config: MLATransformerConfig) -> None:
         super().__init__(size_in, size_out, bias=False, dtype=config.params_dtype)
@@ -135,14 +135,14 @@ class LatentAttention(MultiLatentAttention):  # type: ignore[misc]  # megatron i
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return queries [T, h, n + r], keys [T, h, n + r] and values [T, h, v].
 
-        Those that turn have their positions. Then, as Megatron wants them, what queries and what
-        keys and values were expanded from.
+        Turning channels have their positions. After these three come, for Megatron, the vectors
+        that queries, and keys and values, were expanded from.
 
         Args:
             hidden_states: [T/t, 1, H].
             key_value_states: none.
             position_ids: not read.
-            packed_seq_params: of the microbatch.
+            packed_seq_params: layout of the microbatch.
             inference_context: none.
         """
         if packed_seq_params is None:
@@ -170,7 +170,7 @@ class LatentAttention(MultiLatentAttention):  # type: ignore[misc]  # megatron i
         return query, key, expanded[..., still:], source, compressed
 
     def _of_all_tokens(self, shared: Tensor) -> Tensor:
-        """Return the key that all heads share of all tokens; each rank's heads add to its gradient.
+        """Return the key that all heads share, for all tokens; each rank adds to its gradient.
 
         [T/t, 1, r] -> [T, 1, r].
         """

@@ -1,4 +1,4 @@
-"""Megatron's own layers with this project's attention, norms and router in them."""
+"""Megatron's own layers with this project's attention, norms and router."""
 
 import copy
 import inspect
@@ -21,13 +21,13 @@ from slipstream.learner.model.norm import TorchRMSNorm
 from slipstream.learner.model.router import PolicyRouter
 from slipstream.wire.models.hf_config import HfConfig
 
-_Output = tuple[Tensor, Tensor | None]  # of attention or an MLP, and its bias
+_Output = tuple[Tensor, Tensor | None]  # output of attention or an MLP, and its bias
 
 
 class NormedResidual(torch.nn.Module):
-    """Takes the place of Megatron's bias-dropout-add: the output is normalized, then added.
+    """Replaces Megatron's bias-dropout-add: the output is normalized, then added.
 
-    Of families with a norm after attention and MLP as well as before them.
+    Used in families with a norm after attention and MLP as well as before them.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -50,7 +50,7 @@ class NormedResidual(torch.nn.Module):
 def layer_specs(
     hf: HfConfig, config: TransformerConfig, stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of a chunk: those with experts and those without."""
+    """Return the layers of a chunk, with and without experts."""
     first: int = get_transformer_layer_offset(config, vp_stage=stage)
     count: int = get_num_layers_to_build(config, vp_stage=stage)
     kinds = {is_sparse: _layer_spec(hf, config, is_sparse=is_sparse) for is_sparse in (False, True)}

@@ -4,11 +4,10 @@ An adapter adds s B A x to the output W x of a layer whose weight W does not cha
 fused layers have one pair of A and B for each tensor that Hugging Face's model has there, as PEFT
 has them, and their outputs are fused as the weights are.
 
-A layer that splits its output over tensor-parallel ranks splits B by rows, and has A whole; one
-that splits its input splits A by columns, and has B whole. Between the two are r numbers per token:
-these are what ranks exchange, so that every gradient is complete on each rank, or, with sequence
-parallelism, that of what is whole is the sum over ranks, which Megatron adds up for what has its
-mark.
+A layer that splits its output over tensor-parallel ranks splits B by rows, and has A whole; a layer
+that splits its input splits A by columns, and has B whole. Ranks exchange the r numbers per token
+between the two. So every gradient is complete on each rank; with sequence parallelism, the gradient
+of a whole matrix is the sum over ranks, which Megatron computes for parameters that have its mark.
 
 Shapes: r rank, I size of the layer's input and O of one of its outputs, in the whole model or in a
 rank's share; S tokens of this rank between layers, T after they were gathered.
@@ -53,8 +52,8 @@ class Place:
     """A layer's tensors in the whole model, and this rank's share of them."""
 
     parameter: Parameter
-    geometry: Geometry  # of the whole model
-    dim: int | None  # of the weight, that ranks split
+    geometry: Geometry  # sizes of the whole model
+    dim: int | None  # dimension of the weight that ranks split
     rank: int
     ranks: int
 
@@ -69,7 +68,7 @@ class Place:
         return self.dim == 1
 
     def share(self, size: int, *, is_split: bool) -> slice:
-        """Return this rank's part of a length of the whole model."""
+        """Return this rank's slice of a length of the whole model."""
         if not is_split:
             return slice(0, size)
         part = size // self.ranks
@@ -87,7 +86,7 @@ class LowRank(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """All that is added to one layer. Its parts are those of the layer that have an adapter."""
+    """The addition to one layer. Its parts are the layer's parts that have an adapter."""
 
     def __init__(
         self,
@@ -98,11 +97,11 @@ class Adapter(torch.nn.Module):
         scale: float,
         sequence_parallel: bool,
     ) -> None:
-        """Take the parts by their position in the layer, whose outputs have these sizes [O]."""
+        """Take the parts by position in the layer; ``outputs`` are its outputs' sizes [O]."""
         super().__init__()
         self.place = place
         self._parts = dict(parts)
-        self.parts = torch.nn.ModuleList(parts.values())  # for their parameters
+        self.parts = torch.nn.ModuleList(parts.values())  # registers their parameters
         self.is_on = True
         self._outputs = outputs
         self._scale = scale
@@ -130,7 +129,7 @@ class Adapter(torch.nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what is added to the layer's output. Shapes [S, 1, I] -> [T or S, 1, sum of O]."""
+        """Return the addition to the layer's output. [S, 1, I] -> [T or S, 1, sum of O]."""
         parts = {at: part for at in range(len(self._outputs)) if (part := self._part(at))}
         down = torch.cat([part.lora_A for part in parts.values()])
         low = self._exchanged(F.linear(hidden, down)).chunk(len(parts), dim=-1)
@@ -148,7 +147,7 @@ class Adapter(torch.nn.Module):
         )
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        """Return what B is multiplied by, once ranks have exchanged it. Shapes [S or T, 1, n r]."""
+        """Return the input of B, exchanged between ranks. Shapes [S or T, 1, n r]."""
         found: Any = low  # megatron is untyped
         if self.place.splits_output and self._sequence_parallel:
             found = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
@@ -163,7 +162,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the layer's weight [sum of O, I] with what is added to it, in its type."""
+        """Return the layer's weight [sum of O, I] with the addition, in its type."""
         changes = []
         for at, size in enumerate(self._outputs):
             part = self._part(at)
@@ -174,7 +173,7 @@ class Adapter(torch.nn.Module):
         return (weight.float() + self._fused(changes, dim=0)).to(weight.dtype)
 
     def _fused(self, parts: list[Tensor], *, dim: int) -> Tensor:
-        """Return outputs of the layer's parts along a dimension as the layer has them."""
+        """Return outputs of the layer's parts along a dimension, fused as in the layer."""
         if self.place.parameter.kind == "copy":
             return parts[0]
         along = [part.movedim(dim, 0) for part in parts]
@@ -185,21 +184,21 @@ class Adapter(torch.nn.Module):
 
 
 class LoraAdapters:
-    """The adapters of a rank's part of a model, by the names of their layers' weights."""
+    """Adapters of a rank's part of a model, by the names of their layers' weights."""
 
     def __init__(self, of: Mapping[str, Adapter], facts: AdapterFacts) -> None:
-        """Take those of ``add_adapters``."""
+        """Take the adapters of ``add_adapters``."""
         self._of = dict(of)
         self.facts = facts
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight with what its adapter adds; it is unchanged without one."""
+        """Return a weight with its adapter's addition; unchanged without an adapter."""
         adapter = self._of.get(name)
         return weight if adapter is None else adapter.merged(weight)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Have the model without its adapters."""
+        """Switch the adapters off for a block."""
         for adapter in self._of.values():
             adapter.is_on = False
         try:
@@ -250,7 +249,7 @@ class LoraAdapters:
 def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankModel:
     """Freeze a model and give its layers adapters, which add nothing yet; return the model.
 
-    Their values are the same in any layout: each A is drawn whole, from the seed and its name.
+    Values are the same in any layout: each A is drawn whole, from the seed and its name.
 
     Raises:
         ConfigError: ``lora.targets`` names no layer of the model, or experts.
@@ -318,8 +317,8 @@ def _adapted(
 
 
 def _with_gradient(_module: torch.nn.Module, _arguments: object, output: Tensor) -> Tensor:
-    """Have what follows the embedding take part in the backward pass.
+    """Give the embedding's output a gradient, so that later layers take part in the backward pass.
 
-    Layers that are computed again get no gradient for their weights unless their input has one.
+    Recomputed layers get no gradient for their weights unless their input has one.
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,4 +1,4 @@
-"""The numbers that adapters begin with, without Megatron."""
+"""Initial numbers of adapters, without Megatron."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def drawn(rank: int, size: int, *, seed: int, name: str) -> Tensor:
-    """Return a whole A [r, I] as PEFT draws it: uniform within 1 / sqrt(I). float32, on the host.
+    """Return a whole A [r, I], drawn as in PEFT: uniform within 1 / sqrt(I). float32, on the host.
 
     Each tensor has its own numbers, from the run's seed and its name.
     """
@@ -24,10 +24,10 @@ def drawn(rank: int, size: int, *, seed: int, name: str) -> Tensor:
 
 
 def refuse_no_numbers(name: str, tensor: Tensor, folder: Path) -> None:
-    """Refuse a tensor of a PEFT folder that no adapter can begin with.
+    """Refuse a tensor of a PEFT folder that no adapter can start from.
 
     Raises:
-        ConfigError: it is of another type than of floats, or holds one that is not finite.
+        ConfigError: its type is no float type, or it holds a number that is not finite.
     """
     if tensor.dtype not in _FLOATS:
         raise ConfigError(

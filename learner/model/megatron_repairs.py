@@ -1,18 +1,18 @@
-"""Defects of Megatron-Core that are worked around; a test fails when one of them is gone upstream.
+"""Workarounds for defects of Megatron-Core; a test fails when a defect is gone upstream.
 
 - Without Transformer Engine the import of ``te_general_gemm`` in its router fails as a whole and
   leaves the name undefined: every forward pass with ``moe_router_dtype`` raises a NameError.
-- Without Transformer Engine latent attention takes it to be there: its import gives stand-ins that
-  are no classes, and asks whether a layer is of one of them, a TypeError.
-- Pipeline stages tell each other the shapes of what they send (``variable_seq_lengths``) by one
-  batch of messages in one group. Of two stages whose chunks are interleaved each is both before and
+- Without Transformer Engine latent attention still assumes it: the import gives stand-ins that are
+  no classes, and a check whether a layer is an instance of one raises a TypeError.
+- Pipeline stages send each other the shapes of their tensors (``variable_seq_lengths``) in one
+  batch of messages in one group. If two stages have interleaved chunks, each is both before and
   after the other, and takes the message for one direction as that for the other. The tensors
   themselves go by ``_p2p_ops``, which keeps the directions apart; so do their shapes now.
 - Gradients of experts are summed over too few ranks where ``expert_model_parallel_size`` is 1 and
   ``tensor_model_parallel_size`` is not: see ``mark_expert``.
 - A distributed optimizer around torch's Adam, which keeps a count of updates per parameter, cannot
-  be loaded: a checkpoint has no such tensor for each. Loading then gives all parameters one tensor
-  to count in, which each of them advances.
+  be loaded: a checkpoint has no such tensor per parameter. Loading then gives all parameters one
+  tensor to count in, which each of them advances.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _MARK = "_slipstream_repaired"
 
 
 def install() -> None:
-    """Repair what is repaired by a replacement; a second call does nothing."""
+    """Make the repairs that are replacements; a second call does nothing."""
     hybrid_repairs.install()
     vars(moe_utils).setdefault("te_general_gemm", None)
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -91,7 +91,7 @@ def _communicate_shapes(
     recv_prev: bool,
     recv_next: bool,
 ) -> tuple[list[int], list[int]]:
-    """Take the place of the method: return the shapes from the stages before and after."""
+    """Replace the method: return the shapes from the stages before and after."""
 
     def sent(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else torch.tensor(tensor.size(), device=device())

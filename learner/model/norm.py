@@ -1,4 +1,4 @@
-"""The norm of all models here."""
+"""Norm of all models here."""
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -7,8 +7,8 @@ from megatron.core.transformer import TransformerConfig
 class TorchRMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm that marks its gradient to be summed over tensor parallelism.
 
-    Megatron's own wrapper refuses sequence parallelism; the mark on the weight
-    has its gradients summed there.
+    Megatron's own wrapper refuses sequence parallelism; the mark on the weight has its gradients
+    summed there.
     """
 
     def __init__(

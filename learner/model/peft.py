@@ -1,4 +1,4 @@
-"""Adapters between a Megatron model and a folder of PEFT's."""
+"""Adapters between a Megatron model and a PEFT folder."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def adapters_of(model: RankModel) -> LoraAdapters:
     """Return a model's adapters.
 
     Raises:
-        TypeError: it has none.
+        TypeError: the model has no adapters.
     """
     if not isinstance(model.adapters, LoraAdapters):
         raise TypeError("this model has no adapters")
@@ -38,11 +38,11 @@ def adapters_of(model: RankModel) -> LoraAdapters:
 
 
 def load_adapter(model: RankModel, folder: Path) -> None:
-    """Fill this rank's part of a model's adapters from a folder of PEFT's.
+    """Fill this rank's part of a model's adapters from a PEFT folder.
 
     Raises:
-        ConfigError: it cannot be read, or holds other tensors than those of the adapters,
-            or others than finite numbers.
+        ConfigError: the folder cannot be read, or its tensors are not those of the adapters or
+            not finite.
     """
     adapters = adapters_of(model)
     path = folder / TENSORS
@@ -51,7 +51,7 @@ def load_adapter(model: RankModel, folder: Path) -> None:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no dict
             expected = adapter_shapes(hf_shapes(model.hf_config), adapters.facts)
             refuse_other_tensors(found, expected, folder)
-            for name in found:  # whole, so that every rank refuses it
+            for name in found:  # whole tensors, so every rank refuses alike
                 refuse_no_numbers(name, file.get_tensor(name), folder)
             for name, parameter, place, dim in adapters.named_tensors():
                 rows = place.share(found[name][dim], is_split=place.dim == dim)
@@ -70,12 +70,12 @@ def save_adapter(model: RankModel, folder: Path, base_model: str) -> None:
     tensors = {name: tensor.detach().cpu() for name, tensor, _, _ in adapters.named_tensors()}
     with replacing_folder(folder, durable=False) as unfinished:
         (unfinished / CONFIG).write_bytes(adapter_config(adapters.facts, base_model))
-        save_file(tensors, unfinished / TENSORS, metadata={"format": "pt"})  # for its owner alone
+        save_file(tensors, unfinished / TENSORS, metadata={"format": "pt"})  # owner-only file
         (unfinished / TENSORS).chmod((unfinished / CONFIG).stat().st_mode & 0o777)
 
 
 def hash_of_base(folder: Path) -> str:
-    """Return a hash of the weights of a Hugging Face folder, as their files are."""
+    """Return a hash of the weight files of a Hugging Face folder."""
     digest = xxhash.xxh3_128()
     for path in weight_files(folder):
         digest.update(path.name.encode() + b"\n")

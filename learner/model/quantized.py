@@ -1,11 +1,11 @@
-"""Pure: whether a folder's numbers are weights, or come with what makes them weights."""
+"""Pure: whether a folder's numbers are weights, or come with the scales that make them weights."""
 
 from collections.abc import Sequence
 
 from slipstream.wire.models.families.registry import SCALE_SUFFIX
 
-FLOATS = ("BF16", "F16", "F32", "F64")  # types of safetensors that hold weights as they are
-QUANTIZED = "F8_E4M3"  # of blocks, each with a scale
+FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' types of plain weights
+QUANTIZED = "F8_E4M3"  # type of weights in blocks, each with a scale
 
 
 def number_trouble(
@@ -18,11 +18,11 @@ def number_trouble(
     """Return why a tensor cannot be read as weights; empty if it can.
 
     Args:
-        name: of the tensor.
-        dtype: as safetensors names it.
-        shape: of the tensor.
-        block: rows and columns of a block, of a folder whose config.json says that it has any.
-        scales: the shape of its scales, if it comes with them.
+        name: the tensor's name.
+        dtype: the tensor's type, by its name in safetensors.
+        shape: the tensor's shape.
+        block: rows and columns of a block, if the folder's config.json has blocks.
+        scales: shape of the tensor's scales, if it comes with scales.
     """
     floats = ", ".join(FLOATS)
     if dtype in FLOATS:

@@ -1,7 +1,7 @@
 """A rank's part of a model: the layers of its pipeline stage, in one chunk or several.
 
 Interleaved pipelines give a rank several chunks. Their parameters are named here as in the whole
-model: by the number of the layer there, and of the expert there.
+model: by the layer's and the expert's numbers there.
 """
 
 import re
@@ -23,20 +23,20 @@ ADAPTER = "adapter"  # name of the adapter within its layer
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 ROUTER_BIAS = ".router.correction_bias"
-TIED_OUTPUT = "output_layer.weight"  # of the last of several stages: a copy of the embedding
+TIED_OUTPUT = "output_layer.weight"  # copy of the embedding, on the last of several stages
 
 
 class Adapters(Protocol):
-    """The adapters of a rank's part of a model (lora.py)."""
+    """Adapters of a rank's part of a model (lora.py)."""
 
     facts: AdapterFacts
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight with what its adapter adds; it is unchanged without one."""
+        """Return a weight with its adapter's addition; unchanged without an adapter."""
         ...
 
     def off(self) -> AbstractContextManager[None]:
-        """Have the model without its adapters."""
+        """Switch the adapters off for a block."""
         ...
 
     def sharded_state(self, prefix: str) -> dict[str, Any]:
@@ -49,13 +49,13 @@ class Adapters(Protocol):
 
 
 class RankModel:
-    """The chunks of a model on this rank, in the order in which a token passes them."""
+    """Chunks of a model on this rank, in the order in which a token passes them."""
 
     def __init__(self, chunks: list[GPTModel], hf: HfConfig) -> None:
         """Take the chunks of one model whose architecture is ``hf``."""
         self.chunks = chunks
         self.hf_config = hf
-        self.adapters: Adapters | None = None  # if they are trained, and nothing else
+        self.adapters: Adapters | None = None  # set if only adapters are trained
 
     @property
     def config(self) -> TransformerConfig:
@@ -79,13 +79,13 @@ class RankModel:
                 yield name, tensor
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a Hugging Face folder has of this rank: parameters, and biases of routers."""
+        """Yield this rank's weights for a Hugging Face folder: parameters and router biases."""
         per_rank = (self.config.num_moe_experts or 0) // self.config.expert_model_parallel_size
         first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
         for number, chunk in enumerate(self.chunks):
             stage = number if len(self.chunks) > 1 else None
             offset: int = get_transformer_layer_offset(self.config, stage)
-            biases = ((n, one) for n, one in chunk.named_buffers() if n.endswith(ROUTER_BIAS))
+            biases = ((n, buffer) for n, buffer in chunk.named_buffers() if n.endswith(ROUTER_BIAS))
             for name, tensor in (*chunk.named_parameters(), *biases):
                 if f".{ADAPTER}." in name:
                     continue
@@ -116,7 +116,7 @@ class RankModel:
         return self
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
-        """Return the weights as Megatron's sharded state, by chunk; of adapters these alone."""
+        """Return the weights as Megatron's sharded state, by chunk; only adapters if there are."""
         if self.adapters is not None:
             return self.adapters.sharded_state(prefix)
         return {

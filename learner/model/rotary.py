@@ -1,9 +1,9 @@
 """Rotary position embedding by position id: one table of angles for all layers of a microbatch.
 
-Su et al., "RoFormer" (arXiv:2104.09864), with the two ways in which models are made to read more
-than they were first trained on: Llama 3's and YaRN (Peng et al., arXiv:2309.00071).
+Su et al., "RoFormer" (arXiv:2104.09864), with two ways to extend models beyond the context of their
+first training: Llama 3's and YaRN (Peng et al., arXiv:2309.00071).
 
-Shapes: T tokens, h heads of d channels, of which the first r turn. Channel i turns with channel
+Shapes: T tokens, h heads of d channels; the first r channels turn. Channel i turns with channel
 i + r/2, as in most models of Hugging Face, or with its neighbor.
 """
 
@@ -43,10 +43,10 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Frequencies of the channels of a head that turn."""
+    """Frequencies of the turning channels of a head."""
 
     frequencies: Tensor  # [r/2] float32 on the model's device, radians per position
-    scale: float = 1.0  # of cosine and sine: YaRN's attention factor, on queries and keys alike
+    scale: float = 1.0  # factor of cosine and sine, for queries and keys (YaRN's attention factor)
     in_pairs: bool = False
 
     @classmethod
@@ -72,16 +72,16 @@ class Rotary:
 def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -> Tensor:
     """Scale down frequencies below ``low_freq_factor`` turns per trained context.
 
-    Those above ``high_freq_factor`` turns stay, and between both the scale changes gradually.
+    Frequencies above ``high_freq_factor`` turns stay; in between, the scale changes gradually.
     """
     turns = trained_positions * frequencies / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # of the frequency that stays
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # share of the frequency that stays
     return frequencies * (share + (1.0 - share) / rope.factor)
 
 
 def _yarn(frequencies: Tensor, rope: RopeParameters, hf: HfConfig) -> Tensor:
-    """Slow channels by a ramp over their number, between fast and slow ones."""
+    """Slow down channels by a ramp over their number, between fast and slow ones."""
     size = hf.rotary_channels
 
     def channel(turns: float) -> float:

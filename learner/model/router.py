@@ -1,6 +1,6 @@
 """Chooses each token's experts as the model's family does, and weighs them.
 
-Shapes: T tokens, E experts in n groups, k of which each token has.
+Shapes: T tokens, E experts in n groups, k experts per token.
 """
 
 from collections.abc import Callable
@@ -15,21 +15,21 @@ from slipstream.learner.model.expert_choices import ExpertChoices
 from slipstream.learner.model.routing_rules import chosen_experts, scores_of
 from slipstream.wire.models.hf_config import HfConfig
 
-_SMALLEST_SUM = 1e-20  # of weights, which divide
+_SMALLEST_SUM = 1e-20  # least sum of weights, as a divisor
 
 
 class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
-    """Takes the place of Megatron's router, whose rules are not those of every family.
+    """Replaces Megatron's router, whose rules do not fit every family.
 
     ``correction_bias`` is part of the weights but no parameter: no gradient reaches it, and it
-    stays what it was.
+    stays unchanged.
     """
 
     def __init__(self, hf: HfConfig, config: TransformerConfig, **arguments: object) -> None:
         super().__init__(config=config, **arguments)
         self._hf = hf
         self._rule = hf.family.router
-        self.choices: ExpertChoices | None = None  # of the microbatch that goes through
+        self.choices: ExpertChoices | None = None  # choices of the present microbatch
         bias = None
         if self._rule.has_bias:
             bias = torch.zeros(hf.num_routed_experts, device=self.weight.device)
@@ -38,7 +38,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
 
     @override
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weight of each expert for each token, [T, E], and which ones it has."""
+        """Return the weight of each expert for each token, [T, E], and the token's experts."""
         logits = logits.view(-1, self._hf.num_routed_experts)
         logits = self.apply_z_loss(logits, padding_mask=padding_mask)
         scores = scores_of(logits, self._rule.score)
@@ -52,7 +52,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
                 group_score=self._rule.group_score,
             )
             if self.choices is not None:
-                sparse = sum(map(self._hf.is_sparse, range(self.layer_number - 1)))  # before it
+                sparse = sum(map(self._hf.is_sparse, range(self.layer_number - 1)))  # earlier
                 chosen = self.choices.decided(sparse, chosen)
         weights = scores.gather(-1, chosen)
         if self._hf.norm_topk_prob:

@@ -1,7 +1,7 @@
 """Brings the choices that come with a microbatch to the routers of Megatron's layers.
 
-A microbatch's layout reaches every layer; from there a hook hands its choices to the router, in a
-pass that computes activations again, too.
+A microbatch's layout reaches every layer; a hook there passes the choices to the router, also when
+activations are recomputed.
 """
 
 import types
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def hand_on_choices(layer: torch.nn.Module) -> None:
-    """Have a transformer layer hand its router the choices that come with a microbatch.
+    """Have a transformer layer pass its router the choices that come with a microbatch.
 
-    ``layer.mlp.router`` has an attribute ``choices``; a layer without a router is left as it is.
+    ``layer.mlp.router`` has an attribute ``choices``; a layer without a router stays unchanged.
     """
     mlp: Any = layer.mlp
     router = getattr(mlp, "router", None)
@@ -27,13 +27,13 @@ def hand_on_choices(layer: torch.nn.Module) -> None:
         router.choices = named["packed_seq_params"].choices
 
     layer.register_forward_pre_hook(hand_on, with_kwargs=True)
-    if mlp.moe_layer_recompute:  # alone, when another microbatch has been through the layer
+    if mlp.moe_layer_recompute:  # recomputed alone, after other microbatches
         mlp.moe_layer_recompute = False
         mlp.forward = types.MethodType(_recomputed, mlp)
 
 
 def _recomputed(mlp: MoELayer, hidden: Tensor, *_rest: object, **_named: object) -> object:
-    """Replace the layer's forward: compute it again in the backward pass, by the same choices."""
+    """Replace the layer's forward: recompute it in the backward pass, by the same choices."""
     choices = mlp.router.choices
 
     def compute(hidden: Tensor) -> object:

@@ -1,6 +1,6 @@
-"""Pure: which experts of a mixture a token has.
+"""Pure: choice of a token's experts in a mixture.
 
-Shapes: T tokens, E experts in n groups, k of which each token has.
+Shapes: T tokens, E experts in n groups, k experts per token.
 """
 
 import torch
@@ -25,16 +25,16 @@ def chosen_experts(
 ) -> Tensor:
     """Return the numbers of the experts with the highest scores, [T, k] int64.
 
-    With groups, only experts of the groups with the highest scores are chosen: DeepSeek-V2's
-    (arXiv:2405.04434, section 2.2.2) by the best expert of each, DeepSeek-V3's (arXiv:2412.19437,
-    section 2.1.2) by the sum of the two best.
+    With groups, only experts of the groups with the highest scores are chosen. A group's score is
+    that of its best expert in DeepSeek-V2 (arXiv:2405.04434, section 2.2.2), and the sum of its two
+    best in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
 
     Args:
         scores: [T, E].
         count: k.
         bias: [E], added to scores for the choice.
         groups: n.
-        taken_groups: of which experts may be chosen.
+        taken_groups: number of groups that experts may be chosen from.
         group_score: "best" or "two best".
     """
     scores = scores if bias is None else scores + bias

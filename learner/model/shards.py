@@ -1,7 +1,7 @@
 """Converts Megatron's parameters to Hugging Face tensors, and back.
 
-A rank that publishes copies each of its parameters once, straight to its place in the Hugging Face
-tensors: nothing is gathered, and there is no second copy of anything.
+A rank that publishes copies each of its parameters once, directly to its place in the Hugging Face
+tensors: nothing is gathered, and nothing has a second copy.
 
 Shapes: H query heads, G key and value heads (query groups), D channels per head, F size of the
 feed-forward layer, E size of the hidden state. Functions take the whole model's sizes or one
@@ -44,14 +44,14 @@ class Shard:
 class ShardFacts(msgspec.Struct, frozen=True):
     """A part of a parameter that another rank holds."""
 
-    name: str  # in the whole model
+    name: str  # name in the whole model
     shape: tuple[int, ...]
     dim: int | None
-    rank: int  # of the ranks that the parameter is split over
+    rank: int  # number among the ranks that split the parameter
     ranks: int
 
     def shard(self, parameter: Parameter, tensor: Tensor) -> Shard:
-        """Return the part itself."""
+        """Return the part with this tensor."""
         return Shard(parameter, tensor, self.dim, self.rank, self.ranks)
 
 
@@ -86,7 +86,7 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
     match shard.parameter.kind:
         case "copy":
             _copy(_part(wholes[0], shard, shard.dim or 0), tensor)
-        case "vocab":  # rows were padded at the end, and an even share may hold nothing but padding
+        case "vocab":  # rows are padded at the end; a share may be padding only
             rows = wholes[0][shard.rank * len(tensor) :][: len(tensor)]
             rows.copy_(tensor[: len(rows)])
         case "gate_up":
@@ -103,9 +103,9 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
 
 
 def _copy(part: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor into a part; from a GPU into columns through memory that is pinned.
+    """Copy a tensor into a part; from a GPU into columns through pinned memory.
 
-    torch itself would take pageable memory for what is not contiguous on the host.
+    torch itself would use pageable memory for a target that is not contiguous on the host.
     """
     if tensor.is_cuda and not part.is_contiguous():
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,6 +1,6 @@
 """The learner's ranks, and the groups in which they exchange tensors.
 
-Which rank is where is decided in parallel.py. Megatron keeps its groups in process-wide state: one
+Places of ranks are decided in parallel.py. Megatron keeps its groups in process-wide state: one
 topology per process.
 """
 
@@ -19,7 +19,7 @@ from slipstream.learner.parallel import ParallelSizes
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This rank's place. ``ranks_here`` is how many ranks are on each host."""
+    """This rank's place. ``ranks_here`` is the number of ranks on each host."""
 
     rank: int
     world_size: int
@@ -27,7 +27,7 @@ class Topology:
     sizes: ParallelSizes
     tensor_parallel_rank: int
     context_parallel_rank: int
-    stage: int  # of the pipeline
+    stage: int  # pipeline stage
     data_parallel: int
     data_parallel_rank: int
     tensor_group: dist.ProcessGroup  # ranks that hold the shards of the same layers
@@ -63,7 +63,7 @@ def init_topology(
 ) -> Topology:
     """Join the learner's other ranks and return this rank's place; all ranks call this.
 
-    ``ranks_per_node`` of them are on each host, which chooses their GPUs; 0: all are on one.
+    ``ranks_per_node`` ranks are on each host, which decides their GPUs; 0: all are on one host.
 
     Raises:
         ConfigError: the sizes do not divide the ranks.
@@ -88,7 +88,7 @@ def init_topology(
     model_parallel_cuda_manual_seed(seed)
     place = sizes.place(rank, world_size)
     replica_group: dist.ProcessGroup | None = None
-    for replica in range(sizes.replicas(world_size)):  # every rank makes all of them
+    for replica in range(sizes.replicas(world_size)):  # every rank makes all groups
         members = sizes.ranks_of_replica(replica, world_size)
         group = dist.new_group(members, timeout=timeout)
         if replica == place.replica:
