@@ -33,20 +33,20 @@ def fill_advantages(
         to_reference = algorithm.choice.kl.to == "reference"
         charges = [
             algorithm.reward_kl(
-                known(one.proximal, "proximal"),
-                known(one.reference, "reference") if to_reference else one.behavior,
-                one.packing.mask,
+                known(microbatch.proximal, "proximal"),
+                known(microbatch.reference, "reference") if to_reference else microbatch.behavior,
+                microbatch.packing.mask,
             )
-            for one in everything
+            for microbatch in everything
         ]
     fill = _fill_by_tokens if algorithm.is_token_level else _fill_by_trajectories
     fill(policy, everything, charges, outcomes, algorithm)
     _whiten(policy.replicas.summed, everything, outcomes, algorithm)
-    for one in everything:
-        if one.teacher is not None:
-            proximal = known(one.proximal, "proximal")
-            one.advantages = one.advantages + algorithm.taught(
-                proximal, one.teacher, one.packing.mask
+    for microbatch in everything:
+        if microbatch.teacher is not None:
+            proximal = known(microbatch.proximal, "proximal")
+            microbatch.advantages = microbatch.advantages + algorithm.taught(
+                proximal, microbatch.teacher, microbatch.packing.mask
             )
 
 
@@ -59,19 +59,21 @@ def _fill_by_trajectories(
 ) -> None:
     """Give all tokens of a trajectory, or of a turn, its advantage."""
     total = torch.zeros_like(outcomes.rewards)
-    for one, charge in zip(everything, charges, strict=True):
+    for microbatch, charge in zip(everything, charges, strict=True):
         if charge is not None:
-            total[one.indices] = one.packing.sums(charge).to(total)
+            total[microbatch.indices] = microbatch.packing.sums(charge).to(total)
     if algorithm.charges_kl:
         total = algorithm.choice.kl.coefficient * policy.replicas.summed(total)
     charged = replace(outcomes, rewards=outcomes.rewards - total)
     advantages = algorithm.trajectory_advantages(charged)
-    for one in everything:
+    for microbatch in everything:
         if algorithm.needs_turn_rewards:
-            mine = outcomes.known_turns.of(one.indices, advantages)
-            one.advantages = one.packing.turns.spread(one.here(mine))
+            mine = outcomes.known_turns.of(microbatch.indices, advantages)
+            microbatch.advantages = microbatch.packing.turns.spread(microbatch.here(mine))
         else:
-            one.advantages = one.packing.spread(one.here(advantages[one.indices]))
+            microbatch.advantages = microbatch.packing.spread(
+                microbatch.here(advantages[microbatch.indices])
+            )
 
 
 def _fill_by_tokens(
@@ -83,25 +85,25 @@ def _fill_by_tokens(
 ) -> None:
     """Give every token an advantage of its own, and its return to the critic."""
     rewarded = [
-        algorithm.token_rewards(one.here(rewards), charge, one.packing)
-        for one, rewards, charge in zip(
+        algorithm.token_rewards(microbatch.here(rewards), charge, microbatch.packing)
+        for microbatch, rewards, charge in zip(
             everything, _rewards_by(everything, outcomes, algorithm), charges, strict=True
         )
     ]
     if algorithm.needs_whole_step:
         _fill_from_whole_step(policy, everything, rewarded, outcomes, algorithm)
         return
-    for one, per_token in zip(everything, rewarded, strict=True):
+    for microbatch, per_token in zip(everything, rewarded, strict=True):
         result = algorithm.token_advantages(
             TokenOutcomes(
                 rewards=per_token,
-                values=one.values,
-                packing=one.packing,
-                proximal=one.proximal,
-                squares=one.squares,
+                values=microbatch.values,
+                packing=microbatch.packing,
+                proximal=microbatch.proximal,
+                squares=microbatch.squares,
             )
         )
-        one.advantages, one.returns = result.advantages, result.returns
+        microbatch.advantages, microbatch.returns = result.advantages, result.returns
 
 
 def _rewards_by(
@@ -110,9 +112,9 @@ def _rewards_by(
     """Return the rewards of each microbatch's trajectories, or of their turns."""
     if algorithm.needs_turn_rewards:
         turns = outcomes.known_turns
-        return [turns.of(one.indices, turns.rewards) for one in everything]
+        return [turns.of(microbatch.indices, turns.rewards) for microbatch in everything]
     rewards = outcomes.centered() if algorithm.centers_rewards else outcomes.rewards
-    return [rewards[one.indices] for one in everything]
+    return [rewards[microbatch.indices] for microbatch in everything]
 
 
 def _fill_from_whole_step(
@@ -122,17 +124,19 @@ def _fill_from_whole_step(
     outcomes: Outcomes,
     algorithm: Algorithm,
 ) -> None:
-    """Give every token its advantage where that depends on tokens of other microbatches."""
+    """Give every token its advantage if that depends on tokens of other microbatches."""
     device = everything[0].packing.mask.device
-    numbers = torch.cat([one.indices for one in everything])
-    values = [one.values for one in everything if one.values is not None]
-    squares = [one.squares for one in everything if one.squares is not None]
+    numbers = torch.cat([microbatch.indices for microbatch in everything])
+    values = [microbatch.values for microbatch in everything if microbatch.values is not None]
+    squares = [microbatch.squares for microbatch in everything if microbatch.squares is not None]
     result = algorithm.token_advantages(
         TokenOutcomes(
             rewards=torch.cat(list(rewarded)),
             values=torch.cat(values) if values else None,
-            packing=joined(everything, [one.packing.mask for one in everything]),
-            proximal=torch.cat([known(one.proximal, "proximal") for one in everything]),
+            packing=joined(everything, [microbatch.packing.mask for microbatch in everything]),
+            proximal=torch.cat(
+                [known(microbatch.proximal, "proximal") for microbatch in everything]
+            ),
             squares=torch.cat(squares) if squares else None,
             groups=Groups(
                 of_sequence=outcomes.groups[numbers].to(device),
@@ -142,12 +146,12 @@ def _fill_from_whole_step(
             ),
         )
     )
-    sizes = [len(one.packing.mask) for one in everything]
-    for one, mine in zip(everything, torch.split(result.advantages, sizes), strict=True):
-        one.advantages = mine
+    sizes = [len(microbatch.packing.mask) for microbatch in everything]
+    for microbatch, mine in zip(everything, torch.split(result.advantages, sizes), strict=True):
+        microbatch.advantages = mine
     if result.returns is not None:
-        for one, mine in zip(everything, torch.split(result.returns, sizes), strict=True):
-            one.returns = mine
+        for microbatch, mine in zip(everything, torch.split(result.returns, sizes), strict=True):
+            microbatch.returns = mine
 
 
 def _whiten(
@@ -165,19 +169,21 @@ def _whiten(
     count = outcomes.num_groups if by_group else 1
     total: Tensor | None = None
     spread = []
-    for one in everything:
-        index = one.packing.spread(number[one.indices].to(one.batch.loss_mask.device))
+    for microbatch in everything:
+        index = microbatch.packing.spread(
+            number[microbatch.indices].to(microbatch.batch.loss_mask.device)
+        )
         spread.append(index)
-        copies = None if one.copies is None else one.packing.spread(one.copies)
-        mine = moments(one.advantages, one.packing.mask, index, count, copies)
+        copies = None if microbatch.copies is None else microbatch.packing.spread(microbatch.copies)
+        mine = moments(microbatch.advantages, microbatch.packing.mask, index, count, copies)
         total = mine if total is None else total + mine
     if total is None:
         return
     total = summed(total)
-    for one, index in zip(everything, spread, strict=True):
-        one.advantages = whiten(
-            one.advantages,
-            one.packing.mask,
+    for microbatch, index in zip(everything, spread, strict=True):
+        microbatch.advantages = whiten(
+            microbatch.advantages,
+            microbatch.packing.mask,
             index,
             total,
             divide_by_std=not how,

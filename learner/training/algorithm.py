@@ -15,14 +15,14 @@ from slipstream.wire.settings.words import wrong_value
 
 
 def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
-    """Return the policies that a learner holds beside its own: a reference, a teacher; each once.
+    """Return the learner's frozen policies, a reference and a teacher, each once.
 
     Args:
-        algorithm: of the run.
-        settings: of the run; with adapters the policy itself is the reference, too.
+        algorithm: the run's algorithm.
+        settings: the run's settings; with adapters the policy itself is the reference, too.
 
     Raises:
-        ConfigError: one has no config.json that can be used.
+        ConfigError: a policy has no usable config.json.
     """
     choice, run, folders = algorithm.choice, settings.run, dict[Path, str]()
     if choice.needs_reference and not settings.base_is(choice.kl.reference):
@@ -35,7 +35,7 @@ def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfC
 
 
 def _reader_of_turns(choice: AlgoChoice) -> str:
-    """Return the setting that has an advantage read rewards of turns."""
+    """Return the setting that makes the advantage read rewards of turns."""
     part, options = choice.advantage.part, choice.advantage.options
     names = (name for name in options.__struct_fields__ if getattr(options, name) == "turns")
     named = next(names, "")
@@ -71,7 +71,7 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             f"{_reader_of_turns(choice)} needs environment.function, got none: without an "
             "environment a trajectory is a single turn, and its reward is that of the turn"
         )
-    holds = any(one.part.name == "kl-cov" for one in choice.corrections)
+    holds = any(correction.part.name == "kl-cov" for correction in choice.corrections)
     if holds and choice.anchor == "proximal" and settings.learner.minibatches == 1:
         raise ConfigError(
             "algo.correction.kl-cov holds tokens to the start of the step (algo.anchor = "

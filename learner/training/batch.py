@@ -1,6 +1,6 @@
 """This rank's share of a delivered batch: fetch -> unpack -> pack -> train -> record.
 
-All ranks train a batch or none does: every failure is agreed on before a weight changes.
+Either all ranks train a batch or none does: failures are agreed on before a weight changes.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class TrainedBatch:
 
 
 def expert_sizes(hf: HfConfig) -> ExpertSizes:
-    """Return how many experts a model has."""
+    """Return the numbers of experts in a model."""
     return ExpertSizes(
         layers=hf.num_sparse_layers, experts=hf.num_routed_experts, of_token=hf.experts_per_token
     )
@@ -63,7 +63,7 @@ class BatchTraining:
         self._cost = SequenceCost.of(policy.model.hf_config, settings.adapters)
 
     def train(self, order: StepPlan) -> TrainedBatch | Rejection:
-        """Train a batch. If it is rejected, it is rejected on every rank and no weight has changed.
+        """Train a batch. A rejection holds on every rank, and no weight has changed then.
 
         Raises:
             SlipstreamError: on every rank, if the payloads cannot be fetched.
@@ -83,7 +83,7 @@ class BatchTraining:
                 num_lags=num_lags,
             )
         except NonFiniteError as error:
-            self._policy.pipeline_figures()  # of this batch, and none of the next
+            self._policy.pipeline_figures()  # drop this batch's: the next starts anew
             everything = groups_of(order, range(len(order.headers)))
             return Rejection("nonfinite", everything, str(error))
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
@@ -92,15 +92,20 @@ class BatchTraining:
             share = order.share(self._topology.data_parallel_rank)
             parts = [  # empty microbatches come last
                 TrainedPart(*part)
-                for one in trained
-                for part in zip(share[one.number], packed[one.number], one.proximal, strict=False)
+                for minibatch in trained
+                for part in zip(
+                    share[minibatch.number],
+                    packed[minibatch.number],
+                    minibatch.proximal,
+                    strict=False,
+                )
             ]
             self._rollouts.record(order.step, order.trajectories, parts)
         return TrainedBatch(figures, self._work(order, trained))
 
     def _work(self, order: StepPlan, trained: Sequence[TrainedMinibatch]) -> StepWork:
         updates = trained if self._algorithm.trains_policy(order.step) else []
-        members = [i for one in updates for i in order.plans[one.number].members]
+        members = [i for minibatch in updates for i in order.plans[minibatch.number].members]
         return StepWork(
             num_tokens=sum(header.num_tokens for header in order.headers),
             num_trained_tokens=sum(header.num_response_tokens for header in order.headers),

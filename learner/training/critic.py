@@ -48,7 +48,7 @@ class ValueHead(torch.nn.Module):
 
 
 def with_value_head(model: RankModel) -> RankModel:
-    """Put a value head in the place of a model's output layer, and return the model."""
+    """Replace a model's output layer by a value head, and return the model."""
     config = model.config
     for chunk in model.chunks:
         chunk.share_embeddings_and_output_weights = False
@@ -64,7 +64,7 @@ def with_value_head(model: RankModel) -> RankModel:
 
 
 class Critic:
-    """Predicts the return from each state. Trained beside the policy, by its own optimizer."""
+    """Predicts the return from each state. It is trained with the policy, by its own optimizer."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Critic:
         decay_steps: int = 1,
         offload: Offload | None = None,
     ) -> None:
-        """Wrap a model of ``with_value_head``; settings are the optimizer's."""
+        """Wrap a model of ``with_value_head``; ``settings`` are the optimizer's."""
         self._trained = Trainable(
             model, settings, topology, _Values(), decay_steps=decay_steps, offload=offload
         )
@@ -84,7 +84,7 @@ class Critic:
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the values [T] per microbatch.
 
-        Index t is the state in which the token at t was chosen; 0.0 outside the loss mask.
+        Index t is the state in which the token at t was chosen. Values are 0.0 outside the mask.
         """
         return self._trained.forward(batches)
 
@@ -112,7 +112,7 @@ class Critic:
 
 
 class _Values:
-    """Reads values: the state before the token at t is that after the one at t - 1."""
+    """Reads values: the state before token t is the state after token t - 1."""
 
     def read(self, _number: int, share: Share) -> Tensor:
         """Return the values [T] of a microbatch, shifted by one."""

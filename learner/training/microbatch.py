@@ -17,7 +17,7 @@ from slipstream.learner.batches.packing import PackedBatch
 
 @dataclass(slots=True, kw_only=True)
 class Microbatch(LossInputs):
-    """Data of a microbatch: first the facts of ``of``, then the results of ``prepare``."""
+    """Data of a microbatch: facts from ``of`` first, then results of ``prepare``."""
 
     batch: PackedBatch
     indices: Tensor  # [B] int64, trajectories of the step
@@ -35,16 +35,16 @@ class Microbatch(LossInputs):
         step: int,
         denominators: Denominators,
     ) -> "Microbatch":
-        """Return the facts that trajectories' headers state about their microbatch.
+        """Return the facts from trajectories' headers about their microbatch.
 
         ``copies`` is [N] of the whole step, None if every trajectory is trained once. The age of
-        tokens counts against ``step``.
+        tokens is relative to ``step``.
         """
         index = torch.tensor(list(indices), dtype=torch.int64)
         return cls(
             batch=batch,
             behavior=batch.behavior_logprobs,
-            advantages=torch.empty(0),  # until they are computed: no loss takes it
+            advantages=torch.empty(0),  # not computed yet: no loss takes it
             packing=Packing.of(batch.loss_mask, batch.cu_trajectories),
             denominators=denominators,
             indices=index,
@@ -54,18 +54,24 @@ class Microbatch(LossInputs):
 
     @property
     def trained(self) -> Tensor:
-        """The tokens that are in the batch at least once, [T] bool."""
+        """Tokens that are in the batch at least once, [T] bool."""
         return self.packing.present(self.copies)
 
     def here(self, values: Tensor) -> Tensor:
-        """Return values of any shape as float32 on its device."""
+        """Return values of any shape as float32 on the microbatch's device."""
         return values.to(self.batch.loss_mask.device, torch.float32)
 
 
 def joined(several: Sequence[Microbatch], masks: Sequence[Tensor]) -> Packing:
     """Return the layout of several microbatches laid end to end, with these masks."""
-    starts = torch.tensor([0, *(one.packing.num_sequences for one in several)]).cumsum(0).tolist()
-    sequence = [one.packing.sequence + at for one, at in zip(several, starts, strict=False)]
+    starts = (
+        torch.tensor([0, *(microbatch.packing.num_sequences for microbatch in several)])
+        .cumsum(0)
+        .tolist()
+    )
+    sequence = [
+        microbatch.packing.sequence + at for microbatch, at in zip(several, starts, strict=False)
+    ]
     return Packing(torch.cat(list(masks)), torch.cat(sequence), starts[-1])
 
 

@@ -1,6 +1,6 @@
-"""AdamW whose moments are bfloat16 in memory and float32 while they are computed with.
+"""AdamW with moments that are bfloat16 in memory and float32 in computation.
 
-What Megatron calls a precision-aware optimizer needs Transformer Engine; this needs torch alone.
+Megatron's precision-aware optimizer needs Transformer Engine; this one needs only torch.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class NarrowAdamW(torch.optim.AdamW):
     """Updates one weight after the other, with torch's own kernels.
 
-    An ``AdamW`` becomes one by its ``__class__``: torch makes none for views, which the weights of
-    Megatron's distributed optimizer are.
+    An ``AdamW`` is turned into this class by ``__class__``: torch makes no optimizer for views, and
+    the weights of Megatron's distributed optimizer are views.
     """
 
     @override
@@ -39,7 +39,7 @@ class NarrowAdamW(torch.optim.AdamW):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, whatever the type of its moments."""
-        super().load_state_dict(state_dict)  # gives them the type of the weights
+        super().load_state_dict(state_dict)  # gives moments the weights' type
         for state in self.state.values():
             for name in MOMENTS:
                 if name in state:
@@ -56,7 +56,7 @@ class NarrowAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         adam(
             [weight],
-            [weight.grad],  # type: ignore[list-item]  # there is one
+            [weight.grad],  # type: ignore[list-item]  # not None
             [first],
             [second],
             [],
@@ -77,6 +77,6 @@ class NarrowAdamW(torch.optim.AdamW):
 
 
 def no_updates(weight: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return Adam's count of updates before the first, where its kernels read it."""
+    """Return Adam's count before the first update, on the device where its kernels read it."""
     place = weight.device if group.get("fused") else torch.device("cpu")
     return torch.zeros((), dtype=torch.float32, device=place)

@@ -1,4 +1,4 @@
-"""What a rank's device holds only while it is used; in between it is on the host.
+"""Tensors that are on a rank's device only while used, and on the host in between.
 
 A tensor that is away keeps its place in the model, in Megatron's buffers and in the optimizer: its
 storage is empty until it is used again.
@@ -17,11 +17,11 @@ Kind = Literal["weights", "gradients", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A storage that is empty now, and its content."""
+    """An emptied storage, and its content."""
 
     storage: torch.UntypedStorage
     num_bytes: int
-    content: Tensor | None  # bytes on the host; None if nobody needs them
+    content: Tensor | None  # bytes on the host; None if not needed
 
 
 class Tenant:
@@ -34,25 +34,26 @@ class Tenant:
         keeps_content: bool = True,
         is_constant: bool = False,
     ) -> None:
-        """Take the function that returns the tensors there are by now.
+        """Take the function that returns the present tensors.
 
-        Without ``keeps_content`` what they hold is undefined after a return. What ``is_constant``
-        is copied to the host once, and again after ``has_changed``. The host's memory for a tensor
-        is kept while that is on the device: torch gives pinned memory back to no other use before
-        the GPU has read it, and the next copies would take as much again.
+        Without ``keeps_content`` the tensors' content is undefined after their return. Constant
+        tensors (``is_constant``) are copied to the host once, and again after ``has_changed``. The
+        host's memory for a tensor is kept while the tensor is on the device: torch frees pinned
+        memory for other uses only after the GPU has read it, and the next copies would take as
+        much again.
         """
         self._tensors = tensors
         self._keeps_content = keeps_content
         self._is_constant = is_constant
-        self._copies: dict[StorageWeakRef, Tensor] = {}  # on the host, of what is alive
-        self._away: dict[int, _Away] = {}  # by storage
+        self._copies: dict[StorageWeakRef, Tensor] = {}  # host copies of live storages
+        self._away: dict[int, _Away] = {}  # emptied storages, by id
 
     def has_changed(self) -> None:
-        """Copy what is constant once more when it leaves."""
+        """Have constant tensors copied again when they next leave."""
         self._copies.clear()
 
     def leave(self) -> None:
-        """Move to the host; does nothing for what is there."""
+        """Move to the host; does nothing for tensors already there."""
         self._copies = {
             place: copy
             for place, copy in self._copies.items()
@@ -68,7 +69,7 @@ class Tenant:
             self._away[place] = _Away(storage, num_bytes, content)
 
     def enter(self) -> None:
-        """Move to the device; does nothing for what is there."""
+        """Move to the device; does nothing for tensors already there."""
         for away in self._away.values():
             away.storage.resize_(away.num_bytes)
             if away.content is not None:
@@ -76,7 +77,7 @@ class Tenant:
         self._away.clear()
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor of the same values on the host, if this one is away."""
+        """Return a tensor of the same values on the host, if this tensor is away."""
         away = self._away.get(storage_id(tensor))
         if away is None or away.content is None:
             return None
@@ -96,10 +97,10 @@ class Tenant:
 
 
 class Offload:
-    """Has on the device what is being used, and nothing else of what may be away."""
+    """Keeps on the device, of all tensors that may be away, only those in use."""
 
     def __init__(self, kinds: Collection[Kind] = ()) -> None:
-        """Take what may be away (learner.offload)."""
+        """Take the kinds of tensors that may be away (learner.offload)."""
         self._kinds = frozenset(kinds)
         self._tenants: list[Tenant] = []
 
@@ -111,24 +112,24 @@ class Offload:
         keeps_content: bool = True,
         is_constant: bool = False,
     ) -> Tenant:
-        """Return tensors that are away while they are not used, if those of their kind may be."""
+        """Return tensors that are away while not in use, if their kind may be."""
         tenant = Tenant(tensors, keeps_content=keeps_content, is_constant=is_constant)
         if kind in self._kinds:
             self._tenants.append(tenant)
         return tenant
 
     def use(self, *tenants: Tenant) -> None:
-        """Have these on the device, and no others."""
-        for one in self._tenants:
-            if one not in tenants:
-                one.leave()
-        for one in tenants:
-            one.enter()
+        """Have only these tenants on the device."""
+        for tenant in self._tenants:
+            if tenant not in tenants:
+                tenant.leave()
+        for tenant in tenants:
+            tenant.enter()
 
     def put_away(self, sharded_state: dict[str, Any]) -> dict[str, Any]:
-        """Move all to the host, and have Megatron's sharded state read and fill what is there.
+        """Move all to the host, and have Megatron's sharded state read and fill the host's copies.
 
-        What a checkpoint fills there is on the device once it is used.
+        A filled copy reaches the device at its next use.
         """
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -146,14 +147,14 @@ class Offload:
         return sharded_state
 
     def _at_hand(self, tensor: Tensor) -> Tensor:
-        for one in self._tenants:
-            if (copy := one.host_copy(tensor)) is not None:
+        for tenant in self._tenants:
+            if (copy := tenant.host_copy(tensor)) is not None:
                 return copy
         return tensor
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what tensors of one storage have in common, empty or not."""
+    """Return an id common to all tensors of one storage, empty or not."""
     place: int = tensor.untyped_storage()._cdata
     return place
 

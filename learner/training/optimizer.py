@@ -1,7 +1,7 @@
-"""Megatron's optimizer, driven a piece at a time so that nothing is computed or read twice.
+"""Megatron's optimizer, driven piece by piece so that nothing is computed or read twice.
 
-Megatron's own ``step`` prepares gradients and computes their norm once more, and without
-Transformer Engine reads the norm of every parameter on its own, each a wait for the GPU.
+Megatron's own ``step`` prepares gradients and computes their norm again, and without Transformer
+Engine reads the norm of every parameter separately, each time waiting for the GPU.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ _HYBRID_SETTINGS = (
 
 
 def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
-    """Have torch's Adam update each parameter by one kernel, without tensors in between.
+    """Have torch's Adam update each parameter by one kernel, without intermediate tensors.
 
-    torch's default takes another 4 bytes per parameter while it updates.
+    torch's default takes another 4 bytes per parameter during an update.
     """
-    for inner in _torch_optimizers(optimizer):  # a hybrid one uses them anyway
+    for inner in _torch_optimizers(optimizer):  # a hybrid optimizer uses them anyway
         if isinstance(inner, torch.optim.Adam):
             for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
@@ -46,18 +46,18 @@ def narrow_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def begin_steps(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer the state of Adam that it has after its first update, if it needs it.
+    """Give an optimizer Adam's state as after its first update, if needed.
 
-    Megatron reads a checkpoint into what is there, and torch's Adam has nothing before. Megatron
-    itself makes what is float32 and not divided.
+    Megatron reads a checkpoint into existing state, and torch's Adam has none before its first
+    update. For a float32 optimizer that is not divided, Megatron itself makes the state.
     """
-    for one in _parts(optimizer):
-        is_divided = isinstance(one, DistributedOptimizer)
-        hybrid = one.optimizer if isinstance(one.optimizer, HybridDeviceOptimizer) else None
-        is_narrow = isinstance(one.optimizer, NarrowAdamW)
+    for part in _parts(optimizer):
+        is_divided = isinstance(part, DistributedOptimizer)
+        hybrid = part.optimizer if isinstance(part.optimizer, HybridDeviceOptimizer) else None
+        is_narrow = isinstance(part.optimizer, NarrowAdamW)
         if not is_divided and not is_narrow:
             continue
-        for inner in hybrid.sub_optimizers if hybrid is not None else [one.optimizer]:
+        for inner in hybrid.sub_optimizers if hybrid is not None else [part.optimizer]:
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     state = inner.state[parameter]
@@ -73,9 +73,9 @@ def begin_steps(optimizer: MegatronOptimizer) -> None:
 
 
 def without_hybrid_settings(state: object) -> None:
-    """Take out of an optimizer's state what only the hybrid one has in its groups, also classes.
+    """Remove entries that only the hybrid optimizer has in its groups, classes among them.
 
-    Then any optimizer reads it, and nothing but data is in a checkpoint.
+    Then any optimizer reads the state, and a checkpoint holds only data.
     """
     if isinstance(state, dict):
         for group in state.get("param_groups", ()):
@@ -86,13 +86,13 @@ def without_hybrid_settings(state: object) -> None:
 
 
 def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
-    """Move Adam's counts of updates to where its kernels read them, as after loading them.
+    """Move Adam's counts of updates to the device where its kernels read them, after loading.
 
     Fused kernels read them from the parameters' device, all others from the host.
     """
     for inner in _torch_optimizers(optimizer):
         if isinstance(inner, HybridDeviceOptimizer):
-            continue  # has them beside what they belong to
+            continue  # has them with their weights
         for group in inner.param_groups:
             for parameter in group["params"]:
                 state = inner.state.get(parameter, {})
@@ -102,9 +102,9 @@ def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the weights that the optimizer updates on the device, and its state of each.
+    """Return the weights that the optimizer updates on the device, and their state.
 
-    Each once: the state of a hybrid one has the weights, too.
+    Each tensor comes once: a hybrid optimizer has the weights in its state, too.
     """
     inners = [
         inner.gpu_optimizer if isinstance(inner, HybridDeviceOptimizer) else inner
@@ -119,18 +119,18 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
-    """Return the norm of the prepared gradients over all ranks of a model, where they are. []."""
+    """Return the norm of the prepared gradients over all ranks of a model, on their device. []."""
     total: Tensor | None = None
-    for one in _parts(optimizer):
-        find = getattr(one, "get_grads_for_grad_norm", None) or one.get_main_grads_for_grad_norm
+    for part in _parts(optimizer):
+        find = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
         gradients = find()
         norms = torch._foreach_norm(gradients) if gradients else ()
         square = (
             torch.stack(norms).float().square().sum()
             if norms
-            else torch.zeros((), device=one.get_loss_scale().device)
+            else torch.zeros((), device=part.get_loss_scale().device)
         )
-        dist.all_reduce(square, group=one.get_grad_stats_parallel_group())
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         total = square if total is None else total + square
     if total is None:
         raise ValueError("there is no optimizer")
@@ -138,14 +138,14 @@ def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
 
 
 def step_with(optimizer: MegatronOptimizer, norm: float) -> None:
-    """Clip the prepared gradients, which have this norm, and update the weights by them."""
-    for one in _parts(optimizer):
-        if one.config.clip_grad > 0.0:
+    """Clip the prepared gradients, which have this norm, and update the weights."""
+    for part in _parts(optimizer):
+        if part.config.clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(
-                one.get_parameters(),
-                one.config.clip_grad,
+                part.get_parameters(),
+                part.config.clip_grad,
                 norm,
-                one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     optimizer.step_with_ready_grads()
 
@@ -156,4 +156,4 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [one.optimizer for one in _parts(optimizer)]
+    return [part.optimizer for part in _parts(optimizer)]

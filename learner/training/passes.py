@@ -1,8 +1,8 @@
-"""Passes of microbatches through a model's pipeline stages, and results of the last on all of them.
+"""Passes of microbatches through a model's pipeline stages, and the last one's results on all.
 
-Every rank of a replica calls these with the same microbatches. What the last stage computes is sent
-to the others: so advantages, corrections and figures are worked out alike on every rank, as if the
-model were whole on each.
+Every rank of a replica calls these with the same microbatches. Results of the last stage are sent
+to the other stages: so advantages, corrections and figures are computed alike on every rank, as if
+each had the whole model.
 
 Shapes: T tokens of B sequences laid end to end, c ranks of context parallelism, H hidden size.
 """
@@ -31,7 +31,7 @@ class Share(NamedTuple):
     """The last stage's result of a microbatch for the tokens of this rank."""
 
     batch: PackedBatch
-    split: TokenSplit  # of its tokens over context parallelism
+    split: TokenSplit  # split of its tokens over context parallelism
     hidden: Tensor  # [T/c, H]
 
 
@@ -39,11 +39,11 @@ class Head(Protocol[Output]):
     """Turns hidden states into the inputs of a loss."""
 
     def read(self, number: int, share: Share) -> Output:
-        """Return the outputs for a microbatch, of all tokens, and its number among them."""
+        """Return the outputs of all tokens of microbatch ``number``."""
         ...
 
     def stacked(self, output: Output) -> Tensor:
-        """Return the parts of an output that others need, [k, T] float32."""
+        """Return the parts of an output that other stages need, [k, T] float32."""
         ...
 
     def unstacked(self, values: Tensor) -> Output:
@@ -64,8 +64,8 @@ class Passes(Generic[Output]):
     ) -> None:
         """Take a model's chunks, wrapped for training or not.
 
-        ``replay`` is which experts routers choose again: with R3 those that came with a microbatch,
-        with R2 in ``train`` those of the last ``forward`` of it, if there was one.
+        ``replay`` decides which experts routers repeat: with R3 the experts that came with a
+        microbatch, with R2 in ``train`` those of its last ``forward``, if any.
         """
         self._chunks = list(chunks)
         self._replay = replay
@@ -76,8 +76,7 @@ class Passes(Generic[Output]):
     def forward(self, batches: Sequence[PackedBatch]) -> list[Output]:
         """Return the outputs for all microbatches, on every stage.
 
-        Gradients flow only where there is one stage. Those of a microbatch without a token are
-        empty.
+        Gradients flow only with a single stage. Outputs of a microbatch without tokens are empty.
         """
         outputs: list[Output] = []
 
@@ -86,11 +85,11 @@ class Passes(Generic[Output]):
             return share.hidden
 
         self._run(batches, of_last_stage)
-        del outputs[len(batches) :]  # of microbatches that fill up a round
+        del outputs[len(batches) :]  # outputs of microbatches that fill up a round
         if self._topology.sizes.pipeline == 1:
             return outputs
         lengths = [len(batch.token_ids) for batch in batches]
-        stacked = [self._head.stacked(one) for one in outputs]
+        stacked = [self._head.stacked(output) for output in outputs]
         values = self.on_all_stages(torch.cat(stacked, dim=-1) if stacked else None, sum(lengths))
         parts = torch.split(values.float(), lengths, dim=-1)
         return [self._head.unstacked(part) for part in parts]
@@ -109,16 +108,15 @@ class Passes(Generic[Output]):
     def train(
         self, batches: Sequence[PackedBatch], loss_of: Callable[[int, PackedBatch, Output], Tensor]
     ) -> None:
-        """Run forward and backward passes; ``loss_of`` is called on the last stage alone.
+        """Run forward and backward passes; ``loss_of`` is called only on the last stage.
 
-        A microbatch without a token has no loss: it is there because others wait for its passes.
+        A microbatch without tokens has no loss: it exists because others wait for its passes.
         """
 
         def of_last_stage(number: int, share: Share) -> Tensor:
             output = self._head.read(number, share)
-            if not len(
-                share.batch.token_ids
-            ):  # a gradient of 0 for every weight, which waits for it
+            if not len(share.batch.token_ids):
+                # Every weight waits for a gradient: it is 0.
                 return self._head.stacked(output).sum() * 0.0
             return loss_of(number, share.batch, output)
 
@@ -188,14 +186,14 @@ class Passes(Generic[Output]):
             data_iterator=[iter(numbered) for _ in self._chunks] if several else iter(numbered),
             model=self._chunks,
             num_microbatches=len(numbered),
-            seq_length=1,  # of any length: stages tell each other
+            seq_length=1,  # any length: stages exchange shapes
             micro_batch_size=1,
             forward_only=not trains,
             collect_non_loss_data=not trains,
         )
 
     def _replaying(self, batch: PackedBatch, given: ModelInput, *, trains: bool) -> ModelInput:
-        """Return a microbatch whose routers choose as they are to; alone if nothing is known."""
+        """Return a microbatch whose routers follow ``replay``; unchanged without known choices."""
         if self._replay == "R3" and batch.experts is not None:
             return given.choosing(batch.experts, self._config)
         if self._replay == "R2" and not trains:

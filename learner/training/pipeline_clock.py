@@ -1,15 +1,15 @@
-"""How much of a pipeline's time its stages compute, by Megatron's own timers.
+"""Share of a pipeline's time in which its stages compute, by Megatron's own timers.
 
 Megatron starts and stops a timer around each forward and each backward pass of a microbatch
-(``config.timers``). What a rank does between them is waiting for another stage, so
+(``config.timers``). Between passes a rank waits for another stage, so
 
     bubble = 1 - sum over ranks of its passes / (ranks * longest span)
 
-where a span goes from the beginning of the schedule to the end of a rank's last pass; the sum of
-gradients over replicas comes after it. With several updates in a step, both are summed over them.
+where a span goes from the beginning of the schedule to the end of a rank's last pass; gradients are
+summed over replicas after it. With several updates in a step, both are summed over the updates.
 
-On a CPU a mark is the time; on a GPU it is an event in the stream, which also waits for what other
-stages send. Events are read once per learner step, when the host has waited for the GPU already.
+On a CPU a mark is the time; on a GPU it is an event in the stream, which also waits for data from
+other stages. Events are read once per learner step, when the host has waited for the GPU already.
 """
 
 import time
@@ -45,13 +45,13 @@ class PipelineClock:
     def __init__(self, *, mark: Callable[[], Mark] = _mark) -> None:
         """Count nothing yet; ``mark`` notes the present moment."""
         self._mark = mark
-        self._begun: list[Mark] = []  # by update
-        self._passes: list[list[tuple[Mark, Mark]]] = []  # by update, [begin, end] of each pass
+        self._begun: list[Mark] = []  # begin of each update
+        self._passes: list[list[tuple[Mark, Mark]]] = []  # [begin, end] of each pass, by update
         self._pass: Mark = None
 
     @contextmanager
     def timing(self, config: Any) -> Iterator[None]:  # noqa: ANN401 megatron is untyped
-        """Time the passes of the model with this TransformerConfig for the duration of a block."""
+        """Time the passes of the model with this TransformerConfig during a block."""
         config.timers = self
         try:
             yield
@@ -64,7 +64,7 @@ class PipelineClock:
         return _Timer(self, name)
 
     def begins(self, name: str) -> None:
-        """Note that what Megatron times under a name begins."""
+        """Note the begin of a span that Megatron times under a name."""
         if name == _SCHEDULE:
             self._begun.append(self._mark())
             self._passes.append([])
@@ -72,14 +72,14 @@ class PipelineClock:
             self._pass = self._mark()
 
     def ends(self, name: str) -> None:
-        """Note that it ends."""
+        """Note the end of the span."""
         if name in _PASSES:
             self._passes[-1].append((self._pass, self._mark()))
 
     def take(self) -> list[tuple[float, float]]:
         """Return the seconds of (all passes, the span) of each update since the last call."""
         taken = [
-            (sum(_seconds(*one) for one in passes), _seconds(begin, passes[-1][1]))
+            (sum(_seconds(*marks) for marks in passes), _seconds(begin, passes[-1][1]))
             for begin, passes in zip(self._begun, self._passes, strict=True)
             if passes
         ]
@@ -94,7 +94,7 @@ class _Timer:
         self._clock, self._name = clock, name
 
     def start(self, *, barrier: bool = False) -> None:
-        """Begin; there is never a barrier."""
+        """Begin; Megatron asks for no barrier."""
         del barrier
         self._clock.begins(self._name)
 

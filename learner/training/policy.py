@@ -1,7 +1,7 @@
 """The policy under training and the reference policy. They know tensors, not trajectories.
 
-Shapes: T tokens of B sequences laid end to end, of which each of c ranks of context parallelism has
-its share; H hidden size.
+Shapes: T tokens of B sequences laid end to end, divided over c ranks of context parallelism; H
+hidden size.
 """
 
 from collections.abc import Sequence
@@ -47,12 +47,12 @@ class Teacher(Protocol):
 class ReferencePolicy:
     """A frozen model; its log-probabilities are of the same tempered distributions."""
 
-    is_base = False  # it is no model of its own, but the policy without its adapters
+    is_base = False  # True for the policy without its adapters: no separate model
 
     def __init__(
         self, model: RankModel, topology: Topology, *, offload: Offload | None = None
     ) -> None:
-        """Freeze a model; ``offload`` is that of all models of this rank."""
+        """Freeze a model; ``offload`` is shared by all models of this rank."""
         offload = offload or Offload()
         weights = offload.tenant(
             "weights", model.requires_grad_(False).parameters, is_constant=True
@@ -70,7 +70,7 @@ class ReferencePolicy:
         self.weights = weights
 
     def _frozen(self) -> AbstractContextManager[None]:
-        """Have the model as this policy has it."""
+        """Put the model in this policy's form for a block."""
         return nullcontext()
 
     @torch.no_grad()
@@ -102,10 +102,10 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch, states: Tensor | None = None) -> Reference:
-        """Return its hidden states and output layer, from which KL is taken in full.
+        """Return its hidden states and output layer, for the full KL.
 
-        Unless ``states`` has them, they are computed here, where there is one stage. The weights
-        are on the device: they are used beside those of the policy.
+        Without ``states``, hidden states are computed here, which needs a single stage. The weights
+        must be on the device: they are used together with the policy's.
         """
         if states is None:
             (states,) = self._passes.hidden([batch])
@@ -149,7 +149,7 @@ class BasePolicy(ReferencePolicy):
 
 
 class Policy:
-    """The policy under training, with the models beside it: reference policy, teacher, critic."""
+    """The policy under training, with its other models: reference policy, teacher, critic."""
 
     def __init__(
         self,
@@ -170,12 +170,12 @@ class Policy:
     ) -> None:
         """Wrap a model, with the other models that the algorithm needs.
 
-        ``decay_steps`` is where the learning rate's decay ends. ``base_is_reference`` has the model
-        without its adapters in the place of a ``reference``. ``renews_reference`` is set
-        if ``renew_reference`` is called now and then, ``needs_full_kl`` if a loss needs the KL from
-        the reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
-        ``offload`` is that of all models of this rank, ``replay`` that of ``Passes``, of this model
-        alone.
+        The learning rate's decay ends at ``decay_steps``. With ``base_is_reference`` the model
+        without its adapters replaces a ``reference``. ``renews_reference`` is set if
+        ``renew_reference`` will be called, ``needs_full_kl`` if a loss needs the KL from the
+        reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
+        ``offload`` is shared by all models of this rank; ``replay`` is that of ``Passes``, for this
+        model only.
         """
         self.model = model
         self.reference = reference
@@ -185,7 +185,7 @@ class Policy:
         self._topology = topology
         self._needs_full_kl = needs_full_kl
         self._needs_squares = needs_squares
-        self._reference_states: list[Tensor] = []  # of one update, by microbatch
+        self._reference_states: list[Tensor] = []  # states for one update, by microbatch
         self._offload = offload or Offload()
         self._trained = Trainable(
             model,
@@ -204,7 +204,7 @@ class Policy:
 
     @property
     def replicas(self) -> Replicas:
-        """The data-parallel replicas, for sums over all of them."""
+        """Data-parallel replicas, for sums over all of them."""
         return self._trained.replicas
 
     @property
@@ -214,7 +214,7 @@ class Policy:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next optimizer update."""
+        """Learning rate of the next optimizer update."""
         return self._trained.lr
 
     def held_bytes(self) -> dict[str, int]:
@@ -224,7 +224,7 @@ class Policy:
     def end_step(self, *, trained_policy: bool = True) -> None:
         """Move the schedules on by one learner step, however many updates it held.
 
-        The policy's waits where the step trained the critic alone.
+        The policy's schedule waits if the step trained only the critic.
         """
         if trained_policy:
             self._trained.end_step()
@@ -237,13 +237,13 @@ class Policy:
             self.reference.renew(self.model, self._trained.weights)
 
     def bring_weights(self) -> None:
-        """Have the weights of ``model`` on the device, for others to read."""
+        """Bring the weights of ``model`` to the device, for others to read."""
         self._offload.use(self._trained.weights)
 
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
         """Return weights, optimizers and schedules as Megatron's sharded state.
 
-        ``has_reference`` is whether the checkpoint has a reference policy that was renewed.
+        ``has_reference`` is True if the checkpoint has a renewed reference policy.
         """
         state = self._trained.sharded_state(is_loading=is_loading)
         if self.critic is not None:
@@ -264,7 +264,8 @@ class Policy:
     def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
         """Return the tempered policy's figures for each token, per microbatch, without gradient.
 
-        Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
+        Index t belongs to the token at t. Figures are 0.0 outside the loss mask, where the policy
+        chose nothing.
         """
         return self._trained.forward(batches)
 
@@ -275,10 +276,10 @@ class Policy:
 
         Raises:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
-                optimizer are as they were.
+                optimizer are unchanged.
         """
-        # Ranks that wait for each other run its passes together and not inside a loss: a microbatch
-        # without a token has none, and a pipeline has others on the way.
+        # Coupled ranks run the reference's passes together, not inside a loss: a microbatch without
+        # tokens has no loss, and a pipeline has other microbatches on the way.
         beside: list[Tenant] = []
         if self._needs_full_kl and self.reference is not None:
             beside.append(self.reference.weights)
@@ -294,14 +295,14 @@ class Policy:
     def pipeline_figures(self) -> dict[str, float]:
         """Return the bubble's share of the updates since the last call; every rank calls this.
 
-        Empty without pipeline stages, or where nothing was updated.
+        Empty without pipeline stages, or without an update.
         """
         clock = self._pipeline_clock
         share = bubble_share(clock.take()) if clock is not None else None
         return {} if share is None else {"throughput/bubble": share}
 
     def on_all_stages(self, values: Sequence[Tensor], like: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return values [T] per microbatch of the last stage on all of them."""
+        """Return the last stage's values [T] per microbatch on all stages."""
         if self._topology.sizes.pipeline == 1:
             return list(values)
         lengths = [len(batch.token_ids) for batch in like]
@@ -326,7 +327,7 @@ class Policy:
         return outputs
 
     def stacked(self, output: PolicyOutputs) -> Tensor:
-        """Return the figures that are known without gradient as rows, [2 or 3, T]."""
+        """Return the figures known without gradient as rows, [2 or 3, T]."""
         rows = [output.logprobs, output.entropy]
         return torch.stack(rows if output.squares is None else [*rows, output.squares])
 
@@ -337,7 +338,7 @@ class Policy:
 
 
 def output_layer(model: RankModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
-    """Return a model's output layer as a batch uses it."""
+    """Return a model's output layer in the form that a batch uses."""
     return OutputLayer(
         weight=output_weight(model),
         group=topology.tensor_group,
@@ -351,9 +352,9 @@ def token_logprobs(
 ) -> PolicyOutputs:
     """Return the figures for the token at each index, 0.0 outside the loss mask. Shapes [T].
 
-    The hidden state at t chooses the token at t + 1: its figures are shifted by one. The logits
-    are divided by the temperature of their sequence, tokens that end a response are barred where
-    the engine barred them, as it does, and so are tokens that its sampler left out.
+    The hidden state at t chooses the token at t + 1: figures are shifted by one. Logits are divided
+    by the temperature of their sequence. Tokens that end a response are barred where the engine
+    barred them, and so are tokens that its sampler left out.
     """
     batch, split = share.batch, share.split
     following = linear_logprobs(
@@ -374,9 +375,9 @@ def token_logprobs(
 
 
 def token_squares(share: Share, layer: OutputLayer) -> Tensor:
-    """Return the sum of the squared probabilities that each token was chosen from, [T].
+    """Return the sum of squares of the probabilities that each token was chosen from, [T].
 
-    0.0 outside the loss mask; shifted, tempered, barred and truncated as ``token_logprobs`` has it.
+    0.0 outside the loss mask; shifted, tempered, barred and truncated as in ``token_logprobs``.
     """
     following = squared_probabilities(
         share.hidden.to(layer.weight.dtype),
@@ -390,13 +391,13 @@ def token_squares(share: Share, layer: OutputLayer) -> Tensor:
 
 
 def _barred(share: Share) -> Tensor | None:
-    """Return where tokens that end a response could not follow, of this rank's tokens."""
+    """Return where, among this rank's tokens, an end of the response could not follow."""
     barred = share.batch.end_barred
     return None if barred is None else share.split.mine(barred.roll(-1))
 
 
 def _kept(share: Share) -> Kept | None:
-    """Return the tokens that may follow, where some may not, of this rank's tokens."""
+    """Return the candidates that may follow each of this rank's tokens, if some may not."""
     kept = share.batch.kept
     if kept is None:
         return None

@@ -1,6 +1,6 @@
 """Forward passes, advantages and corrections computed before the first update of a learner step.
 
-All of it is of the weights that the step starts from. Sums go over all microbatches and replicas.
+All use the weights that the step starts from. Sums go over all microbatches and replicas.
 
 Shapes: T tokens of B sequences of one microbatch, N trajectories of the step.
 """
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedMinibatch:
-    """This rank's share of one optimizer update, with all that its losses need."""
+    """This rank's share of one optimizer update, with all inputs of its losses."""
 
-    microbatches: Sequence[Microbatch]  # those with a token
-    batches: Sequence[PackedBatch]  # input of the model: these, then those without one
-    denominators: Denominators  # of all ranks together
+    microbatches: Sequence[Microbatch]  # microbatches with tokens
+    batches: Sequence[PackedBatch]  # input of the model: these, then microbatches without tokens
+    denominators: Denominators  # sums over all ranks
     is_at_start: bool
-    """True if its own training pass computes the proximal logprobs: no update comes before it."""
+    """True if its training pass computes the proximal logprobs: no update comes before it."""
 
     def with_tokens(self, outputs: Sequence[T]) -> Sequence[T]:
         """Return the outputs for ``microbatches`` among those for ``batches``."""
@@ -47,13 +47,17 @@ class PreparedMinibatch:
 
     @property
     def is_empty(self) -> bool:
-        """True if no rank has a token of it to train."""
+        """True if no rank has a token to train in it."""
         return self.denominators.num_tokens == 0
 
     @property
     def proximal(self) -> list[Tensor]:
-        """The proximal logprobs [T]; empty where the training pass computes them."""
-        return [one.proximal for one in self.microbatches if one.proximal is not None]
+        """Proximal logprobs [T]; empty if the training pass computes them."""
+        return [
+            microbatch.proximal
+            for microbatch in self.microbatches
+            if microbatch.proximal is not None
+        ]
 
 
 def prepare(
@@ -66,10 +70,10 @@ def prepare(
 ) -> list[PreparedMinibatch]:
     """Compute everything that comes before training; return the minibatches with the results.
 
-    The first minibatch is trained with the weights that the step starts from: unless something
-    needs them earlier, its proximal logprobs are those of its training pass, without a forward pass
-    of their own. ``batches`` are this rank's microbatches, by minibatch; all else is equal on all
-    ranks.
+    The first minibatch is trained with the weights that the step starts from: unless they are
+    needed earlier, its proximal logprobs come from its training pass, without a forward pass of
+    their own. ``batches`` are this rank's microbatches, by minibatch; all other arguments are equal
+    on all ranks.
 
     Raises:
         ConfigError: the advantage cannot be computed from such rewards.
@@ -101,10 +105,10 @@ def prepare(
         )
     for minibatch in minibatches:
         _run_forward_passes(policy, minibatch, algorithm)
-    everything = [one for part in minibatches for one in part.microbatches]
+    everything = [microbatch for part in minibatches for microbatch in part.microbatches]
     try:
         fill_advantages(policy, everything, data.outcomes, shaped, algorithm)
-    except ValueError as error:  # of a part: these rewards are not for it
+    except ValueError as error:  # raised by a part that cannot use these rewards
         name = algorithm.choice.advantage.part.name
         raise ConfigError(f"algo.advantage = {name!r} cannot be taken here: {error}") from error
     for minibatch, plan in zip(minibatches, plans, strict=True):
@@ -113,12 +117,12 @@ def prepare(
         if algorithm.corrects_before and trains_policy:
             kept = algorithm.denominators(*_correct(policy, share, algorithm))
             if algorithm.choice.reduce.denominator == "kept":
-                for one in share:
-                    one.kept = kept
+                for microbatch in share:
+                    microbatch.kept = kept
         if algorithm.shows_minibatch and trains_policy:
             whole = _whole(policy.replicas.gathered, share)
-            for one in share:
-                one.minibatch = whole
+            for microbatch in share:
+                microbatch.minibatch = whole
     return minibatches
 
 
@@ -128,26 +132,26 @@ def _run_forward_passes(
     """Run every model whose outputs a minibatch needs."""
     share, batches = minibatch.microbatches, minibatch.batches
     if not minibatch.is_at_start:
-        for one, outputs in zip(
+        for microbatch, outputs in zip(
             share, minibatch.with_tokens(policy.proximal(batches)), strict=True
         ):
-            one.proximal, one.entropy = outputs.logprobs, outputs.entropy
-            one.squares = outputs.squares
+            microbatch.proximal, microbatch.entropy = outputs.logprobs, outputs.entropy
+            microbatch.squares = outputs.squares
     if policy.reference is not None and algorithm.needs_reference_logprobs:
-        for one, logprobs in zip(
+        for microbatch, logprobs in zip(
             share, minibatch.with_tokens(policy.reference.logprobs(batches)), strict=True
         ):
-            one.reference = logprobs
+            microbatch.reference = logprobs
     if policy.teacher is not None:
-        for one, logprobs in zip(
+        for microbatch, logprobs in zip(
             share, minibatch.with_tokens(policy.teacher.logprobs(batches)), strict=True
         ):
-            one.teacher = logprobs
+            microbatch.teacher = logprobs
     if policy.critic is not None:
-        for one, values in zip(
+        for microbatch, values in zip(
             share, minibatch.with_tokens(policy.critic.values(batches)), strict=True
         ):
-            one.values = values
+            microbatch.values = values
 
 
 def _mark_right_answers(
@@ -157,41 +161,42 @@ def _mark_right_answers(
     shaped: Prepared,
     algorithm: Algorithm,
 ) -> None:
-    """State which answers of each microbatch are imitated, if any are."""
+    """Mark the answers of each microbatch to imitate, if any."""
     if algorithm.choice.likelihood.coefficient == 0:
         return
     is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
     num_tokens = float((outcomes.lengths * shaped.copies * is_right)[list(members)].sum())
-    for one in share:
-        one.right = RightAnswers(
-            is_right=is_right[one.indices].to(one.batch.loss_mask.device), num_tokens=num_tokens
+    for microbatch in share:
+        microbatch.right = RightAnswers(
+            is_right=is_right[microbatch.indices].to(microbatch.batch.loss_mask.device),
+            num_tokens=num_tokens,
         )
 
 
 def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) -> WholeMinibatch:
     def everywhere(values: Callable[[Microbatch], Tensor]) -> Tensor:
-        return gathered(torch.cat([values(one)[one.trained] for one in share]))
+        return gathered(torch.cat([values(microbatch)[microbatch.trained] for microbatch in share]))
 
     return WholeMinibatch(
-        proximal=everywhere(lambda one: known(one.proximal, "proximal")),
-        behavior=everywhere(lambda one: one.behavior),
-        advantages=everywhere(lambda one: one.advantages),
+        proximal=everywhere(lambda microbatch: known(microbatch.proximal, "proximal")),
+        behavior=everywhere(lambda microbatch: microbatch.behavior),
+        advantages=everywhere(lambda microbatch: microbatch.advantages),
     )
 
 
 def _correct(
     policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm
 ) -> tuple[float, float]:
-    """Correct a whole minibatch at once; return how many tokens and sequences are kept."""
-    sizes = [len(one.packing.mask) for one in share]
-    packing = joined(share, [one.trained for one in share])
-    lags = [one.lags for one in share if one.lags is not None]
-    entropies = [one.entropy for one in share if one.entropy is not None]
-    references = [one.reference for one in share if one.reference is not None]
+    """Correct a whole minibatch at once; return the numbers of tokens and sequences kept."""
+    sizes = [len(microbatch.packing.mask) for microbatch in share]
+    packing = joined(share, [microbatch.trained for microbatch in share])
+    lags = [microbatch.lags for microbatch in share if microbatch.lags is not None]
+    entropies = [microbatch.entropy for microbatch in share if microbatch.entropy is not None]
+    references = [microbatch.reference for microbatch in share if microbatch.reference is not None]
     correction = algorithm.correct(
-        proximal=torch.cat([known(one.proximal, "proximal") for one in share]),
-        behavior=torch.cat([one.behavior for one in share]),
-        advantages=torch.cat([one.advantages for one in share]),
+        proximal=torch.cat([known(microbatch.proximal, "proximal") for microbatch in share]),
+        behavior=torch.cat([microbatch.behavior for microbatch in share]),
+        advantages=torch.cat([microbatch.advantages for microbatch in share]),
         lags=torch.cat(lags) if len(lags) == len(share) else None,
         packing=packing,
         entropy=torch.cat(entropies) if entropies else None,
@@ -202,15 +207,17 @@ def _correct(
     moved = None if correction.proximal is None else torch.split(correction.proximal, sizes)
     penalties = None if correction.penalty is None else torch.split(correction.penalty, sizes)
     kept = torch.zeros(2, dtype=torch.float64, device=packing.mask.device)
-    for i, one in enumerate(share):
-        one.correction = Correction(
+    for i, microbatch in enumerate(share):
+        microbatch.correction = Correction(
             weights=weights[i],
             keep=keep[i],
             proximal=None if moved is None else moved[i],
             penalty=None if penalties is None else penalties[i],
         )
-        tokens = one.packing.sums(keep[i].double())
-        copies = torch.ones_like(tokens) if one.copies is None else one.copies.double()
+        tokens = microbatch.packing.sums(keep[i].double())
+        copies = (
+            torch.ones_like(tokens) if microbatch.copies is None else microbatch.copies.double()
+        )
         kept += torch.stack([(tokens * copies).sum(), ((tokens > 0) * copies).sum()])
     num_tokens, num_sequences = policy.replicas.summed(kept).tolist()
     return num_tokens, num_sequences

@@ -1,12 +1,13 @@
-"""What the learner computes of a few random sequences, for engines to compare with.
+"""The learner's logprobs of a few random sequences, for engines to compare with theirs.
 
-Their context is that of the whole run, so that a prefix cache may hold it from before; the tokens
-after it differ from version to version, and no engine knows them before it has that version.
+The context of the sequences is the same for the whole run, so a prefix cache may hold it from
+before; the tokens after it differ between versions, and no engine knows them before it has that
+version.
 
-Every rank of every replica runs the same forward pass, without gradients and random numbers, so
-that the result is on all of them and the run goes on as if there had been none.
+Every rank of every replica runs the same forward pass, without gradients and random numbers: all
+ranks have the result, and the run is the same as without a probe.
 
-Shapes: S sequences of L tokens, of which the first half is context without a logprob.
+Shapes: S sequences of L tokens; the first half is context without logprobs.
 """
 
 import math
@@ -27,7 +28,7 @@ class Probe:
     """The probe of one policy. Every rank has one."""
 
     def __init__(self, policy: Policy, settings: WeightBusSection, *, seed: str) -> None:
-        """Choose nothing yet; ``seed`` is the same on every rank, and known to no engine."""
+        """Choose no tokens yet; ``seed`` is the same on every rank, and known to no engine."""
         hf = policy.model.hf_config
         self._policy = policy
         self._every = settings.probe_every
@@ -35,7 +36,9 @@ class Probe:
         self._seed = seed
         self._vocab_size = hf.vocab_size
         self._count = settings.probe_sequences
-        self._length = min(settings.probe_tokens, hf.max_position_embeddings - 1)  # and one chosen
+        self._length = min(
+            settings.probe_tokens, hf.max_position_embeddings - 1
+        )  # 1 more is chosen
         self._num_context = self._length // 2
 
     @property
@@ -45,9 +48,9 @@ class Probe:
 
     @torch.no_grad()
     def logprobs(self) -> ProbeLogprobs | None:
-        """Return the logprobs under the weights held now, on every rank; None unless one is due.
+        """Return the logprobs under the present weights, on every rank; None unless a probe is due.
 
-        None also where one is not finite: the engine's would be none either.
+        Also None if a logprob is not finite: the engine's would not be finite either.
         """
         is_due, self._num_publishes = self.is_due, self._num_publishes + 1
         if not is_due:
@@ -56,7 +59,7 @@ class Probe:
         (outputs,) = self._policy.proximal([self._batch_of(sequences)])
         rows = outputs.logprobs.float().view(len(sequences), -1)[:, self._num_context :]
         logprobs = tuple(tuple(row) for row in rows.tolist())
-        if not all(math.isfinite(one) for row in logprobs for one in row):
+        if not all(math.isfinite(logprob) for row in logprobs for logprob in row):
             return None
         return ProbeLogprobs(sequences=sequences, logprobs=logprobs, num_context=self._num_context)
 
@@ -81,12 +84,12 @@ class Probe:
         return pack(
             [
                 TrainTrajectory(
-                    token_ids=np.array(one, np.int32),
+                    token_ids=np.array(tokens, np.int32),
                     loss_mask=mask,
                     behavior_logprobs=np.zeros(self._length, np.float32),
                     temperature=1.0,
                 )
-                for one in sequences
+                for tokens in sequences
             ],
             device(),
         )

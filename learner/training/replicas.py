@@ -1,6 +1,6 @@
 """Exchanges between a model's replicas in a step: sums, and the values of all.
 
-Every rank of the learner calls these together; ranks of one replica hold the same and get the same.
+Every rank of the learner calls these together; ranks of one replica hold and get the same values.
 """
 
 import torch
@@ -19,10 +19,10 @@ class Replicas:
         """Take the group of ranks that hold the same part of different replicas."""
         self._group = topology.data_group
         self._count = topology.data_parallel
-        self.rank = topology.data_parallel_rank  # this replica among them
+        self.rank = topology.data_parallel_rank  # number of this replica
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return the sum over replicas, where ``values`` are. Any shape, equal on all ranks."""
+        """Return the sum over replicas, on the values' device. Any shape, equal on all ranks."""
         if self._count == 1:
             return values
         total = values.to(device(), copy=True)

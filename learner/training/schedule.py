@@ -12,8 +12,8 @@ def make_scheduler(
     """Return a scheduler that has set the learning rate of the first step.
 
     The warm-up is (s + 1) / (w + 1) of learner.lr at step s of w: Megatron's own would train the
-    first step with 0. After a resume the settings override those of the checkpoint; the number
-    of steps taken is the checkpoint's. At ``decay_steps`` learner.lr_min is reached.
+    first step with 0. After a resume the settings override those of the checkpoint; the number of
+    steps taken comes from the checkpoint. learner.lr_min is reached at ``decay_steps``.
     """
     warmup = settings.lr_warmup_steps
     return OptimizerParamScheduler(

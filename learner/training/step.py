@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class TrainedMinibatch:
     """A minibatch that was trained."""
 
-    number: int  # of the minibatch in the step
+    number: int  # number of the minibatch in the step
     proximal: Sequence[Tensor]  # logprobs [T] at the start of the step, by microbatch
 
 
@@ -46,15 +46,15 @@ def train_step(
     *,
     num_lags: int = 0,
 ) -> tuple[dict[str, float], list[TrainedMinibatch]]:
-    """Train; return the figures of the step and the minibatches that were trained.
+    """Train; return the figures of the step and the minibatches trained.
 
-    The critic, if there is one, learns last, from the values at the start of the step: a batch that
-    the policy refuses changes nothing. A minibatch whose loss or gradient is not finite is skipped
-    and is part of no figure but ``policy/skipped_minibatches`` (``critic/skipped_minibatches``);
-    one without a token to train makes no update.
+    The critic, if any, learns last, from the values at the start of the step: a batch that the
+    policy refuses changes nothing. A minibatch whose loss or gradient is not finite is skipped, and
+    counts in no figure except ``policy/skipped_minibatches`` (``critic/skipped_minibatches``). A
+    minibatch without a token to train makes no update.
 
     ``batches`` are this rank's microbatches, by minibatch; ``plans`` and ``data`` are equal on all
-    ranks. ``num_lags`` is that of the figures by version lag; 0 leaves them out.
+    ranks. ``num_lags`` is the number of lags in the figures by version lag; 0 leaves them out.
 
     Raises:
         NonFiniteError: every minibatch was skipped; no weight has changed.
@@ -69,7 +69,9 @@ def train_step(
             more, trained = _train_policy(policy, minibatches, algorithm, num_lags)
         figures |= more
     else:
-        trained = [TrainedMinibatch(i, one.proximal) for i, one in enumerate(minibatches)]
+        trained = [
+            TrainedMinibatch(i, minibatch.proximal) for i, minibatch in enumerate(minibatches)
+        ]
     if policy.critic is not None:
         with clock.phase("critic"):
             figures |= _train_critic(
@@ -97,7 +99,7 @@ def _train_policy(
             continue
         proximal = minibatch.proximal
         if minibatch.is_at_start:
-            trained_batches = [one.batch for one in minibatch.microbatches]
+            trained_batches = [microbatch.batch for microbatch in minibatch.microbatches]
             proximal = policy.on_all_stages(loss.logprobs, trained_batches)
         trained.append(TrainedMinibatch(number, proximal))
         norms.append(norm)

@@ -17,12 +17,12 @@ from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """The outcomes of a learner step, and its algorithm's inputs besides tokens."""
+    """Outcomes of a learner step, and its algorithm's inputs besides tokens."""
 
     outcomes: Outcomes
     is_truncated: Tensor  # [N] bool
-    step: int  # of the learner, against which the age of tokens counts
-    seed: int  # of the run
+    step: int  # learner step, which the age of tokens is relative to
+    seed: int  # the run's seed
 
     def step_generator(self) -> torch.Generator:
         """Random generator of this step: equal on all ranks, and when the step is trained again."""
@@ -55,14 +55,14 @@ def step_data(groups: Sequence[DeliveredGroup], *, step: int, seed: int) -> Step
 
 
 def _turn_rewards(trajectories: Sequence[DeliveredTrajectory]) -> TurnRewards | None:
-    """Return the rewards of all turns, 0 where a trajectory has none; None if all have none."""
+    """Return the rewards of all turns, 0 for a trajectory without; None if all are without."""
     if not any(t.turn_rewards for t in trajectories):
         return None
     turns = [t.header.chosen for t in trajectories]
     rewards = [t.turn_rewards or (0.0,) * len(t.header.chosen) for t in trajectories]
     return TurnRewards(
         rewards=torch.tensor(list(chain.from_iterable(rewards)), dtype=torch.float64),
-        counts=torch.tensor([len(one) for one in turns]),
+        counts=torch.tensor([len(trajectory_turns) for trajectory_turns in turns]),
         tokens=torch.tensor([turn.num_tokens for turn in chain.from_iterable(turns)]),
     )
 
@@ -70,9 +70,9 @@ def _turn_rewards(trajectories: Sequence[DeliveredTrajectory]) -> TurnRewards | 
 def batch_figures(
     groups: Sequence[DeliveredGroup], step: int, *, num_lags: int = 0
 ) -> dict[str, float]:
-    """Return the figures that follow from the headers of a batch alone.
+    """Return the figures that need only the headers of a batch.
 
-    The variance of rewards within a group (population) is given again by the lag of the group's
+    The variance of rewards within a group (population) is also given by the lag of the group's
     oldest token; larger lags count as the largest.
     """
     trajectories = [t for group in groups for t in group.trajectories]
@@ -105,7 +105,7 @@ def batch_figures(
 
 
 def _part_means(trajectories: Sequence[DeliveredTrajectory]) -> dict[str, float]:
-    """Return the mean of each number that a reward comes with, over the answers that have it."""
+    """Return the mean of each number in rewards' parts, over the answers that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.parts.items():

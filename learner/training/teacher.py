@@ -2,7 +2,7 @@
 
 One rank of each model replica sends requests and broadcasts the answers. The server only reads
 prompts (``max_new_tokens = 0``) and answers with the log-probability of their tokens at temperature
-1 and over its whole vocabulary: learner/training/algorithm.py refuses runs that sample otherwise.
+1 and over its whole vocabulary: learner/training/algorithm.py refuses runs with other sampling.
 
 Shapes: T tokens of B sequences laid end to end.
 """
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is retried
-_ROUND_S = 1.0  # after which ranks that wait for an answer learn that there is none yet
-_COME_AGAIN = (408, 429)  # of a server that is not ready
-_MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
+_ROUND_S = 1.0  # interval in which waiting ranks learn that no answer has come yet
+_COME_AGAIN = (408, 429)  # status codes of a server that is not ready
+_MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # limits of an answer
 _SHOWN_CHARACTERS = 200
 _ABOVE_0 = 1e-3  # nats: rounding error of the log-probability of a certain token
 _LEAST = -1e6  # nats: no logits are so far apart, and squares of it are finite in float32
@@ -61,13 +61,13 @@ class EndpointTeacher:
     ) -> None:
         """Send one test request, so that a wrong server is noticed at the start.
 
-        SGLang does not report the size of its vocabulary, and ends if it gets a token
-        that it does not have: the user is responsible for equal tokens of teacher and policy. While
-        the server does not answer, a request is retried for ``timeout_s``.
+        SGLang does not report the size of its vocabulary, and ends if it gets an unknown token: the
+        user is responsible for equal tokens of teacher and policy. While the server does not
+        answer, a request is retried for ``timeout_s``.
 
         Raises:
-            ConfigError: the address or the key is wrong, or it is no server of SGLang's.
-            PeerLostError: there is no answer.
+            ConfigError: the address or the key is wrong, or the server is not SGLang.
+            PeerLostError: no answer came.
         """
         refuse_no_address(options.endpoint)
         self._url = options.endpoint.rstrip("/") + "/generate"
@@ -98,12 +98,12 @@ class EndpointTeacher:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch, 0.0 outside the loss mask.
 
-        Every rank calls this; all of them wait until the asking ranks are done, and fail together.
+        Every rank calls this; all wait until the requesting ranks are done, and fail together.
 
         Raises:
             PeerLostError: the server did not answer for ``timeout_s``.
-            EngineError: it answered with an error, or of other tokens.
-            ConfigError: tokens were sampled from another distribution than its answers are of.
+            EngineError: it answered with an error, or about other tokens.
+            ConfigError: tokens were sampled from another distribution than its answers'.
         """
         result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
         asked = self._thread.submit(self._fill, batches, result) if self._asks else None
@@ -121,10 +121,10 @@ class EndpointTeacher:
         return result
 
     def _fill(self, batches: Sequence[PackedBatch], result: Sequence[Tensor]) -> None:
-        """Ask about the tokens of batches and put the answers into tensors [T]."""
+        """Request the tokens of batches and put the answers into tensors [T]."""
         for batch in batches:
             _refuse_other_distribution(batch)
-        questions = [  # the tokens of each sequence that has a chosen one, and where the first is
+        questions = [  # (tokens, start of the first chosen) of each sequence with a chosen token
             (batch.token_ids[span].tolist(), int(batch.loss_mask[span].int().argmax()))
             for batch in batches
             for span in _asked_spans(batch)
@@ -163,7 +163,7 @@ class EndpointTeacher:
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            "logprob_start_len": max(start - 1, 0),  # the first of them has none: nothing chose it
+            "logprob_start_len": max(start - 1, 0),  # the first token in range has no logprob
         }
         given_up = time.monotonic() + self._timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -188,7 +188,7 @@ class EndpointTeacher:
     async def _posted(
         self, session: aiohttp.ClientSession, question: dict[str, Any]
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer; 0 and why, if there is none."""
+        """Return status and body of the answer; 0 and the reason, if no answer came."""
         try:
             async with session.post(self._url, json=question, allow_redirects=False) as reply:
                 return reply.status, await _read(reply, len(question["input_ids"]))
@@ -200,7 +200,7 @@ class EndpointTeacher:
             return 0, f"{type(error).__name__}: {error}".encode()
 
     def _shown(self, body: bytes) -> str:
-        """Return a line of the reply, without the key, which a server may repeat."""
+        """Return a line of the reply, without the key, which the server may repeat."""
         if self._key:
             body = body.replace(self._key, b"(key)")
         line = visible(" ".join(body.decode(errors="replace").split()))
@@ -210,7 +210,7 @@ class EndpointTeacher:
         """Return the log-probabilities of these tokens, the last ones of the request.
 
         Raises:
-            EngineError: the reply is of other tokens, or holds an invalid log-probability.
+            EngineError: the reply is about other tokens, or holds an invalid log-probability.
         """
         try:
             found = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
@@ -220,7 +220,7 @@ class EndpointTeacher:
             ) from error
         found = found[-len(tokens) :]
         if len(found) != len(tokens) or not all(
-            # SGLang calls the last token of the vocabulary 0, and means itself.
+            # SGLang reports the vocabulary's last token as 0, but with its own logprob.
             token == asked or (token == 0 and asked == self._last_token)
             for (_, token, _), asked in zip(found, tokens, strict=True)
         ):
@@ -246,7 +246,7 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
     """Refuse tokens that were not sampled at temperature 1 from the whole vocabulary.
 
     Raises:
-        ConfigError: naming the policy they were sampled from.
+        ConfigError: they were not; the message names the policy they were sampled from.
     """
     temperatures = batch.temperature[batch.loss_mask]
     if bool((temperatures != 1.0).any()):
@@ -265,7 +265,7 @@ async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:
     """Return the body of an answer about ``num_tokens``.
 
     Raises:
-        EngineError: it is longer than any such answer.
+        EngineError: the body is longer than any such answer.
     """
     most, body = _MOST_BYTES + _MOST_BYTES_OF_TOKEN * num_tokens, bytearray()
     async for part in reply.content.iter_any():

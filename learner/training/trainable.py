@@ -40,8 +40,8 @@ from slipstream.learner.training.schedule import make_scheduler
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import RoutingReplay
 
-# Of Megatron's ways to write a distributed optimizer, the one that every layout can read.
-# Each of its parts goes to one rank's host, and not to the GPUs of all.
+# Megatron's way to write a distributed optimizer that every layout can read. Each part goes to one
+# rank's host, and not to the GPUs of all.
 _OF_ANY_LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -65,13 +65,13 @@ class Trainable(Generic[Output]):
         offload: Offload | None = None,
         replay: RoutingReplay = "off",
     ) -> None:
-        """Wrap a model; ``decay_steps`` is where the learning rate's decay ends.
+        """Wrap a model; the learning rate's decay ends at ``decay_steps``.
 
-        ``head`` turns its hidden states into inputs of a loss. ``offload`` is that of all models of
-        this rank, ``replay`` that of ``Passes``.
+        ``head`` turns hidden states into inputs of a loss. ``offload`` is shared by all models of
+        this rank; ``replay`` is that of ``Passes``.
 
         Raises:
-            ConfigError: a share of the optimizer is to be on the host, and weights are float32.
+            ConfigError: weights are float32, and a share of the optimizer should be on the host.
         """
         share_on_host = settings.optimizer_offload_fraction
         if share_on_host and not model.config.bf16:
@@ -124,7 +124,7 @@ class Trainable(Generic[Output]):
             self._chunks,
         )
         if share_on_host:
-            gc.collect()  # Megatron has made one of whole weights before, which refers to itself
+            gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself
         if settings.moments_dtype == "bfloat16":
             narrow_moments(self._optimizer)
         if device.device().type == "cuda":
@@ -140,14 +140,14 @@ class Trainable(Generic[Output]):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next optimizer update."""
+        """Learning rate of the next optimizer update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def held_bytes(self) -> dict[str, int]:
         """Return the sizes of this rank's tensors: weights, gradients, optimizer.
 
-        What is on the host instead counts nothing. The optimizer's are those it has after an
-        update, without weights that are the model's.
+        Tensors on the host do not count. The optimizer's size is that after an update, without the
+        model's own weights.
         """
         return {
             "weights": _num_bytes(self.model.parameters()),
@@ -163,7 +163,7 @@ class Trainable(Generic[Output]):
         ]
 
     def _optimizer_state(self) -> list[Tensor]:
-        """Return what the optimizer holds beside the model's weights."""
+        """Return the optimizer's tensors besides the model's weights."""
         own = {storage_id(weight) for weight in self.model.parameters()}
         held = optimizer_tensors(self._optimizer)
         return [tensor for tensor in held if storage_id(tensor) not in own]
@@ -210,12 +210,12 @@ class Trainable(Generic[Output]):
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
-        The host waits for the GPU once, for all figures together; with pipeline stages again, for
-        what the last one sends to the others. The loss uses what is ``beside`` the model, too.
+        The host waits for the GPU once, for all figures together; with pipeline stages once more,
+        for the last stage's results. Further tenants stay on the device for the loss.
 
         Raises:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
-                optimizer are as they were.
+                optimizer are unchanged.
         """
         self._offload.use(self.weights, self._gradients, *beside)
         for chunk in self._chunks:
@@ -270,5 +270,5 @@ def _overlap(config: TransformerConfig, chunks: Sequence[DistributedDataParallel
 def _finalize(
     model: list[torch.nn.Module], _num_tokens: Tensor | None = None, **kwargs: object
 ) -> None:
-    """Sum gradients over ranks. The loss is divided by the global token count already."""
+    """Sum gradients over ranks. The loss is already divided by the global token count."""
     megatron_finalize(model, None, **kwargs)
