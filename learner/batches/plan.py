@@ -58,7 +58,7 @@ def plan_step(
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
     ``num_tokens`` are positive, and as sequences are packed: aligned, where they must be. Replicas
-    are balanced by ``flops``, or by their ``cost`` if that is None; microbatches are bounded by
+    are balanced by ``flops``, or without ``flops`` by their ``cost``; microbatches are bounded by
     tokens. No trajectory is split: context parallelism does that within a replica. A trajectory
     longer than ``max_tokens`` has a microbatch to itself. Equal arguments give equal plans.
 

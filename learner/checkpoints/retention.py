@@ -19,19 +19,19 @@ class Resumption:
 
 
 def is_save_due(step: int, checkpoint: CheckpointSection, evaluation: EvalSection) -> bool:
-    """True if the policy after ``step`` learner steps is saved during training."""
+    """Return True if the policy after ``step`` learner steps is saved during training."""
     if checkpoint.every_steps and step % checkpoint.every_steps == 0:
         return True
     return checkpoint.keep_best and evaluation.is_due(step)
 
 
 def is_final_save_due(checkpoint: CheckpointSection, evaluation: EvalSection) -> bool:
-    """True if the policy that the run ends with is saved."""
+    """Return True if the policy that the run ends with is saved."""
     return checkpoint.at_end or (checkpoint.keep_best and evaluation.enabled and evaluation.at_end)
 
 
 def is_overtaken(infos: Sequence[CheckpointInfo], resumption: Resumption) -> bool:
-    """True if the learner went back: the newest checkpoint is of an abandoned life.
+    """Return True if the learner went back: the newest checkpoint is of an abandoned life.
 
     It stays the newest until the first save of the new epoch.
     """

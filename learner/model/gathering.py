@@ -23,7 +23,7 @@ from slipstream.wire.models.families.parts import Parameter
 def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
     """Return the dimension that ranks split, this rank's number among them, and their number.
 
-    The dimension is None if every rank holds the whole parameter.
+    A dimension of None means that every rank holds the whole parameter.
     """
     if is_expert(name):
         ranks = parallel_state.get_expert_tensor_parallel_world_size()

@@ -362,7 +362,7 @@ def _pipeline_config(
     if stages == 1:
         return values
     if chunks > 1:
-        # With shapes exchanged, both directions of a batched exchange would wait for each other.
+        # If stages exchange shapes, both directions of a batch would wait for each other.
         values |= {"batch_p2p_comm": False, "overlap_p2p_comm": True}
     elif device.device().type == "cpu":  # gloo has no batched sends
         values |= {"batch_p2p_comm": False}

@@ -39,7 +39,7 @@ def latent_config(hf: HfConfig) -> dict[str, object]:
         "qk_head_dim": hf.qk_nope_head_dim,
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
-        "rope_type": "rope",  # for tables that stay unused
+        "rope_type": "rope",  # selects tables that stay unused
     }
 
 

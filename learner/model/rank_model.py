@@ -137,7 +137,7 @@ class RankModel:
 
 
 def is_expert(name: str) -> bool:
-    """True for a parameter that is divided as experts are."""
+    """Return True for a parameter that is divided as experts are."""
     return ".local_experts." in name
 
 

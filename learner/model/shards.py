@@ -121,6 +121,6 @@ def _part(whole: Tensor, shard: Shard, dim: int) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """True if a tensor holds no NaN and no inf, in one pass without a temporary. Shape []."""
+    """Return True if a tensor holds no NaN or inf, in one pass without a temporary. Shape []."""
     low, high = torch.aminmax(tensor.detach())
     return low.isfinite() & high.isfinite()

@@ -220,7 +220,7 @@ class LateComers:
         self._place = place
         self._hosts = hosts
         self._num_answered = 0
-        self._waiting: dict[int, tuple[Card, int]] = {}  # by number; with its node's life then
+        self._waiting: dict[int, tuple[Card, int]] = {}  # number: card, node's life then
 
     def look(self, life: Mapping[int, int]) -> None:
         """Answer new arrivals; ``life`` counts the signs of life of each node."""

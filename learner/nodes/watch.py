@@ -95,7 +95,7 @@ class NodeWatch:
         self._lock = threading.Lock()  # decides which thread ends the process
         self._is_handled = False  # the training thread ends the process
         self._is_over = threading.Event()
-        self._patience: dict[int, tuple[int, Patience]] = {}  # by node: last life, patience since
+        self._patience: dict[int, tuple[int, Patience]] = {}  # node: last life, patience since
         self._stopping_since_s: float | None = None
         self._trouble_s: float | None = None  # when a collective failed on this node
         self._before: tuple[float, Mapping[int, int]] | None = None  # signs of life after that

@@ -89,7 +89,7 @@ class RelayProcess:
 
     @property
     def has_our_settings(self) -> bool:
-        """Return True unless the relay that answered last was started with other settings."""
+        """True unless the relay that answered last was started with other settings."""
         wanted = self._launch.digest
         words = command_line_of(self.pid)
         return not wanted or not words or wanted in words

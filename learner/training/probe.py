@@ -36,9 +36,7 @@ class Probe:
         self._seed = seed
         self._vocab_size = hf.vocab_size
         self._count = settings.probe_sequences
-        self._length = min(
-            settings.probe_tokens, hf.max_position_embeddings - 1
-        )  # 1 more is chosen
+        self._length = min(settings.probe_tokens, hf.max_position_embeddings - 1)  # and one chosen
         self._num_context = self._length // 2
 
     @property
