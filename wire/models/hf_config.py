@@ -135,9 +135,9 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rotary_share(self) -> float:
         """The share of a head's channels that turn, of other than latent attention."""
-        nested = (one.partial_rotary_factor for one in self.ropes)
-        given = [share for share in (self.partial_rotary_factor, *nested) if share is not None]
-        return given[-1] if given else 1.0
+        nested = self.rope.partial_rotary_factor
+        share = nested if nested is not None else self.partial_rotary_factor
+        return share if share is not None else 1.0
 
     @property
     def num_query_groups(self) -> int:
@@ -185,21 +185,16 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.topk_method == "greedy" else self.n_group or 1
 
     @property
-    def ropes(self) -> list[RopeParameters]:
-        """The rotary embedding's parameters, nested in either way."""
-        return [rope for rope in (self.rope_parameters, self.rope_scaling) if rope is not None]
+    def rope(self) -> RopeParameters:
+        """The rotary embedding's rule and its numbers: where both are there, ``rope_scaling``."""
+        usual = RopeParameters()
+        has_scaling = self.rope_scaling not in (None, usual)
+        return (self.rope_scaling if has_scaling else self.rope_parameters) or usual
 
     @property
     def rotary_base(self) -> float:
         """The base of the rotary embedding's frequencies."""
-        nested = self.rope_parameters.rope_theta if self.rope_parameters is not None else None
-        return nested or self.rope_theta or DEFAULT_ROPE_THETA
-
-    @property
-    def rope(self) -> RopeParameters:
-        """The rotary embedding's rule and its numbers."""
-        scaled = [rope for rope in self.ropes if rope.scaling != "default"]
-        return (scaled or self.ropes or [RopeParameters()])[0]
+        return self.rope.rope_theta or self.rope_theta or DEFAULT_ROPE_THETA
 
     @property
     def trained_positions(self) -> int:
@@ -672,7 +667,7 @@ def _rope_trouble(config: HfConfig, family: Family) -> str:
 def _rule_trouble(config: HfConfig, family: Family) -> str:
     """Return why the rule of a rotary embedding, scaled or not, cannot be followed."""
     rope = config.rope
-    bases = (config.rope_theta, *(one.rope_theta for one in config.ropes))
+    bases = (config.rope_theta, rope.rope_theta)
     if small := [base for base in bases if base is not None and base <= 1.0]:
         return f"rope_theta must be above 1, got {small[0]:g}"
     if rope.scaling not in ROPE_RULES:

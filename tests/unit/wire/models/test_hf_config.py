@@ -47,6 +47,22 @@ def test_rope_base_is_found_at_the_top_level_and_nested(tmp_path: Path):
     config = load_hf_config(write(tmp_path, rope_theta="absent", rope_parameters=nested))
     assert config.rotary_base == 500000.0
     assert load_hf_config(write(tmp_path, rope_theta="absent")).rotary_base == 10000.0
+    both = {"rope_parameters": nested, "rope_scaling": {}}
+    assert load_hf_config(write(tmp_path, **both)).rotary_base == 500000.0
+
+
+@pytest.mark.parametrize("top", [1e6, "absent"])
+@pytest.mark.parametrize("rule", [{"rope_type": "default"}, {"rope_type": "llama3", "factor": 8.0}])
+def test_of_both_nested_forms_rope_scaling_alone_is_read_as_by_transformers(
+    tmp_path: Path, top: object, rule: dict[str, object]
+):
+    other = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
+    given = {"rope_theta": top, "rope_parameters": other, "rope_scaling": rule}
+    config = load_hf_config(write(tmp_path, **given))
+    usual = 1e4 if top == "absent" else top
+    assert (config.rotary_base, config.rope.scaling) == (usual, rule["rope_type"])
+    given["rope_scaling"] = {**rule, "rope_theta": 7e5}
+    assert load_hf_config(write(tmp_path, **given)).rotary_base == 7e5
 
 
 @pytest.mark.parametrize(
