@@ -2,5 +2,5 @@
 
 import msgspec
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError)
 """What msgspec raises for them."""

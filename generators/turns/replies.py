@@ -24,6 +24,13 @@ class ParsedReply(NamedTuple):
     num_unreadable: int = 0  # calls that stay in the text, because their parser cannot read them
 
 
+class _Before(NamedTuple):
+    text: str  # of the prompt, which a parser must see before a reply
+    thought: str  # that comes back of it
+    rest: str
+    is_closed: bool  # its thought is
+
+
 class ReplyParser:
     """Parses replies, by the engine's own parsers."""
 
@@ -42,7 +49,7 @@ class ReplyParser:
         self._tools = tools
         self._reasoning = reasoning
         self._opening = opening
-        self._before: tuple[str, str, str] | None = None  # None: not asked yet
+        self._before: _Before | None = None  # None: not asked yet
         self._is_inside = opening.rfind(THINK) > opening.rfind(THINK_ENDS)
 
     async def check(self) -> None:
@@ -98,18 +105,34 @@ class ReplyParser:
         """Return the thought of a reply and the rest."""
         if self._before is None:
             self._before = await self._marks_before()
-        before, its_thought, its_rest = self._before
-        thought, rest = await self._engine.separate_reasoning(before + text, self._reasoning)
-        return thought.removeprefix(its_thought), rest.removeprefix(its_rest)
+        before = self._before
+        thought, rest = await self._separate(before.text + text)
+        own_thought = thought.removeprefix(before.thought)
+        if before.is_closed and thought != before.thought:  # the reply has marks of its own
+            _, said = await self._separate(before.text + _REPLY + text)
+            if _REPLY not in said:  # its first one closes, and was taken for that of the opening
+                return await self._separate(text)
+            own_thought = own_thought.removeprefix("\n")  # between two thoughts
+        return own_thought, rest.removeprefix(before.rest)
 
-    async def _marks_before(self) -> tuple[str, str, str]:
-        """Return what a parser must see before a reply, and what comes back of it in either part.
+    async def _marks_before(self) -> _Before:
+        """Return what a parser must see before a reply.
 
         That is where the template opens a thought, or has closed it.
         """
         known = self._opening + _REPLY
-        found = await self._engine.separate_reasoning(known, self._reasoning)
+        found = await self._separate(known)
         if known in found:
-            return "", "", ""
-        its_thought, its_rest = (part.removesuffix(_REPLY) for part in found)
-        return self._opening, its_thought, its_rest
+            return _Before("", "", "", is_closed=False)
+        text, is_closed = self._opening, found[1].endswith(_REPLY)
+        for start in range(len(self._opening), -1, -1):  # the shortest end of it does that, too
+            text = self._opening[start:]
+            found = await self._separate(text + _REPLY)
+            is_marked = (text + _REPLY).strip() not in map(str.strip, found)
+            if is_marked and found[1].endswith(_REPLY) is is_closed:
+                break
+        thought, rest = (part.removesuffix(_REPLY) for part in found)
+        return _Before(text, thought, rest, is_closed)
+
+    async def _separate(self, text: str) -> tuple[str, str]:
+        return await self._engine.separate_reasoning(text, self._reasoning)

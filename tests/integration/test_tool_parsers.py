@@ -149,6 +149,16 @@ def test_good_calls_beside_a_broken_one_are_read(parsers: ModuleType, name: str,
     assert [one for one in found if one in ("a", "b")] == ["a", "b"], (rest, calls)
 
 
+@pytest.mark.parametrize("name", ["qwen25", "hermes", "mistral", "llama3"])
+def test_a_call_with_half_of_a_pair_of_unicode_is_text_and_the_others_are_read(
+    parsers: ModuleType, name: str
+):
+    good, bad = (FORMATS[name].format(name="look", value=one) for one in ("a", "\\ud83d"))
+    rest, calls, _ = read(parsers, name, f"{good}\n{bad}")
+    assert calls == [("look", '{"at": "a"}')]
+    assert '{"at": "\\ud83d"}' in rest
+
+
 @pytest.mark.parametrize(
     ("name", "begin", "end"),
     [
@@ -248,9 +258,10 @@ async def test_what_is_in_no_thought_is_text_or_a_call_and_no_thought_is_carried
 ):
     begin, end = THOUGHTS[name]
     rng = random.Random(name)
-    for opening in ("<|assistant|>", f"<|assistant|>{begin}\n"):
+    for marks_before in ("", f"{begin}\n", f"{begin}\n\n{end}\n\n"):
+        opening = f"<|assistant|>{marks_before}"
         parse = ReplyParser(engine, tools="hermes", reasoning=name, opening=opening)
-        begins_inside = opening.endswith("\n") or name in FORCED
+        begins_inside = end not in marks_before and (bool(marks_before) or name in FORCED)
         for _ in range(20):
             parts = [rng.choice([begin, end, "word", "call"]) for _ in range(rng.randint(1, 7))]
             marks = [begin if begins_inside else "", *parts, ""]
@@ -274,6 +285,7 @@ async def test_what_is_in_no_thought_is_text_or_a_call_and_no_thought_is_carried
             assert values == calls, (opening, text, found)
             assert re.findall("tree.q", found.thought) == thoughts, (opening, text, found)
             assert re.findall("tree.q", found.text) == outside, (opening, text, found)
+            assert "|assistant|" not in found.thought + found.text, (opening, text, found)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Parsing(CannedEngine):
             raise EngineRefusedError("SGLang /separate_reasoning: 500")
         parts = split_thoughts(text, "[T]", "[/T]", is_inside=self.forces)
         outside = "".join(part.text for part in parts if part.thought is None)
-        return "".join(part.thought or "" for part in parts), outside
+        return "\n".join(part.thought for part in parts if part.thought is not None), outside
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,18 @@ async def test_nothing_inside_a_thought_is_carried_out_and_without_a_parser_it_s
         ("", True, "a CALL", ("a CALL", "", 0)),
         ("[T]\n", True, "a[/T]so CALL", ("a", "so ", 1)),
         ("[T][/T]\n", True, "so CALL", ("", "so ", 1)),
+        *(
+            (opening, forces, text, found)
+            for opening in ("[T][/T]", "[T]\n\n[/T]\n\n")
+            for forces in (False, True)
+            for text, found in [
+                ("h[/T]so CALL", ("h", "so ", 1)),
+                ("[/T]", ("", "", 0)),
+                ("[T]h CALL[/T]so CALL", ("h CALL", "so ", 1)),
+                ("so CALL[T]\nh[/T]", ("\nh", "so ", 1)),
+                ("h[/T]so[T]again CALL", ("h\nagain CALL", "so", 0)),
+            ]
+        ),
     ],
 )
 async def test_a_parser_of_thoughts_hands_them_over_apart(
