@@ -167,7 +167,6 @@ def _run_with_others(node: _Node, address: Address) -> None:
     """Meet the other nodes, then run this node's ranks as long as all nodes run theirs."""
     settings, place, learner = node.settings, node.place, node.settings.learner
     _take_interface(address.host)
-    node.stop.count_signals()
     launch = node.launch
     facts = facts_of(
         settings, replays=launch.replay is not None, resumes=launch.resumes, device=device.backend()

@@ -8,13 +8,13 @@ sends its own to all of them; they follow rank 0's broadcasts, and die with thei
 import logging
 import signal
 import socket
-import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from slipstream.wire.process.stopping import STOP_SIGNALS, count_once, heeded_signals
 
 _log = logging.getLogger(__name__)
+_MOST_SIGNALS = 1024  # that are looked at
 
 
 class StopRequest:
@@ -24,24 +24,19 @@ class StopRequest:
         self.requested = False
         self._is_deferring = False
         self._signals: tuple[socket.socket, socket.socket] | None = None
-        self._arrived: list[int] = []
-        self._handled: list[int] = []
-        self._lock = threading.Lock()
+        self._num_handled = 0
 
     def listen(self) -> None:
         """Take over what asks to stop; call it on the main thread."""
-        for signum in heeded_signals():
-            signal.signal(signum, self._on_signal)
-
-    def count_signals(self) -> None:
-        """Count signals as they arrive, for ``arrived``; call it on the main thread."""
         self._signals = socket.socketpair()
         for end in self._signals:
             end.setblocking(False)
         signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
+        for signum in heeded_signals():
+            signal.signal(signum, self._on_signal)
 
-    def end_counting(self) -> None:
-        """Let signals go uncounted again; call it on the main thread."""
+    def close(self) -> None:
+        """Count no more; call it on the main thread."""
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             for end in self._signals:
@@ -52,14 +47,13 @@ class StopRequest:
     def arrived(self) -> int:
         """Number of stop signals so far, which the main thread may not have handled yet.
 
-        It handles none while it is inside a collective.
+        It handles none while it is inside a collective, and then by number, not as they arrived.
         """
-        if self._signals is not None:
-            with self._lock, suppress(BlockingIOError):
-                for signum in self._signals[0].recv(1024):
-                    if signum in STOP_SIGNALS and _asks(signum, self._arrived):
-                        self._arrived.append(signum)
-        return len(self._arrived)
+        if self._signals is None:
+            return 0
+        with suppress(BlockingIOError):
+            return _num_asks(self._signals[0].recv(_MOST_SIGNALS, socket.MSG_PEEK))
+        return 0
 
     @contextmanager
     def deferred(self, *, when: bool = True) -> Iterator[None]:
@@ -72,20 +66,24 @@ class StopRequest:
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         count_once(signum)
-        if not _asks(signum, self._handled):
+        arrived = self.arrived
+        if arrived == self._num_handled:
             return
-        self._handled.append(signum)
-        if not self._is_deferring or self.requested:
+        self._num_handled = arrived
+        if not self._is_deferring or arrived > 1:
             raise SystemExit(0)
         self.requested = True
         _log.info("%s: stopping; a second signal ends at once", signal.Signals(signum).name)
 
 
-def _asks(signum: int, earlier: Collection[int]) -> bool:
-    """True unless a signal only tells that the terminal is closed from which another one came.
+def _num_asks(signals: bytes) -> int:
+    """Return how many signals ask to stop, in the order in which they arrived.
 
-    Those that came during a collective are handled by number: SIGHUP before an earlier Ctrl-C.
+    A SIGHUP after another tells only that the terminal is closed, as does a SIGINT after it.
     """
-    if signum == signal.SIGHUP:
-        return not earlier
-    return signum != signal.SIGINT or signal.SIGHUP not in earlier
+    asks = list[int]()
+    for signum in signals:
+        is_repeat = bool(asks) if signum == signal.SIGHUP else signal.SIGHUP in asks
+        if signum == signal.SIGTERM or (signum in STOP_SIGNALS and not is_repeat):
+            asks.append(signum)
+    return len(asks)

@@ -14,6 +14,7 @@ def stop() -> Iterator[StopRequest]:
         request = StopRequest()
         request.listen()
         yield request
+        request.close()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -27,21 +28,20 @@ def test_the_first_signal_is_noted_and_the_second_ends(stop: StopRequest, signum
 
 
 def test_a_terminal_that_is_closed_after_ctrl_c_asks_for_nothing_more(stop: StopRequest):
-    stop.count_signals()
-    try:
-        with stop.deferred():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGHUP)
-            assert (stop.requested, stop.arrived) == (True, 1)
-    finally:
-        stop.end_counting()
+    with stop.deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGHUP)
+        assert (stop.requested, stop.arrived) == (True, 1)
 
 
-def test_both_are_one_stop_though_the_later_one_is_handled_first(stop: StopRequest):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_both_are_one_stop_though_the_later_one_is_handled_first(
+    stop: StopRequest, signum: signal.Signals
+):
     """So it is where both came while the main thread was in a collective."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     with stop.deferred():
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signum)
         signal.raise_signal(signal.SIGHUP)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         assert stop.requested
@@ -68,24 +68,21 @@ def test_a_signal_ends_at_once_where_nothing_would_be_saved(stop: StopRequest):
     assert not stop.requested
 
 
-def test_signals_are_counted_as_they_arrive():
-    request = StopRequest()
-    assert request.arrived == 0
-    before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, signal.SIGUSR1)}
+def test_signals_are_counted_as_they_arrive(stop: StopRequest):
+    assert (StopRequest().arrived, stop.arrived) == (0, 0)
+    others = (*STOP_SIGNALS, signal.SIGUSR1)
+    before = {signum: signal.getsignal(signum) for signum in others}
     for signum in before:  # its handler may come much later, if the main thread is in a collective
         signal.signal(signum, lambda *_: None)
     try:
-        request.count_signals()
         signal.raise_signal(signal.SIGUSR1)
-        assert request.arrived == 0
+        assert stop.arrived == 0
         signal.raise_signal(signal.SIGTERM)
-        assert request.arrived == 1
+        assert stop.arrived == 1
         signal.raise_signal(signal.SIGTERM)
-        assert (request.arrived, request.requested) == (2, False)
+        assert (stop.arrived, stop.requested) == (2, False)
         signal.raise_signal(signal.SIGHUP)
-        assert request.arrived == 2, "a terminal that is closed then asks for nothing more"
+        assert stop.arrived == 2, "a terminal that is closed then asks for nothing more"
     finally:
-        request.end_counting()
         for signum, handler in before.items():
             signal.signal(signum, handler)
-    assert request.arrived == 2
