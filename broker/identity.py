@@ -9,13 +9,16 @@ a lease, is never given out twice.
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from slipstream.broker.ledger.state import BookState
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import IDENTITY
+from slipstream.wire.messages.bounds import MOST, Count
 from slipstream.wire.unreadable import UNREADABLE
 
 IDS_PER_LIFE = 1_000_000_000  # so that g2000000017 is read as group 17 of life 2
@@ -25,8 +28,8 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Ids and epochs that no life of a run may give out again."""
 
     run_id: str  # random; empty before there was one
-    life: int = 0  # from 0
-    epoch: int = 0  # the highest that was granted to a learner
+    life: Annotated[int, Meta(ge=0, le=MOST // IDS_PER_LIFE)] = 0  # from 0
+    epoch: Count = 0  # the highest that was granted to a learner
 
     def granted(self, epoch: int) -> "RunIdentity":
         """Return it with an epoch that was granted."""

@@ -146,7 +146,9 @@ class FolderTrail(Trail):
         self._size = sum(_HEAD.size + len(data) for _, _, data in records)
         if newest and self._size < self._segment_bytes:
             self._file = newest[0].open("r+b")
-            self._file.truncate(self._size)  # a record that was cut off
+            self._file.truncate(
+                self._size
+            )  # a record that was cut off, or zeros after a power loss
             self._file.seek(self._size)
         self._noted: list[bytes] = []
 
@@ -215,7 +217,7 @@ def segments_in(folder: Path) -> list[Path]:
 
 
 def read_trail(folder: Path) -> Iterator[tuple[int, float, bytes]]:
-    """Yield (number, unix time, event); a record that was cut off ends its segment."""
+    """Yield (number, unix time, event); a record that was cut off, or zeros, end its segment."""
     yield from read_segments(segments_in(folder))
 
 
@@ -230,7 +232,7 @@ def read_segments(segments: Sequence[Path]) -> Iterator[tuple[int, float, bytes]
         while start + _HEAD.size <= len(data):
             length, number, at_s = _HEAD.unpack_from(data, start)
             start += _HEAD.size
-            if start + length > len(data):
+            if not length or start + length > len(data):
                 break
             yield number, at_s, data[start : start + length]
             start += length

@@ -4,10 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 
+from slipstream.wire.messages.bounds import MOST, Count
 from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
 
 
@@ -27,9 +29,9 @@ class TrackedRun:
 class Logged(msgspec.Struct):
     """Points that trackers got: each learner step has one, and each evaluation."""
 
-    step: int = -1  # the newest learner step
-    evaluated: set[int] = msgspec.field(default_factory=set)
-    taken_back: set[int] = msgspec.field(default_factory=set)
+    step: Annotated[int, Meta(ge=-1, le=MOST)] = -1  # the newest learner step
+    evaluated: set[Count] = msgspec.field(default_factory=set)
+    taken_back: set[Count] = msgspec.field(default_factory=set)
     """Evaluations that TensorBoard hides since the run went back."""
 
     def repeats(self, step: int, figures: Mapping[str, float]) -> bool:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from slipstream.wire.unreadable import UNREADABLE
 
 IDS_FILE = "trackers.json"
 LOGGED_FILE = "tracked.json"
+T = TypeVar("T")
 
 
 def load_trackers(
@@ -31,14 +33,12 @@ def load_trackers(
     ``settings`` are all of the run, for trackers that show them.
 
     Raises:
-        ConfigError: a package is not installed, the tracker refuses its options, or tracked.json
-            cannot be read.
+        ConfigError: a package is not installed, the tracker refuses its options, or trackers.json
+            or tracked.json cannot be read.
     """
     trackers: list[Tracker] = []
     ids_file = run.folder / IDS_FILE
-    ids: dict[str, str] = {}
-    if ids_file.is_file():
-        ids = json.loads(ids_file.read_text())
+    ids = _read(ids_file, dict[str, str | None]) or {}
     logged = read_logged(run.folder)
     if logged is None:  # a new run, or of a version that wrote metrics.jsonl alone
         logged = Logged(*steps_in(run.folder / METRICS))
@@ -89,9 +89,12 @@ def read_logged(run_folder: Path) -> Logged | None:
     Raises:
         ConfigError: the file holds something else.
     """
-    path = run_folder / LOGGED_FILE
+    return _read(run_folder / LOGGED_FILE, Logged)
+
+
+def _read(path: Path, content: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Logged)
+        return msgspec.json.decode(path.read_bytes(), type=content)
     except FileNotFoundError:
         return None
     except (OSError, *UNREADABLE) as error:

@@ -303,8 +303,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         begun(settings_in(tmp_path, f"run.resume_from={saved}"))
 
 
-def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path):
-    (tmp_path / IDENTITY).write_text("{")
+@pytest.mark.parametrize(
+    "text", ["{", '{"run_id": "a", "epoch": -1}', f'{{"run_id": "a", "life": {10**9}}}']
+)
+def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path, text: str):
+    (tmp_path / IDENTITY).write_text(text)
     with pytest.raises(ConfigError, match=r"cannot read .*identity\.json"):
         read_identity(tmp_path)
     assert read_identity(tmp_path / "nowhere") is None

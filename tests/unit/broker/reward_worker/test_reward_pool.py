@@ -285,7 +285,7 @@ class UnstartableChild(ChildProcess):
     async def start(self, **_: object) -> None:
         raise OSError("no process")
 
-    async def _end(self, *, in_order: bool) -> None:
+    async def _end(self, *, in_order: bool) -> None:  # noqa: ARG002 as there
         self.is_ending.set()
         await self.may_end.wait()
         type(self).has_ended = True

@@ -3,6 +3,8 @@
 import struct
 from pathlib import Path
 
+import pytest
+
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import Requeued, encode_event
 from slipstream.broker.store.event_log import FolderTrail, read_trail, segments_in
@@ -115,7 +117,8 @@ def test_a_prompt_that_is_answered_again_is_found_under_its_new_id():
     assert [moment.what for moment in trace.life] == ["the prompt of g77 again"]
 
 
-def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
+@pytest.mark.parametrize("end", [b"cut o", bytes(4096)], ids=["cut", "zeros"])
+def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path, end: bytes):
     it = Written(tmp_path)
     lease(it.ledger)
     events, _ = it.ledger.drain()
@@ -123,7 +126,7 @@ def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
     it.trail.append(0, 1.0, stored[:3])
     it.trail.close()
     segment = segments_in(tmp_path)[0]
-    segment.write_bytes(segment.read_bytes() + b"cut o")
+    segment.write_bytes(segment.read_bytes() + end)
     again = FolderTrail(tmp_path, 1 << 20)
     again.append(0, 2.0, stored)
     again.close()

@@ -1,7 +1,18 @@
 import threading
 from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
 
 from slipstream.broker.report.trackers.background import BackgroundTrackers
+from slipstream.broker.report.trackers.loading import (
+    IDS_FILE,
+    LOGGED_FILE,
+    load_trackers,
+    read_logged,
+)
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.sections import LoggingSection, RunSection
 from tests.support.waiting import HANG_S
 
 
@@ -31,6 +42,27 @@ class Stuck(Recording):
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self.proceed.wait(HANG_S)
         super().log(step, figures)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b'{"wandb": ', bytes(9), b"\xef\xbb\xbf{}", b'"\xff"', b"[]"]
+)
+@pytest.mark.parametrize("name", [IDS_FILE, LOGGED_FILE])
+def test_a_file_of_earlier_lives_that_holds_something_else_is_named(
+    tmp_path: Path, name: str, text: bytes
+):
+    run = RunSection(name="r", model="m", dir=str(tmp_path))
+    run.folder.mkdir()
+    (run.folder / name).write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"cannot read .*{name}: .*; put it back, or remove it"):
+        load_trackers(LoggingSection(), run, {})
+
+
+@pytest.mark.parametrize("text", ['{"step": -2}', '{"step": 1e30}', '{"evaluated": [-1]}'])
+def test_a_step_that_is_none_is_not_taken_for_the_newest(tmp_path: Path, text: str):
+    (tmp_path / LOGGED_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=LOGGED_FILE):
+        read_logged(tmp_path)
 
 
 def test_every_tracker_gets_every_point_in_order_and_is_closed():
