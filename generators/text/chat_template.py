@@ -102,11 +102,20 @@ def load_chat_template(
         origin = folder / "tokenizer_config.json"
         source = tokenizer.get("chat_template")
         if isinstance(source, list):  # several templates by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            source = _default_of(source, origin)
     if not source or not isinstance(source, str):
         return None
     variables = {**special_tokens(folder, tokenizer), **kwargs}
     return ChatTemplate(source, variables, origin=f"{origin} (sampling.chat_template)")
+
+
+def _default_of(templates: list[Any], origin: Path) -> Any:  # noqa: ANN401 JSON
+    try:
+        return {entry["name"]: entry["template"] for entry in templates}.get("default")
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{origin}: each entry of chat_template must have a name and a template (run.model)"
+        ) from error
 
 
 def special_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> dict[str, str]:
@@ -125,13 +134,19 @@ def token_text(token: Any) -> str | None:  # noqa: ANN401 JSON
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file of a model folder; a missing file is empty."""
+    """Return the object in a file of a model folder; a missing file is empty.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     if not path.is_file():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON (run.model): {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object (run.model): fetch the file again")
     return content
 
 

@@ -71,14 +71,17 @@ class TextCodec:
         """Return the tokens that files of a folder name so, as eos_token, and of more texts."""
         found: set[int] = set()
         for file in ("config.json", "generation_config.json"):
-            match read_json(folder / file).get(f"{name}_id"):
-                case list() as several:
-                    found.update(several)
-                case int() as one:
-                    found.add(one)
+            ids = read_json(folder / file).get(f"{name}_id")
+            given = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            if wrong := [one for one in given if type(one) is not int]:
+                raise ConfigError(
+                    f"{folder / file}: {name}_id must be a token's number or a list of them, got "
+                    f"{wrong[0]!r} (run.model)"
+                )
+            found.update(one for one in given if one >= 0)  # -1 is none
         named = token_text(read_json(folder / "tokenizer_config.json").get(name))
-        ids = (self._tokenizer.token_to_id(text) for text in (named or "", *more))
-        return found | {one for one in ids if one is not None}
+        known = (self._tokenizer.token_to_id(text) for text in (named or "", *more))
+        return found | {one for one in known if one is not None}
 
     def text(self, prompt: Prompt) -> str:
         """Return the model's input: text as it is, turns through the chat template.
@@ -175,7 +178,7 @@ def sibling_seed(run_seed: int, item: ItemKind, position: int, sibling: int) -> 
 def _vocab_size(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) -> int:
     """Return how many tokens a model has; refuse a tokenizer with others, fewer are padding."""
     config = read_json(folder / "config.json")
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not isinstance(size, int):
         return 0

@@ -22,12 +22,12 @@ def tokenizer_hash(folder: Path) -> str:
     """
     path = folder / "tokenizer.json"
     try:
-        content = json.loads(path.read_bytes())
+        content = _canonical(json.loads(path.read_bytes()))
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     except OSError as error:
         raise ConfigError(f"no tokenizer.json in {folder} (run.model)") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON (run.model): {error}") from error
-    canonical = json.dumps(_canonical(content), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:_HEX_DIGITS]
 
 
@@ -42,7 +42,7 @@ def numbered_tokens(folder: Path) -> list[str] | dict[str, int]:
         if isinstance(vocabulary, list):  # tokens and their scores, in order
             return [str(token) for token, *_ in vocabulary]
         return {str(token): int(number) for token, number in vocabulary.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

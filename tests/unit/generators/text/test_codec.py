@@ -22,6 +22,9 @@ TEMPLATE = (
 CHAT = Prompt(prompt=(ChatMessage("user", "61"), ChatMessage("user", "4")), row=7)
 
 
+_READ = ("config", "generation_config", "tokenizer_config", "special_tokens_map")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -167,6 +170,28 @@ def test_every_token_that_ends_a_response_is_known(copied: Path):
     assert codec(copied).end_token_ids == (EOS,)
     change(copied / "generation_config.json", eos_token_id=[2, 5])
     assert codec(copied, stop_token_ids=(9,)).end_token_ids == (EOS, 5, 9)
+
+    change(copied / "generation_config.json", eos_token_id=-1)
+    assert codec(copied).end_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *((f"{name}.json", text) for name in _READ for text in ("[]", "null", "[" * 100_000)),
+        *(
+            ("generation_config.json", f'{{"eos_token_id": {ids}}}')
+            for ids in ("[1, null]", "[[95]]", '["95"]', "true", "1.5")
+        ),
+        ("tokenizer_config.json", '{"chat_template": [{"template": "x"}]}'),
+        ("tokenizer_config.json", '{"chat_template": ["x"]}'),
+    ],
+)
+def test_a_file_of_the_model_that_holds_something_else_is_named(copied: Path, file: str, text: str):
+    (copied / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (copied / file).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{file}.*\(run\.model\)"):
+        codec(copied)
 
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused(copied: Path):

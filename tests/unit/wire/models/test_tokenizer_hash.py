@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.tokenizer_hash import tokenizer_hash
+from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_hash
 
 CONTENT = {
     "version": "1.0",
@@ -45,6 +45,8 @@ def test_anything_that_changes_token_ids_changes_the_hash(tmp_path: Path):
 def test_a_folder_without_a_readable_tokenizer_names_the_setting(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in .*\(run\.model\)"):
         tokenizer_hash(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"not valid JSON \(run\.model\)"):
-        tokenizer_hash(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"not valid JSON \(run\.model\)"):
+            tokenizer_hash(tmp_path)
+        assert numbered_tokens(tmp_path) == {}
