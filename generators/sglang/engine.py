@@ -230,7 +230,9 @@ class SglangEngine:
             raise EngineError(f"SGLang {_PARSE}: unexpected answer, {error}") from error
         calls: list[dict[str, Json]] = [
             {
-                "id": f"call_{secrets.token_hex(8)}",
+                "id": secrets.token_hex(5)[
+                    1:
+                ],  # nine characters, which Mistral's templates ask for
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.parameters},
             }

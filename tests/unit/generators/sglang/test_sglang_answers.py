@@ -2,7 +2,8 @@
 
 import asyncio
 import base64
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.waiting import HANG_S
 
+T = TypeVar("T")
 PROMPT = [3, 4]
 PLAIN = SamplingParams(temperature=1.0, max_new_tokens=2, top_p=0.9)
 
@@ -32,15 +34,27 @@ def answer(**info: object) -> dict[str, Any]:
 
 def sampled(params: SamplingParams, given: dict[str, Any]) -> tuple[Completion, dict[str, Any]]:
     """Return what the client makes of one answer, and what it asked."""
+
+    async def sample(engine: SglangEngine) -> Completion:
+        (completion,) = await engine.sample(PROMPT, params, count=1)
+        return completion
+
+    return told("/generate", [given], sample)
+
+
+def told(
+    path: str, given: object, ask: Callable[[SglangEngine], Awaitable[T]]
+) -> tuple[T, dict[str, Any]]:
+    """Return what a client makes of an answer to a request, and that request."""
     asked: list[dict[str, Any]] = []
 
     async def answer_to(request: web.Request) -> web.Response:
         asked.append(await request.json())
-        return web.json_response([given])
+        return web.json_response(given)
 
-    async def body() -> Completion:
+    async def body() -> T:
         app = web.Application()
-        app.router.add_post("/generate", answer_to)
+        app.router.add_post(path, answer_to)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -51,13 +65,22 @@ def sampled(params: SamplingParams, given: dict[str, Any]) -> tuple[Completion, 
             control_timeout_s=HANG_S,
         )
         try:
-            (completion,) = await engine.sample(PROMPT, params, count=1)
-            return completion
+            return await ask(engine)
         finally:
             await engine.close()
             await runner.cleanup()
 
     return asyncio.run(body()), asked[0]
+
+
+def test_ids_of_calls_are_of_nine_letters_and_digits_as_templates_of_mistral_ask_for():
+    parsed = {"normal_text": "", "calls": [{"name": "look", "parameters": "{}"}] * 2}
+    (_, calls, _), _ = told(
+        "/parse_function_call", parsed, lambda engine: engine.tool_calls("x", [], "hermes")
+    )
+    ids = [str(call["id"]) for call in calls]
+    assert all(len(one) == 9 and one.isalnum() for one in ids), ids
+    assert len(set(ids)) == 2
 
 
 def test_nothing_is_asked_for_beside_the_tokens_unless_it_is_recorded():
