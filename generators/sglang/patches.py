@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from slipstream.generators.sglang import adoption, cpu_models, harmless
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
-from slipstream.generators.sglang.tool_calls import Call, Marks, read_reply
+from slipstream.generators.sglang.tool_calls import SEPARATORS, Call, Marks, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.thoughts import split_thoughts
@@ -41,6 +41,7 @@ _HEADER = re.compile(
     r"|\A to=\S+(?=<\|message\|>)|\s"
 )
 _CLOSING = re.compile(r"eo[mt]|end|close|suffix", re.IGNORECASE)
+_CALLING = re.compile(r"call|invoke|function|tool|param", re.IGNORECASE)
 _GROUP_TIMEOUT_S = 120.0  # where the agent names none
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
@@ -162,8 +163,12 @@ def keep_every_character(module: ModuleType) -> None:
         first = next(iter(written), "") or (tag and tag[0]) or "["
         marks = Marks(opener or first, opening, closing)
 
+        calling = {re.split(r"[(.\\]", one)[0] for one in opening if _CALLING.search(one)}
+        begins = {opener, *calling} - {""}
+
         def looks_like_call(part: str) -> bool:
-            return bool(opener and opener in part) or bool(detector.has_tool_call(part))
+            bare = part.lstrip(SEPARATORS)
+            return any(one in part for one in begins) or bool(detector.has_tool_call(bare))
 
         found = read_reply(full_text, read, looks_like_call, marks)
         calls = [

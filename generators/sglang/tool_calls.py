@@ -25,7 +25,7 @@ _MOST_READ = 1 << 21  # characters that a parser is asked about for one reply, o
 _EACH_READ = 2_000  # characters that take as long as to ask at all
 # A word or symbol; brackets, quotes and such are of the format.
 _PIECE = re.compile(r"\w+|[^\w\s{}\[\]()<>\"',:=/|\\]")
-_SEPARATORS = ",; \t\r\n"
+SEPARATORS = ",; \t\r\n"
 _LITERALS = {"true", "false", "null"}
 # What formats write within a call though it makes no difference: ids, types, who is spoken to.
 _UNSAID = (
@@ -130,8 +130,13 @@ def _reading(
 ) -> Reading:
     parts = _most(text, read, marks)
     calls = [part.call for part in parts if part.call is not None]
-    kept = [part for part in parts if part.text.strip(_SEPARATORS) or not calls]
-    unread = [part.text for part in kept if part.call is None and looks_like_call(part.text)]
+    kept = [part for part in parts if part.text.strip(SEPARATORS) or not calls]
+    opens = [bool(marks.opener) and one.text.rstrip().endswith(marks.opener) for one in kept[:-1]]
+    unread = [
+        part.text
+        for part, opens_the_next in zip(kept, [*opens, False], strict=False)
+        if part.call is None and not opens_the_next and looks_like_call(part.text)
+    ]
     return Reading("".join(part.text for part in kept), calls, unread)
 
 

@@ -181,6 +181,29 @@ def test_good_calls_of_a_section_with_a_broken_one_are_read(
     assert len(unread) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "between", "end"),
+    [
+        ("kimi_k2", "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+        ("deepseekv31", "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),  # noqa: RUF001 marks
+        ("qwen3_coder", "<tool_call>\n", "", "</tool_call>"),
+        ("llama3", "<|python_tag|>", ";", ""),
+    ],
+)
+def test_a_broken_call_is_counted_beside_a_good_one_of_its_section_and_without_one(
+    parsers: ModuleType, name: str, begin: str, between: str, end: str
+):
+    good, broken = (
+        FORMATS[name].format(name="look", value=one).removeprefix(begin).removesuffix(end)
+        for one in "ac"
+    )
+    broken = broken[: broken.index("look") + 2]
+    rest, calls, unread = read(parsers, name, f"{begin}{good}{between}{broken}{end}")
+    assert [json.loads(given) for _, given in calls] == [{"at": "a"}]
+    assert (broken in rest, len(unread)) == (True, 1)
+    assert read(parsers, name, broken) == (broken, [], [broken])
+
+
 @pytest.mark.parametrize("name", ["qwen25", "hermes", "glm45", "qwen3_coder", "deepseekv31"])
 def test_what_is_beside_a_call_and_what_cannot_be_read_is_text(parsers: ModuleType, name: str):
     good = FORMATS[name].format(name="look", value="a tree")
