@@ -9,6 +9,7 @@ import datetime
 import functools
 import importlib.abc
 import importlib.util
+import logging
 import os
 import random
 import re
@@ -126,6 +127,7 @@ def keep_every_character(module: ModuleType) -> None:
     What looks like a call and cannot be read is answered besides as a call without a name.
     """
     item_of, tool_of = module.ToolCallItem, module.Tool
+    log = logging.getLogger(module.__package__)
 
     def parse_non_stream(
         parser: Any,  # noqa: ANN401 SGLang's
@@ -146,6 +148,8 @@ def keep_every_character(module: ModuleType) -> None:
                 found = copy.deepcopy(detector).detect_and_parse(text, tools_of(tuple(names)))
             except Exception:  # noqa: BLE001 what cannot be read raises anything
                 return []
+            finally:
+                log.setLevel(logging.CRITICAL + 1)  # it says of each part what it says of all
             return [Call(one.name or "", one.parameters) for one in found.calls]
 
         owners = detector, sys.modules[type(detector).__module__]
@@ -170,7 +174,10 @@ def keep_every_character(module: ModuleType) -> None:
             bare = part.lstrip(SEPARATORS)
             return any(one in part for one in begins) or bool(detector.has_tool_call(bare))
 
-        found = read_reply(full_text, read, looks_like_call, marks)
+        try:
+            found = read_reply(full_text, read, looks_like_call, marks)
+        finally:
+            log.setLevel(logging.NOTSET)
         calls = [
             item_of(tool_index=-1, name=one.name, parameters=one.arguments) for one in found.calls
         ]

@@ -149,6 +149,16 @@ def test_good_calls_beside_a_broken_one_are_read(parsers: ModuleType, name: str,
     assert [one for one in found if one in ("a", "b")] == ["a", "b"], (rest, calls)
 
 
+def test_a_parser_logs_what_it_cannot_read_once(
+    parsers: ModuleType, caplog: pytest.LogCaptureFixture
+):
+    good = FORMATS["hermes"].format(name="look", value="a")
+    for _ in range(2):
+        caplog.clear()
+        read(parsers, "hermes", good + good.replace("}}", "}"))
+        assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("name", ["qwen25", "hermes", "mistral", "llama3"])
 def test_a_call_with_half_of_a_pair_of_unicode_is_text_and_the_others_are_read(
     parsers: ModuleType, name: str
