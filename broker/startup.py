@@ -25,7 +25,7 @@ from slipstream.broker.ledger.state import BookState, decode_state, encode_state
 from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.run_files import FolderRecords, last_recorded
 from slipstream.broker.report.trackers.background import BackgroundTrackers
-from slipstream.broker.report.trackers.loading import load_trackers
+from slipstream.broker.report.trackers.loading import LOGGED_FILE, load_trackers
 from slipstream.broker.run_ledger import (
     build_ledger,
     check_same_run,
@@ -36,6 +36,7 @@ from slipstream.broker.run_ledger import (
 )
 from slipstream.broker.store.base import Changes, TrajectoryStore
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.run_folder import BATCHES, METRICS
 from slipstream.wire.files.trajectory_file import cut_from_step
 from slipstream.wire.process.patience import log_wait
@@ -185,8 +186,12 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
     Raises:
         ConfigError: one cannot be started, or not in time.
     """
+    run = settings.run
+    resumed_at = None
+    if run.resume_from and not (run.folder / LOGGED_FILE).exists():  # else it may be removed by now
+        resumed_at = read_checkpoint_info(Path(run.resume_from)).step
     plain = msgspec.to_builtins(settings)
-    starting = asyncio.to_thread(load_trackers, settings.logging, settings.run, plain)
+    starting = asyncio.to_thread(load_trackers, settings.logging, run, plain, resumed_at=resumed_at)
     try:
         async with log_wait(f"logging.trackers = {list(settings.logging.trackers)} to start"):
             async with asyncio.timeout(_TRACKERS_START_S):

@@ -25,12 +25,17 @@ T = TypeVar("T")
 
 
 def load_trackers(
-    logging: LoggingSection, run: RunSection, settings: Mapping[str, object]
+    logging: LoggingSection,
+    run: RunSection,
+    settings: Mapping[str, object],
+    *,
+    resumed_at: int | None = None,
 ) -> BackgroundTrackers:
     """Start the adapters that logging.trackers names, after what earlier lives logged.
 
     A tracker that has runs of its own gets the id it had in an earlier life, from trackers.json.
-    ``settings`` are all of the run, for trackers that show them.
+    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the step of the
+    checkpoint that it resumes from, where neither tracked.json nor metrics.jsonl tells a step.
 
     Raises:
         ConfigError: a package is not installed, the tracker refuses its options, or trackers.json
@@ -42,6 +47,8 @@ def load_trackers(
     logged = read_logged(run.folder)
     if logged is None:  # a new run, or of a version that wrote metrics.jsonl alone
         logged = Logged(*steps_in(run.folder / METRICS))
+        if logged.step < 0 and resumed_at is not None:
+            logged.step = resumed_at
         if logged != Logged():
             write_logged(run.folder, logged)  # before what is repeated is cut off there
     for name in logging.trackers:
