@@ -1,18 +1,31 @@
 """Rows of JSONL and parquet files, one at a time."""
 
 import codecs
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.unreadable import UNREADABLE
 
+if TYPE_CHECKING:
+    import pyarrow as arrow
+
 _BATCH_ROWS = 1024
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_NO_VALUE = (ValueError, OverflowError, KeyError)  # KeyError: of an unknown time zone
+_HEAD_BYTES = 1024
+_REMEDIES = {  # by how a file, or a line that is no row, begins
+    rb"version https://git-lfs": "it is a pointer of Git LFS: git lfs pull, or hf download",
+    rb"\x1f\x8b": "it is compressed: gunzip it",
+    rb"\s*<": "a web page? The URL of a file on the hub has /resolve/, not /blob/",
+    rb"\s*\[": "one array? jq -c '.[]' FILE > NEW.jsonl makes rows of it",
+    rb"\s*\{[ \t\r]*\n": "rows over several lines? jq -c . FILE > NEW.jsonl puts each on one",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +37,13 @@ class RawRow:
     problem: str = ""
 
 
-def read_rows(path: Path, setting: str) -> Iterator[RawRow]:
+def read_rows(path: Path, setting: str, columns: Collection[str]) -> Iterator[RawRow]:
     """Yield the rows of a file.
+
+    Args:
+        path: of the file.
+        setting: that names it, for messages.
+        columns: to read of a parquet file; of others there is the name, and None.
 
     Raises:
         ConfigError: it cannot be read, or is of no kind that we know.
@@ -34,10 +52,11 @@ def read_rows(path: Path, setting: str) -> Iterator[RawRow]:
         case ".jsonl" | ".ndjson":
             return _jsonl_rows(path, setting)
         case ".parquet":
-            return _parquet_rows(path, setting)
+            return _parquet_rows(path, setting, columns)
         case suffix:
             raise ConfigError(
                 f"{setting} = {path}: files of prompts end in .jsonl or .parquet, got {suffix!r}"
+                + _remedy(_head(path))
             )
 
 
@@ -62,12 +81,12 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[RawRow]:
                 try:
                     values = msgspec.json.decode(line)
                 except UNREADABLE as error:
-                    yield RawRow(number, None, str(error))
+                    yield RawRow(number, None, f"{error}{_remedy(line)}")
                     continue
                 if isinstance(values, dict):
                     yield RawRow(number, values)
                 else:
-                    yield RawRow(number, None, "not a JSON object")
+                    yield RawRow(number, None, f"not a JSON object{_remedy(line)}")
         except OSError as error:
             raise _unreadable(path, setting, error) from error
 
@@ -82,7 +101,7 @@ def _without_mark(line: bytes, path: Path, setting: str) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
-def _parquet_rows(path: Path, setting: str) -> Iterator[RawRow]:
+def _parquet_rows(path: Path, setting: str, columns: Collection[str]) -> Iterator[RawRow]:
     try:
         import pyarrow as arrow  # only where a parquet file is read
         from pyarrow import parquet
@@ -92,15 +111,45 @@ def _parquet_rows(path: Path, setting: str) -> Iterator[RawRow]:
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                for values in batch.to_pylist():
-                    yield RawRow(number, values)
+            number, names = 0, dict.fromkeys(file.schema_arrow.names)
+            read = [name for name in names if name in columns]
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=read):
+                for values, problem in _batch_rows(batch):
+                    yield RawRow(number, None if problem else names | values, problem)
                     number += 1
     except OSError as error:  # arrow's own are of this kind too, without a strerror
         raise _unreadable(path, setting, error) from error
     except arrow.ArrowException as error:
-        raise ConfigError(f"{setting} = {path} is not valid parquet: {error}") from error
+        remedy = _remedy(_head(path))
+        raise ConfigError(f"{setting} = {path} is not valid parquet: {error}{remedy}") from error
+
+
+def _batch_rows(batch: "arrow.RecordBatch") -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the values of each row, and why one of them is none of Python's."""
+    try:
+        yield from ((values, "") for values in batch.to_pylist())
+    except _NO_VALUE:
+        for place in range(batch.num_rows):
+            values, problem = {}, ""
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    values[name] = column[place].as_py()
+                except _NO_VALUE as error:
+                    problem = f"{name}: {error}"
+            yield values, problem
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def _remedy(head: bytes) -> str:
+    """Return the way from what begins so to rows; empty if none is known."""
+    return next((f"; {way}" for start, way in _REMEDIES.items() if re.match(start, head)), "")
 
 
 def _unreadable(path: Path, setting: str, error: OSError) -> ConfigError:

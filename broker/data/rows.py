@@ -11,6 +11,7 @@ from slipstream.wire.messages.trajectory import ChatMessage, Json, Prompt
 
 SYSTEM = "system"
 TRUTH_COLUMN = "ground_truth"
+_OTHER_COLUMNS = ("reward_model", "data_source", "ability", "extra_info")
 _OWN_ROLES = frozenset({"assistant", "model", "gpt", "bot"})  # the policy's, as files name it
 _TURN_KEYS = ("role", "content")
 _TURNS_AS_TEXT = re.compile(  # one turn, a list of them, or an object that holds such a list
@@ -34,6 +35,11 @@ class RowRules(msgspec.Struct, frozen=True, kw_only=True):
     ground_truth_column: str = TRUTH_COLUMN
     as_chat: bool = False  # ask text as one turn of a user
     system_prompt: str = ""  # first turn, where a row has none
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that are read."""
+        return {self.prompt_column, self.ground_truth_column, *_OTHER_COLUMNS}
 
 
 def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> Prompt:

@@ -136,7 +136,7 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
     )
     loaded = LoadedSource()
     columns = loaded.columns
-    for number, raw in enumerate(_raw_rows(setting, table)):
+    for number, raw in enumerate(_raw_rows(setting, table, rules)):
         if table.max_rows and number >= table.max_rows:
             break
         columns.update(dict.fromkeys(raw.values or ()))
@@ -148,7 +148,8 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
             row = row_name(Path(table.file), raw.number) if table.file else f"row {raw.number}"
             loaded.bad_rows.append((row, str(error)))
             if not keep_going and rules.prompt_column in columns:
-                raise ConfigError(f"{setting}: {row}: {error} (data.on_bad_row)") from error
+                row, why = loaded.bad_rows[0]
+                raise ConfigError(f"{setting}: {row}: {why} (data.on_bad_row)") from error
     needed = {"prompt_column": rules.prompt_column}
     if rules.ground_truth_column != TRUTH_COLUMN:  # else a row needs none
         needed["ground_truth_column"] = rules.ground_truth_column
@@ -176,9 +177,9 @@ def _load_and_log(source: Source, data: DataSection) -> LoadedSource:
     return loaded
 
 
-def _raw_rows(setting: str, table: SourceTable) -> Iterator[RawRow]:
+def _raw_rows(setting: str, table: SourceTable, rules: RowRules) -> Iterator[RawRow]:
     if table.file:
-        return read_rows(Path(table.file), setting)
+        return read_rows(Path(table.file), setting, rules.columns)
     return gym_rows(
         table.reasoning_gym,
         size=min(table.size, table.max_rows or table.size),

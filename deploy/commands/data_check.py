@@ -156,8 +156,9 @@ def _inspect(
     report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
     report.remarks = odd_shapes(loaded.prompts)
     if not report.num_truths:
+        rows = "row that can be read" if bad else "row"
         report.remarks.append(
-            f"no row has a ground truth; the columns are {', '.join(loaded.columns)}: "
+            f"no {rows} has a ground truth; the columns are {', '.join(loaded.columns)}: "
             "data.ground_truth_column names the one that holds it"
         )
     report.example = loaded.prompts[0].text

@@ -165,12 +165,14 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
     )
     given = _answers_by_row(answers) if answers else None
     samples: list[_Sample] = []
+    num_rows = 0
     rows: Iterable[RawRow] = (
-        read_rows(Path(where), "--data")
+        read_rows(Path(where), "--data", rules.columns.union(_ANSWER_COLUMNS))
         if not gym
         else gym_rows(gym, size=count, seed=0, options={}, setting="--data")
     )
     for group, raw in enumerate(islice(rows, count)):
+        num_rows = group + 1
         try:
             if raw.values is None:
                 raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
@@ -185,11 +187,17 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
         texts = [answer for answer in own if isinstance(answer, str)][:1]
         truth = prompt.ground_truth
         if given is not None:
-            texts = given.get(group, [])
+            texts = given.pop(group, [])
         elif not texts:  # a right one, if it is known, and an empty one
             is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
             texts = [str(truth), ""] if is_plain and truth != "" else [""]
         samples += [_Sample(group, i, prompt, text) for i, text in enumerate(texts)]
+    if given:
+        first = min(given)
+        if first < 0 or num_rows < count:
+            raise ConfigError(f"--answers {answers}: no row {first}: {where} has {num_rows} rows")
+        note = f"--answers {answers}: answers from row {first} on are not scored (--n {count})"
+        make_console(stderr=True).print(Text(note), soft_wrap=True)
     if not samples:
         raise ConfigError(f"--data {where} holds no rows, or none with an answer")
     return samples
@@ -211,7 +219,7 @@ def _answers_by_row(path: Path) -> dict[int, list[str]]:
         if isinstance(value, dict):
             row = value.get("row", number)
             answer = next((value[c] for c in _ANSWER_COLUMNS if c in value), None)
-        if not isinstance(answer, str) or not isinstance(row, int):
+        if not isinstance(answer, str) or type(row) is not int:
             raise ConfigError(
                 f"--answers {path}: line {number + 1}: expected text, or an object with "
                 f"{' or '.join(_ANSWER_COLUMNS)} and perhaps row, got {line[:80]!r}"

@@ -48,6 +48,21 @@ def test_answers_of_a_file_are_scored_by_row(
     assert [(a["row"], a["reward"]) for a in printed["answers"]] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
 
+def test_answers_without_a_row_are_named(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    answers = tmp_path / "answers.jsonl"
+    for row, why in [("4", "no row 4: .* has 4 rows"), ("-1", "no row -1"), ("true", "line 1: ")]:
+        answers.write_text(f'{{"row": {row}, "response": "2"}}\n"3"\n')
+        with pytest.raises(ConfigError, match=rf"--answers .*: {why}"):
+            try_reward([], data=str(rows), answers=answers)
+    answers.write_text('"2"\n"9"\n')
+    assert try_reward([], data=str(rows), count=1, answers=answers) == 0
+    printed = capsys.readouterr()
+    assert "answers from row 1 on are not scored (--n 1)" in printed.err
+    assert "1 answers, mean 1.000" in printed.out
+
+
 def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -74,6 +74,54 @@ def test_verls_parquet_files_are_read_as_they_are(tmp_path: Path):
     assert msgspec.json.decode(msgspec.json.encode(prompts[2]), type=Prompt) == prompts[2]
 
 
+def bad_text() -> arrow.Array:
+    parts = [(0).to_bytes(4, "little") + (1).to_bytes(4, "little") + (2).to_bytes(4, "little")]
+    return arrow.StringArray.from_buffers(2, *map(arrow.py_buffer, [*parts, b"a\xff"]))
+
+
+ODD = {
+    "nanoseconds": lambda: arrow.array([0, 1], arrow.timestamp("ns")),
+    "duration": lambda: arrow.array([0, 1], arrow.duration("ns")),
+    "no text": bad_text,
+    "date": lambda: arrow.array([0, 10**8], arrow.date32()),
+    "zone": lambda: arrow.array([None, 1], arrow.timestamp("us", "Foo/Bar")),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_values_that_python_has_not_are_a_bad_row_where_they_are_read(tmp_path: Path, odd: str):
+    file = str(tmp_path / "train.parquet")
+    columns = {"prompt": ["x", "y"], "ground_truth": ["1", "2"], "created": ODD[odd]()}
+    parquet.write_table(arrow.table(columns), file)
+    assert [one.ground_truth for one in in_order(data(file=file, shuffle=False))] == ["1", "2"]
+    with pytest.raises(ConfigError, match=r"truth_column = 'answer': .*prompt, ground_truth, crea"):
+        load_training_prompts(data(file=file, ground_truth_column="answer"), seed=0)
+    with pytest.raises(ConfigError, match=r"data\.file: row \d of .*: created"):
+        load_training_prompts(data(file=file, ground_truth_column="created"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "way"),
+    [
+        ('[{"prompt": "x"}, {"prompt": "y"}]', r"jq -c '\.\[\]' FILE"),
+        ('[\n  {"prompt": "x"},\n  {"prompt": "y"}\n]', r"jq -c '\.\[\]' FILE"),
+        ('{\n  "prompt": "x"\n}\n', r"jq -c \. FILE"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", "git lfs pull"),
+        ("<!doctype html>\n<html></html>", r"/resolve/"),
+        ("\x1f\x8b\b", "gunzip it"),
+    ],
+    ids=["array", "pretty array", "pretty", "pointer", "page", "gzip"],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".gz", ".parquet"])
+def test_files_of_another_kind_are_refused_with_the_way_out(
+    tmp_path: Path, content: str, way: str, suffix: str
+):
+    path = tmp_path / f"train{suffix}"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=rf"data\.file.*{way}"):
+        load_training_prompts(data(file=str(path)), seed=0)
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [

@@ -125,6 +125,15 @@ def test_rows_without_a_truth_name_the_columns_and_fail_the_check(
     assert "note" not in capsys.readouterr().out
 
 
+def test_rows_that_cannot_be_read_may_have_a_truth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows: list[dict[str, object]] = [{"prompt": "1", "ground_truth": 10**25}, {"prompt": "2"}]
+    assert data_check([write(tmp_path / "a.jsonl", *rows)], None, None) == 1
+    shown = capsys.readouterr().out
+    assert "note: no row that can be read has a ground truth" in shown
+
+
 def test_every_row_is_read_by_the_reward_of_its_data_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
