@@ -23,7 +23,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -45,6 +45,8 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST_DIGITS = 4300  # of an integer; Python's own limit where it is not taken away
 _TOLERANCE = Decimal("1e-6")
 _NO_LIMITS = decimal.Context(Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[])
+_CLASS = "Solution"
+_METHOD = re.compile(rf"{_CLASS}(?:\(\))?\.(?=\w+$)")  # before its name
 _MAX_PROCESSES = 16
 _MIB = 1024 * 1024
 _Number: TypeAlias = str | int | float | Decimal
@@ -57,7 +59,7 @@ class Tests:
     inputs: tuple[bytes, ...] = ()
     outputs: tuple[str, ...] = ()
     function: str = ""  # that is called, or all that assertions take of the answer; "" is any name
-    calls: tuple[tuple[list[Json], Json], ...] = ()  # arguments, expected result
+    calls: tuple[tuple[list[Json], *tuple[Json, ...]], ...] = ()  # arguments, right results
     texts: tuple[str, ...] = ()  # of assertions
 
     def __len__(self) -> int:
@@ -113,7 +115,10 @@ def read_tests(prompt: Prompt) -> Tests:
     Raises:
         ValueError: there are none, or we do not understand them.
     """
-    return parse_tests(truth_of(prompt))
+    try:
+        return parse_tests(truth_of(prompt))
+    except (RecursionError, MemoryError) as error:  # which ast raises, too
+        raise ValueError("ground_truth: it is nested too deep") from error
 
 
 def parse_tests(ground_truth: Json) -> Tests:
@@ -122,19 +127,18 @@ def parse_tests(ground_truth: Json) -> Tests:
     Raises:
         ValueError: there are none, or we do not understand them.
     """
-    truth = _one_object(_read(ground_truth))
-    function = ""
-    if isinstance(truth, Mapping) and "asserts" in truth:
-        function = str(truth.get("fn_name", ""))
-        truth = truth["asserts"]
-        truth = [truth] if isinstance(truth, str) else truth
+    found = _one_object(_read(ground_truth))
+    truth: Any = found.get("asserts", found)
+    if isinstance(truth, str):
+        truth = [truth]
     if isinstance(truth, list):
         truth = _given(truth)
     if isinstance(truth, Mapping):
         tests = _parse_pairs(truth)
     elif isinstance(truth, Sequence) and all(isinstance(item, str) for item in truth):
         try:
-            tests = Tests(texts=tuple(truth), function=function)
+            tests = Tests(texts=tuple(truth))
+            tests = replace(tests, function=_used(found.get("fn_name", ""), tests.names))
             untested = [text for text in truth if not code_tester.has_test(text)]
         except SyntaxError as error:
             raise ValueError(f"ground_truth: the assertions are no Python: {error}") from error
@@ -147,11 +151,18 @@ def parse_tests(ground_truth: Json) -> Tests:
     return tests
 
 
-def _one_object(truth: Any) -> Any:  # noqa: ANN401
-    """Return test cases as one object, or as a list of assertions."""
+def _used(function: str, names: set[str]) -> str:
+    """Return what assertions take of the answer: the function, or the class that it is in."""
+    if not (function and names) or function in names:
+        return function
+    if _CLASS in names:
+        return _CLASS
+    raise ValueError(f"ground_truth: fn_name is {function}, the assertions use {sorted(names)}")
+
+
+def _one_object(truth: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return test cases, or assertions, as one object."""
     named: dict[str, Any] = {}
-    if isinstance(truth, str):
-        truth = [truth]
     if isinstance(truth, Mapping) and "test_cases" in _present(truth):
         named = {key: value for key, value in _present(truth).items() if key == "fn_name"}
         truth = _read(truth["test_cases"])
@@ -159,7 +170,12 @@ def _one_object(truth: Any) -> Any:  # noqa: ANN401
         read = [_read(item) for item in _given(truth)]
         if read and all(isinstance(item, Mapping) for item in read):
             truth = _gathered([pair for pair in read if _present(pair)])
-    return named | _present(truth) if isinstance(truth, Mapping) else truth
+    found = named | (_present(truth) if isinstance(truth, Mapping) else {"asserts": truth})
+    if "fn_name" in found:
+        found["fn_name"] = _METHOD.sub("", str(found["fn_name"]), count=1)
+        if found["fn_name"] and not found["fn_name"].isidentifier():
+            raise ValueError(f"ground_truth: fn_name is no name: {_shortened(found['fn_name'])}")
+    return found
 
 
 def _read(value: Any) -> Any:  # noqa: ANN401
@@ -220,16 +236,19 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
     if not function:
         given = tuple(_lines(item).encode(errors="replace") for item in inputs)
         return Tests(inputs=given, outputs=tuple(map(_lines, outputs)))
-    results = []
-    for output in outputs:  # JSON as text is read, other text is itself
-        results.append(output)
-        if isinstance(output, str):
-            with contextlib.suppress(ValueError):
-                results[-1] = json.loads(output, parse_int=_integer)
-    if _holds(results, lambda value: value != value):
+    calls = [(_arguments(given), *_results(given, expected)) for given, expected in pairs]
+    if _holds([results for _, *results in calls], lambda value: value != value):
         raise ValueError(f"ground_truth: an output is missing, or NaN: {_shortened(truth)}")
-    calls = zip(map(_arguments, inputs), results, strict=True)
     return Tests(function=str(function), calls=tuple(calls))
+
+
+def _results(given: Any, expected: Any) -> tuple[Json, ...]:  # noqa: ANN401
+    """Return the results that are right: of JSON as text what it holds.
+
+    Beside arguments that are no text it is the text, too: nothing says which of both is meant.
+    """
+    read = _read(expected)
+    return (read,) if isinstance(given, str) or read is expected else (read, expected)
 
 
 def _integer(digits: str) -> int | Decimal:
@@ -367,7 +386,7 @@ def _run_tester(program: str, tests: Tests, budget: Budget, *, exact: bool) -> t
     """Run calls or assertions in one sandbox; return how many passed, and if any came to an end."""
     request: dict[str, Any] = {"test_s": budget.test_s}
     if tests.calls:
-        request |= {"function": tests.function, "calls": [given for given, _ in tests.calls]}
+        request |= {"function": tests.function, "calls": [given for given, *_ in tests.calls]}
     else:
         request |= {"texts": tests.texts, "function": tests.function}
     outcome = budget.run(
@@ -385,8 +404,9 @@ def _run_tester(program: str, tests: Tests, budget: Budget, *, exact: bool) -> t
             if not isinstance(message, dict):
                 continue  # a test printed it
             if "value" in message and tests.calls:
-                _, expected = tests.calls[message["test"]]
-                passed += same_value(as_json(message["value"]), expected, exact=exact)
+                _, *right = tests.calls[message["test"]]
+                result = as_json(message["value"])
+                passed += any(same_value(result, expected, exact=exact) for expected in right)
         except (ValueError, RecursionError):  # cut short by a limit, or too deep
             continue
         passed += "passed" in message

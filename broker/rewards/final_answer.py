@@ -22,9 +22,10 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FENCES = ("```", "~~~")
 # CommonMark 0.31, section 4.5; but an opening fence with a language alone may stand behind text.
 _OPENING = re.compile(
-    r"(?:(?:[-*+>]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})[ \t]*+(?P<language>[^\s`]*)(?:\s[^`]*)?"
+    r"(?:(?:[-*+]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})[ \t]*+(?P<language>[^\s`]*)(?:\s[^`]*)?"
     r"|.*?(?<![`~])(?P<behind>`{3,}|~{3,})(?P<its_language>\w*)\s*"
 )
+_QUOTE = re.compile(r"[ \t]*> ?")
 _PYTHON = ("python", "python3", "py")
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -92,18 +93,18 @@ def find_program(
 ) -> str | None:
     """Return the block of code that is the answer; None where there is none between fences.
 
-    It is the one that defines most of the names that tests take of it, or that reads its input,
-    else one that is marked as Python, else one that is whole: it can be read as Python and uses no
-    name that it does not define. The last one of several. A function without a body, or another
-    variable, defines a name only where no block does more. Its indentation, as in a list of steps,
-    is taken away.
+    Blocks in the last closed ``<answer>`` go before others. It is the one that defines most of the
+    names that tests take of it, or that reads its input, else one that is marked as Python, else
+    one that is whole: it can be read as Python and uses no name that it does not define. The last
+    one of several. A function without a body, or another variable, defines a name only where no
+    block does more. Its indentation, as in a list of steps, and marks of a quote are taken away.
 
     Args:
         text: after the thought.
         wanted: names that tests take of the answer.
         reads_input: tests give it an input.
     """
-    blocks = _blocks(text)
+    blocks = _blocks(text.rpartition(ANSWER_ENDS)[0].rpartition(ANSWER)[2]) or _blocks(text)
     if len(blocks) < 2:
         return blocks[0].code if blocks else None
 
@@ -124,17 +125,20 @@ def _blocks(text: str) -> list[_Block]:
     blocks: list[_Block] = []
     opening: re.Match[str] | None = None
     lines: list[str] = []
-    indent = most_columns = 0
-    for line in text.split("\n"):
+    indent = most_columns = depth = 0
+    for quoted in text.split("\n"):
         if opening is None:
+            if not any(fence in quoted for fence in _FENCES):
+                continue
+            line, depth = _unquoted(quoted)
             unindented = line.lstrip(" \t")
-            if any(fence in line for fence in _FENCES):
-                opening, lines = _OPENING.fullmatch(unindented), []
-                indent = len(line) - len(unindented)
+            indent = len(line) - len(unindented)
+            opening, lines = _OPENING.fullmatch(unindented), []
             if opening is not None:
                 before = line[: indent + max(0, opening.start("fence"))]
                 most_columns = _columns(before) + 3
             continue
+        line, _ = _unquoted(quoted, depth)
         last = _before_closing(line, opening["fence"] or opening["behind"], most_columns)
         lines.append(line if last is None else last)
         if last is not None:
@@ -142,6 +146,14 @@ def _blocks(text: str) -> list[_Block]:
             blocks.append(_Block(language.lower(), _dedented(lines, indent)))
             opening = None
     return blocks
+
+
+def _unquoted(line: str, most: int | None = None) -> tuple[str, int]:
+    """Return a line without the marks of a quote, of which it has ``most``, and their number."""
+    depth = start = 0
+    while depth != most and (mark := _QUOTE.match(line, start)):
+        depth, start = depth + 1, mark.end()
+    return line[start:], depth
 
 
 def _before_closing(line: str, fence: str, most_columns: int) -> str | None:

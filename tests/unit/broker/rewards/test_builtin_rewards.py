@@ -174,6 +174,18 @@ def block(code: str, language: str = "python", indent: str = "") -> str:
         ('  ```python\n  a = """\n      ```\n  """\n  ```', "", 'a = """\n    ```\n"""'),
         ("10. ```python\n    a = 1\n    ```", "", "a = 1"),
         ("    ```python\n    a = 1\n```", "", "a = 1"),
+        ("<answer>\n" + block("a = 1") + "</answer>\nSlower:\n" + block("b = 1"), "", "a = 1"),
+        ("<answer>" + block(SOLUTION) + "</answer>" + block("def f(x): return 0"), "f", SOLUTION),
+        (block("a = 1") + "<answer>It is above.</answer>", "", "a = 1"),
+        ("<answer>" + block("a = 1") + "</answer><answer>" + block("b = 1"), "", "a = 1"),
+        (
+            block("a = 1\n\nif a:\n    print('>')", indent="> "),
+            "",
+            "a = 1\n\nif a:\n    print('>')",
+        ),
+        (block("a = 1", indent=">"), "", "a = 1"),
+        ("So:\n> > ```python\n> > a = 1\n>>\n> > b = 1\n> > ```", "", "a = 1\n\nb = 1"),
+        (block("> a"), "", "> a"),
     ],
 )
 def test_the_program_is_the_block_that_the_tests_need(text: str, wanted: str, program: str | None):
@@ -206,10 +218,11 @@ def test_the_program_is_the_block_that_reads_the_input(reads: str):
         ("```" + " " * 100_000 + "`", None),
         (" " * 100_000 + "x```y z", None),
         ("```" + "a" * 100_000 + "`", None),
+        (">" * 100_000 + "```\n" + ">" * 200_000 + "\n```", ">" * 100_000),
         (block("(" * 50_000) + block("-" * 50_000 + "1"), "-" * 50_000 + "1"),
         (block("x = '\0'") + block("x"), "x"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_the_search_for_a_program_among_hostile_fences_ends(text: str, program: str | None):
     assert find_program(text, {"f"}) == program

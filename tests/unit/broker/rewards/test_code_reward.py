@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from slipstream.broker.rewards import code, code_tester
-from slipstream.broker.rewards.code import Budget, graded, parse_tests, same_text, same_value, score
+from slipstream.broker.rewards.code import (
+    Budget,
+    graded,
+    parse_tests,
+    read_tests,
+    same_text,
+    same_value,
+    score,
+)
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
@@ -85,11 +93,72 @@ def test_test_cases_of_one_object_each_are_read_as_those_of_one_object():
         {"asserts": "def check(candidate):\n    assert candidate(1, 2) == 3"},
         {"test_cases": "12"},
         [{"input": "[1,2]\n3", "output": "6", "testtype": "functional"}],
+        {**CALLS, "fn_name": ["add"]},
+        {**CALLS, "fn_name": "lib.add"},
+        {**ASSERTS, "fn_name": "add(a, b)"},
+        {**ASSERTS, "fn_name": "sub"},
+        [{"input": "1", "output": "1", "fn_name": "add it"}],
     ],
 )
 def test_what_tests_nothing_is_refused(truth: Json):
     with pytest.raises(ValueError, match="ground_truth: "):
         parse_tests(truth)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "[" * 100_000,
+        {"asserts": "assert add(" + "-" * 50_000 + "1)"},
+        {"asserts": "assert add(1)" + " + 1" * 5_000},
+        {"fn_name": "f", "inputs": ["[" * 100_000], "outputs": [1]},
+        {"fn_name": "f", "inputs": ["1"], "outputs": ["[" * 100_000 + "]" * 100_000]},
+    ],
+    ids=range(5),
+)
+def test_what_is_nested_too_deep_is_refused(truth: Json):
+    with pytest.raises(ValueError, match=r"ground_truth: .*nested"):
+        read_tests(Prompt(prompt="", ground_truth=truth))
+
+
+@pytest.mark.parametrize("name", ["Solution().add", "Solution.add", "add"])
+def test_a_method_is_named_by_its_last_part(name: str):
+    assert parse_tests({**CALLS, "fn_name": name}) == parse_tests(CALLS)
+    pair: Json = {"input": "1\n2", "output": "3", "metadata": {"func_name": name}}
+    assert parse_tests([pair]).function == "add"
+    assert parse_tests({**ASSERTS, "fn_name": name}).function == "add"
+    assert parse_tests({"fn_name": name, "asserts": "assert Solution().add(1, 2)"}).names == {
+        "Solution"
+    }
+
+
+@pytest.mark.parametrize("tests", [["assert same(add(1, 2), 3)"], "assert same(add(1, 2), 3)"])
+def test_a_name_beside_test_cases_is_that_of_their_assertions(tests: Json):
+    for truth in (
+        {"fn_name": "add", "test_cases": tests},
+        {"fn_name": "add", "test_cases": {"asserts": tests}},
+        json.dumps({"fn_name": "add", "test_cases": tests, "asserts": None}),
+    ):
+        assert parse_tests(truth) == parse_tests({"fn_name": "add", "asserts": tests})
+        assert parse_tests(truth).names == {"add"}
+    hidden = ["from math import *\nassert same(add(1, 2), 3)"]
+    assert parse_tests({"fn_name": "add", "test_cases": hidden}).names == {"add"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "right"),
+    [
+        (["5"], "101", (101, "101")),
+        (["5"], "true", (True, "true")),
+        (["5"], "[1]", ([1], "[1]")),
+        (["5"], "0101", ("0101",)),
+        (["5"], 101, (101,)),
+        ('"5"', "101", (101,)),
+    ],
+)
+def test_text_beside_arguments_may_be_the_result_itself(given: Json, expected: Json, right: Json):
+    truth: Json = {"fn_name": "f", "inputs": [given], "outputs": [expected]}
+    assert parse_tests(truth).calls == ((["5"], *right),)
 
 
 def test_keys_without_a_value_are_absent():
@@ -321,6 +390,15 @@ def test_numbers_are_near_unless_they_must_be_exact():
 
 
 @in_the_sandbox
+def test_a_result_is_what_text_holds_or_the_text():
+    binary: Json = {"fn_name": "f", "inputs": [["5"], ["05"]], "outputs": ["101", "0101"]}
+    program = "def f(n): return '101' if n == '5' else '0101'"
+    assert scored(program, binary)["score"] == 1.0
+    assert scored(program, binary, exact=True)["score"] == 1.0
+    assert scored("def f(n): return 101", binary)["score"] == 0.5
+
+
+@in_the_sandbox
 def test_integers_may_have_any_number_of_digits():
     digits = {"inputs": ["5000"], "outputs": ["1" + "0" * 5000]}
     assert scored("print(10 ** int(input()))", digits)["score"] == 1.0
@@ -358,6 +436,8 @@ def test_without_fences_all_of_the_answer_is_the_program():
 def test_a_method_of_solution_a_generator_and_a_changed_argument_are_understood():
     solution = "class Solution:\n    def add(self, a, b):\n        return a + b"
     assert scored(solution, CALLS)["score"] == 1.0
+    asserts = {"fn_name": "Solution().add", "asserts": "assert Solution().add(1, 2) == 3"}
+    assert scored(solution, asserts)["score"] == 1.0
     program = "def sort(x):\n    x.sort()\ndef count(n):\n    yield from range(n)"
     asserts = "x = [3, 1]\nsort(x)\nassert x == [1, 3]\nassert list(count(2)) == [0, 1]"
     assert scored(program, asserts)["passed"] == 2
