@@ -19,7 +19,7 @@ _BATCH_ROWS = 1024
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _NO_VALUE = (ValueError, OverflowError, KeyError)  # KeyError: of an unknown time zone
 _HEAD_BYTES = 1024
-_REMEDIES = {  # by how a file, or a line that is no row, begins
+_REMEDIES = {  # keyed by the first bytes of a file, or of a line that is no row
     rb"version https://git-lfs": "it is a pointer of Git LFS: git lfs pull, or hf download",
     rb"\x1f\x8b": "it is compressed: gunzip it",
     rb"\s*<": "a web page? The URL of a file on the hub has /resolve/, not /blob/",
@@ -41,9 +41,9 @@ def read_rows(path: Path, setting: str, columns: Collection[str]) -> Iterator[Ra
     """Yield the rows of a file.
 
     Args:
-        path: of the file.
-        setting: that names it, for messages.
-        columns: to read of a parquet file; of others there is the name, and None.
+        path: file of prompts.
+        setting: name of the setting with the path, for messages.
+        columns: names of the columns read from a parquet file; other columns have the value None.
 
     Raises:
         ConfigError: it cannot be read, or is of no kind that we know.
@@ -125,7 +125,7 @@ def _parquet_rows(path: Path, setting: str, columns: Collection[str]) -> Iterato
 
 
 def _batch_rows(batch: "arrow.RecordBatch") -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the values of each row, and why one of them is none of Python's."""
+    """Yield the values of each row, and the reason if Python cannot hold one of them."""
     try:
         yield from ((values, "") for values in batch.to_pylist())
     except _NO_VALUE:

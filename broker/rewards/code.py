@@ -117,7 +117,7 @@ def read_tests(prompt: Prompt) -> Tests:
     """
     try:
         return parse_tests(truth_of(prompt))
-    except (RecursionError, MemoryError) as error:  # which ast raises, too
+    except (RecursionError, MemoryError) as error:  # raised by ast, too
         raise ValueError("ground_truth: it is nested too deep") from error
 
 
@@ -236,16 +236,16 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
     if not function:
         given = tuple(_lines(item).encode(errors="replace") for item in inputs)
         return Tests(inputs=given, outputs=tuple(map(_lines, outputs)))
-    calls = [(_arguments(given), *_results(given, expected)) for given, expected in pairs]
+    calls = [(_arguments(item), *_results(item, expected)) for item, expected in pairs]
     if _holds([results for _, *results in calls], lambda value: value != value):
         raise ValueError(f"ground_truth: an output is missing, or NaN: {_shortened(truth)}")
     return Tests(function=str(function), calls=tuple(calls))
 
 
 def _results(given: Any, expected: Any) -> tuple[Json, ...]:  # noqa: ANN401
-    """Return the results that are right: of JSON as text what it holds.
+    """Return the right results: the value that JSON as text holds, and the text itself.
 
-    Beside arguments that are no text it is the text, too: nothing says which of both is meant.
+    Where the arguments are text the value alone is right: all of the test case is JSON as text.
     """
     read = _read(expected)
     return (read,) if isinstance(given, str) or read is expected else (read, expected)
@@ -386,7 +386,10 @@ def _run_tester(program: str, tests: Tests, budget: Budget, *, exact: bool) -> t
     """Run calls or assertions in one sandbox; return how many passed, and if any came to an end."""
     request: dict[str, Any] = {"test_s": budget.test_s}
     if tests.calls:
-        request |= {"function": tests.function, "calls": [given for given, *_ in tests.calls]}
+        request |= {
+            "function": tests.function,
+            "calls": [arguments for arguments, *_ in tests.calls],
+        }
     else:
         request |= {"texts": tests.texts, "function": tests.function}
     outcome = budget.run(

@@ -149,7 +149,7 @@ def _blocks(text: str) -> list[_Block]:
 
 
 def _unquoted(line: str, most: int | None = None) -> tuple[str, int]:
-    """Return a line without the marks of a quote, of which it has ``most``, and their number."""
+    """Return a line without its first ``most`` marks of a quote, and their number."""
     depth = start = 0
     while depth != most and (mark := _QUOTE.match(line, start)):
         depth, start = depth + 1, mark.end()
