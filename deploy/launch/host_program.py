@@ -1,7 +1,7 @@
 """A program that looks at a host before a run, as a child of this process: asked in lines of JSON.
 
-What it is asked is no business of this module. A line of its log that begins with PROGRESS says
-what it is about.
+This module does not know what the program is asked. A log line that begins with PROGRESS says what
+the program is doing.
 """
 
 import os
@@ -18,22 +18,22 @@ from slipstream.wire.errors import ChildDiedError
 from slipstream.wire.process.patience import Patience, signs_of
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
-# A look leaves nothing beside the modules of a user; the bytecode that libraries have is read.
+# no new bytecode among a user's modules; bytecode of libraries is still read
 _NO_FILES = {"PYTHONDONTWRITEBYTECODE": "1"}
 PROGRESS = "# "
-_IDLE_S = 60.0  # without a sign of life, besides the limit of what it waits for itself
-_END_S = 5.0  # to remove what it made; nothing that it would lose
+_IDLE_S = 60.0  # limit without a sign of life, added to the time that the program itself waits
+_END_S = 5.0  # time to remove its files; losing them does no harm
 _POLL_S = 0.2
 _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """One process of a run that is to be, and the program that looks at its host in its place."""
+    """One planned process of a run, and the program that looks at its host."""
 
     name: str
     node: str  # equal for posts on one host
-    address: str  # at which other hosts reach it
+    address: str  # address that other hosts use
     ask: Callable[[bytes, float], bytes]  # HostProgram.ask, or the same on another host
 
 
@@ -48,13 +48,13 @@ class HostProgram:
         folder: Path | None = None,
         progress: Callable[[str], None],
     ) -> None:
-        """Start it.
+        """Start the program.
 
         Args:
-            module: of the program.
-            environment: besides this process's.
-            folder: to run in; None is this process's.
-            progress: called with what it is about, while it is asked.
+            module: The program's module.
+            environment: Variables added to this process's.
+            folder: Working folder; None for this process's.
+            progress: Called with what the program is doing during a request.
         """
         self._progress = progress
         self._scratch = Path(tempfile.mkdtemp(prefix="slipstream-check-"))
@@ -76,11 +76,11 @@ class HostProgram:
         """Send a request, return the answer; both are JSON.
 
         Args:
-            request: without the end of its line.
-            limit_s: that it may wait for others while it works on it.
+            request: JSON without a newline.
+            limit_s: Longest time that the program may wait for other hosts.
 
         Raises:
-            ChildDiedError: it ended, or has given no sign of life.
+            ChildDiedError: the program ended, or gave no sign of life.
         """
         writer, reader = self._process.stdin, self._process.stdout
         if writer is None or reader is None:
@@ -113,7 +113,7 @@ class HostProgram:
         )
 
     def close(self) -> None:
-        """End it and remove its folder."""
+        """End the program and remove its folder."""
         if self._process.poll() is None:
             self._process.terminate()
         try:

@@ -1,7 +1,7 @@
 """The commands that start a run by hand on several hosts, for `slipstream run --on hosts`.
 
-Roles of the first host, the broker's, meet at its Unix sockets; those of the others connect to it
-with a key for each host and role.
+Roles of the first host, the broker's, connect through its Unix sockets; roles of other hosts with a
+key for each host and role.
 """
 
 import re
@@ -28,13 +28,13 @@ _PROGRAMS = {
     "slipstream.broker.reward_worker.main": "start-reward-worker",
 }
 _BROKER_PORT, _WEIGHTS_PORT, _RENDEZVOUS_PORT = 5555, 5600, 29400
-_OF_A_HOST = ("run.broker=", "run.key_file=")  # settings of a host that is not the first
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # characters that no key's name may have
+_OF_A_HOST = ("run.broker=", "run.key_file=")  # settings that only hosts after the first need
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # characters not allowed in the name of a key
 
 
 @dataclass(slots=True)
 class HostCommands:
-    """What to type on one host: ``once`` before, then ``roles``, each in its own terminal."""
+    """Commands to type on one host: ``once`` first, then ``roles``, each in its own terminal."""
 
     host: str
     once: list[str] = field(default_factory=list)
@@ -44,13 +44,13 @@ class HostCommands:
 def print_check_commands(
     config: RunConfig, path: Path, overrides: Sequence[str], console: Console
 ) -> None:
-    """Print what to type on each host to check the run; keys and settings are fetched as for it.
+    """Print the commands that check a run on each host; keys and settings are copied as for a run.
 
     Args:
         config: the run.
-        path: of its settings.
-        overrides: of settings.
-        console: to print on.
+        path: The settings file.
+        overrides: Settings that replace those of the file.
+        console: Console for the output.
 
     Raises:
         ConfigError: there is one host, there are not enough GPUs, or the first host has no known
@@ -60,19 +60,19 @@ def print_check_commands(
         raise ConfigError("deploy.hosts names one host: call slipstream check without --on hosts")
     address, path = first_address(config), path.resolve()
     plans = plan_roles(config, path, gpus=usable_gpus())
-    for one in host_commands(config, plans, resolved=path, address=address):
-        node = config.deploy.hosts.index(one.host)
+    for commands in host_commands(config, plans, resolved=path, address=address):
+        node = config.deploy.hosts.index(commands.host)
         meet = ("--node", str(node), "--rendezvous", f"{address}:{_RENDEZVOUS_PORT}")
-        own = [word for word in shlex.split(one.roles[0]) if word.startswith(_OF_A_HOST)]
+        own = [word for word in shlex.split(commands.roles[0]) if word.startswith(_OF_A_HOST)]
         file = str(path) if node == 0 else path.name
         words = ("slipstream", "check", "--config", file, "--on", "hosts", *meet)
-        console.print(f"\non {one.host}:", style="bold")
-        for command in (*one.once, shlex.join((*words, *overrides, *own))):
+        console.print(f"\non {commands.host}:", style="bold")
+        for command in (*commands.once, shlex.join((*words, *overrides, *own))):
             console.print(f"  {command}", soft_wrap=True, highlight=False)
 
 
 def print_host_commands(config: RunConfig, console: Console) -> None:
-    """Write the run's resolved settings, and print what to type on each host.
+    """Write the run's resolved settings, and print the commands of each host.
 
     Raises:
         ConfigError: there are not enough GPUs, or the first host has no known IPv4 address.
@@ -88,13 +88,13 @@ def print_host_commands(config: RunConfig, console: Console) -> None:
         "where the learner is on several",
         soft_wrap=True,
     )
-    for one in commands:
-        if one.once:
-            console.print(f"\non {one.host}, once:", style="bold")
-            for command in one.once:
+    for host in commands:
+        if host.once:
+            console.print(f"\non {host.host}, once:", style="bold")
+            for command in host.once:
                 console.print(f"  {command}", soft_wrap=True, highlight=False)
-        console.print(f"\non {one.host}, each in a terminal of its own:", style="bold")
-        for command in one.roles:
+        console.print(f"\non {host.host}, each in a terminal of its own:", style="bold")
+        for command in host.roles:
             console.print(f"  {command}", soft_wrap=True, highlight=False)
     console.print(
         "\nWhen all steps are trained, every role but the broker ends: end it with Ctrl-C. A role "
@@ -112,7 +112,7 @@ def host_commands(
         config: the run.
         plans: its processes.
         resolved: the settings file on the first host.
-        address: of the first host, for the others; empty where there are none.
+        address: Address of the first host; empty for a run on one host.
     """
     first = config.deploy.hosts[0]
     found = {host: HostCommands(host) for host in config.deploy.hosts}
@@ -145,17 +145,17 @@ def host_commands(
                 for path in (resolved, keys / "clients" / f"{key}.key"):
                     found[plan.host].once.append(shlex.join(("scp", f"{first}:{path}", ".")))
         found[plan.host].roles.append(_line(plan, program, words))
-    return [one for one in found.values() if one.roles]
+    return [commands for commands in found.values() if commands.roles]
 
 
 def listeners(config: RunConfig, address: str) -> tuple[str, str]:
-    """Return where the broker and the relay listen on the first host, which has this address."""
+    """Return the endpoints of broker and relay on the first host, which has this address."""
     broker = config.broker.broker.listen or f"tcp://0.0.0.0:{_BROKER_PORT}"
     return broker, config.learner.weightbus.listen or f"tcp://{address}:{_WEIGHTS_PORT}"
 
 
 def addressed(config: RunConfig, address: str) -> RunConfig:
-    """Return the run as its first host, which has this address, starts it."""
+    """Return the run with the endpoints of its first host, which has this address."""
     broker, weights = listeners(config, address)
     return config.with_settings("broker", listen=broker).with_settings("weightbus", listen=weights)
 
@@ -167,10 +167,10 @@ def _line(plan: RolePlan, program: str, words: Sequence[str]) -> str:
 
 
 def first_address(config: RunConfig) -> str:
-    """Return the address at which other hosts reach the first one; empty if there are none.
+    """Return the address that other hosts use for the first one; empty for a run on one host.
 
     Raises:
-        ConfigError: none is known here.
+        ConfigError: this host does not know it.
     """
     hosts = config.deploy.hosts
     listen = config.learner.weightbus.listen.removeprefix("tcp://").rpartition(":")[0]
@@ -178,10 +178,10 @@ def first_address(config: RunConfig) -> str:
 
 
 def address_of(host: str) -> str:
-    """Return the IPv4 address of a host, by which others can reach it.
+    """Return an IPv4 address of a host that other hosts can reach.
 
     Raises:
-        ConfigError: none is known here, or only one of loopback.
+        ConfigError: this host knows no address, or only a loopback address.
     """
     try:
         address = socket.gethostbyname(host)

@@ -25,10 +25,10 @@ from slipstream.wire.settings.sections import RunSection, relay_lock, run_sectio
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
-_RELAY_END_S = 10.0  # without a sign of life
+_RELAY_END_S = 10.0  # limit without a sign of life
 _SCRATCH = "slipstream-"
 _SOCKETS = "sockets"
-_OWNER = "owner"  # in a temporary folder: the run folder that it belongs to
+_OWNER = "owner"  # file in a temporary folder: the run folder that it belongs to
 
 
 def run_locally(config: RunConfig, view: View) -> int:
@@ -47,11 +47,11 @@ class LocalSite:
     """This host: a temporary folder with sockets, and the relay that outlives the learner."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Make the temporary folder; that of a run which was killed is removed."""
+        """Make the temporary folder; remove the folder of a killed run."""
         remove_scratch_of_killed_run(config.run)
         self.scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
         (self.scratch / _OWNER).write_text(str(config.run.folder.resolve()))
-        if not config.run.socket_dir:  # not scratch: reward functions use it, this one is hidden
+        if not config.run.socket_dir:  # outside hidden scratch, for reward functions
             config = config.with_settings("run", socket_dir=str(self.scratch / _SOCKETS))
         self.config = config
         self.run = config.run
@@ -64,7 +64,7 @@ class LocalSite:
         return plan_roles(self.config, resolved, gpus=usable_gpus())
 
     def generator(self, name: str) -> RolePlan:
-        """Return a generator that the run is to have besides."""
+        """Return an additional generator of the run."""
         resolved = self.run.folder / SETTINGS
         return plan_generator(self.config, resolved, name, gpus=usable_gpus())
 
@@ -103,7 +103,7 @@ def await_relay(run: RunSection) -> None:
 
 
 def _relays(run: RunSection) -> list[int]:
-    """Return the process that holds the place of the relay, or nothing while it is unknown."""
+    """Return the process that holds the relay's lock; empty while it is unknown."""
     with suppress(OSError, ValueError):
         return [int(relay_lock(run).read_text())]
     return []
@@ -112,8 +112,8 @@ def _relays(run: RunSection) -> list[int]:
 def remove_scratch_of_killed_run(run: RunSection) -> None:
     """Remove the temporary folder of a run that was killed in this run folder.
 
-    No other process uses it: we hold the lock of the run folder, of which it has the name. In a
-    copy of a run folder the settings name the temporary folder of the original.
+    No other process uses it: its owner is this run folder, which this process holds locked. The
+    settings in a copy of a run folder name the temporary folder of the original.
     """
     resolved = run.folder / SETTINGS
     if not resolved.is_file():
@@ -127,7 +127,7 @@ def remove_scratch_of_killed_run(run: RunSection) -> None:
     folder = sockets.parent
     if owner != str(run.folder.resolve()):
         return
-    if sockets.name != _SOCKETS:  # the user's own
+    if sockets.name != _SOCKETS:  # a folder that the user chose
         return
     if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
         for left in folder.glob("*-*"):

@@ -23,7 +23,7 @@ from slipstream.wire.settings.sections import RunSection
 
 _TIMEOUT_S = 30.0
 _STOP_CHECK_S = 0.1
-_NEWEST_STEPS = 100  # that a request every second may have missed
+_NEWEST_STEPS = 100  # maximum number of steps between two requests, one second apart
 A = TypeVar("A", bound=Answer)
 
 
@@ -80,8 +80,8 @@ class StatusWatcher:
         )
         self._started_s = time.monotonic()
         self._answer: tuple[RunStatus, float] | None = None
-        self.asked_s = -math.inf  # monotonic time at which the newest answer was asked for
-        self.error = ""  # of the newest attempt; empty while the broker answers
+        self.asked_s = -math.inf  # monotonic time when the newest answer was requested
+        self.error = ""  # error of the newest attempt; empty while the broker answers
 
     @property
     def newest(self) -> RunStatus | None:
@@ -90,7 +90,7 @@ class StatusWatcher:
 
     @property
     def age_s(self) -> float:
-        """Age of the newest answer, or the time that there has been none."""
+        """Age of the newest answer; before the first one, time since the start."""
         return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class StatusWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more; a question under way is given up, a first hello has a deadline."""
+        """Stop asking: cancel an open question; a first hello has a deadline."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_TIMEOUT_S)

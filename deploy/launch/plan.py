@@ -11,7 +11,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
 from slipstream.wire.messages.broker import Role
 
-Place = tuple[str, tuple[int, ...] | None]  # host, GPUs of it; None on a CPU
+Place = tuple[str, tuple[int, ...] | None]  # host and its GPUs; None on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class RolePlan:
 
     name: str
     command: tuple[str, ...]
-    restart_arguments: tuple[str, ...] = ()  # that another incarnation is started with besides
+    restart_arguments: tuple[str, ...] = ()  # added after the first start
     host: str = "localhost"
-    gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
-    environment: dict[str, str] = field(default_factory=dict)  # beside the inherited one
-    cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
-    serves_others: bool = False  # if it ends while others run it is restarted
+    gpus: tuple[int, ...] | None = None  # GPUs visible to the process; None does not restrict them
+    environment: dict[str, str] = field(default_factory=dict)  # added to the inherited variables
+    cores: tuple[int, ...] = ()  # cores of the process and its children; empty allows all
+    serves_others: bool = False  # restarted if it ends while other roles run
     is_one_of_many: bool = False  # the run continues without it if another process took its name
-    part_of: str = ""  # role whose processes end, and are started again, together; empty is its own
+    part_of: str = ""  # role whose processes end and restart together; empty for a single process
 
 
 def plan_roles(
@@ -35,18 +35,18 @@ def plan_roles(
 ) -> list[RolePlan]:
     """Return the processes in the order of their start; the broker comes first.
 
-    The learner's nodes get the first GPUs of the first hosts and each generator the next ones; on
-    CPUs generators are on the hosts after the learner's, where there are any.
+    The learner's nodes get the first GPUs of the first hosts, and each generator the next ones. On
+    CPUs, generators use the hosts after the learner's, if there are any.
 
     Args:
         config: the run.
-        resolved: the settings file that every process reads.
-        gpus: the usable ones here, as CUDA_VISIBLE_DEVICES names them. Other hosts have as
-            many, where deploy.gpus_per_host is not set. None if a cluster gives them out.
-        python: the interpreter of every process.
+        resolved: Settings file that every process reads.
+        gpus: Usable GPUs here, as CUDA_VISIBLE_DEVICES names them. Other hosts have as many, unless
+            deploy.gpus_per_host is set. None if a cluster assigns the GPUs.
+        python: Interpreter of every process.
 
     Raises:
-        ConfigError: there are not enough GPUs, or engines are on several hosts each.
+        ConfigError: there are not enough GPUs, or an engine spans several hosts.
     """
     refuse_engines_on_several_hosts(config)
     deploy = config.deploy
@@ -124,7 +124,7 @@ def kind_of(name: str) -> str:
 
 
 def key_role(name: str) -> Role:
-    """Return the role of the key that a process of this name proves, which is not the broker."""
+    """Return the role that the key of a process of this name proves; not for the broker."""
     kind = kind_of(name)
     if kind == "learner":
         return "learner" if name == kind else "learner_part"
@@ -149,7 +149,7 @@ def plan_generator(
     gpus: Sequence[str] | None,
     python: str = sys.executable,
 ) -> RolePlan:
-    """Return the process of a generator that a run is to have besides; arguments as plan_roles.
+    """Return the process of an additional generator; arguments as in plan_roles.
 
     Raises:
         ConfigError: there is no GPU for it.
@@ -171,7 +171,7 @@ def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
     ranks = layout.ranks_per_node
     if num_gpus < ranks:
         raise ConfigError(f"learner.ranks = {ranks}, but {hosts[0]} has {num_gpus} GPUs")
-    size = config.generators.generators.num_ranks  # of an engine, on GPUs of one host
+    size = config.generators.generators.num_ranks  # GPUs of an engine, all on one host
     free = [
         engine
         for host in hosts

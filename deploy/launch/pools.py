@@ -1,4 +1,4 @@
-"""Pure: the pools of a run on a cluster, and what each of their members needs of its node."""
+"""Pure: the pools of a run on a cluster, and what each member needs from its node."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Processes that are placed together: one bundle of resources for each."""
+    """Processes placed together: one bundle of resources for each."""
 
     name: str
     strategy: Strategy
     members: tuple[str, ...]
     bundles: tuple[Mapping[str, float], ...]
-    labels: tuple[Mapping[str, str], ...]  # that their nodes must have
+    labels: tuple[Mapping[str, str], ...]  # labels that their nodes must have
 
     @property
     def needs(self) -> str:
-        """Return what its members need, as text."""
+        """Return the needs of the members, as text."""
         counted: dict[str, int] = {}
         for bundle, labels in zip(self.bundles, self.labels, strict=True):
             what = " + ".join(f"{name} {count:g}" for name, count in bundle.items())
@@ -38,7 +38,7 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
 
     Args:
         config: the run.
-        uses_gpus: the cluster has GPUs, and the run is to use them.
+        uses_gpus: True if the cluster has GPUs and the run uses them.
     """
     per_node = config.learner.layout.ranks_per_node
     workers = [f"reward-worker-{i}" for i in range(config.broker.reward.workers)]
@@ -56,7 +56,7 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
 
 
 def pool_of_one(config: RunConfig, name: str, *, uses_gpus: bool) -> Pool:
-    """Return the pool of a generator that is started while the run is under way."""
+    """Return the pool of a generator that is started during the run."""
     return _pool(config, name, "SPREAD", [name], _engine_gpus(config, uses_gpus))
 
 

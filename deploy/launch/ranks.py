@@ -1,4 +1,4 @@
-"""Starts the ranks of a learner for a command that asks them something, and waits for them."""
+"""Starts the ranks of a learner for a command with a question, and waits for them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from slipstream.wire.errors import SlipstreamError
 def run_ranks(
     module: str, folder: Path, settings: Path, overrides: Sequence[str], ranks: int
 ) -> None:
-    """Run a program of the learner's package on every rank, here and without GPUs.
+    """Run a program of the learner's package on every rank, on this host without GPUs.
 
     Raises:
         SlipstreamError: a rank failed; the others end with it.
@@ -29,7 +29,7 @@ def run_ranks(
                         [*command, *overrides], env=environment, stdout=output, stderr=output
                     )
                 )
-        # One that fails leaves the others in a collective: they end with it.
+        # a failed rank leaves the others in a collective: end them too
         left = dict(enumerate(processes))
         while left:
             for rank, process in list(left.items()):

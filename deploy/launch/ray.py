@@ -1,6 +1,6 @@
 """`slipstream run --on ray`: Ray places, starts and watches the roles of a run on a cluster.
 
-The supervisor's rules hold: Ray restarts nothing by itself. Data go over ZeroMQ, NCCL and Redis.
+The supervisor's rules hold: Ray restarts nothing. Data travel over ZeroMQ, NCCL and Redis.
 This is the only module that imports ray.
 """
 
@@ -55,12 +55,12 @@ from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED
 from slipstream.wire.process.patience import Signs
 from slipstream.wire.settings.rendezvous import Address
 
-_Actor = Any  # a role host; Ray makes its methods as it runs
-_Answer = Any  # that it is to give
+_Actor = Any  # role host; Ray makes its methods at run time
+_Answer = Any  # future answer of a role host
 
 _log = logging.getLogger(__name__)
 _OBSERVE_S = 0.5
-_ANSWER_S = 60.0  # of a host that is there; the cluster decides whether it still is
+_ANSWER_S = 60.0  # limit for a host; only the cluster decides whether the host is lost
 _LOG_EVERY_S = 10.0
 _OBSERVER = "run-observer"
 
@@ -69,13 +69,13 @@ class _RayRoleHost(RoleHost):
     """A role host that knows its node."""
 
     def node(self) -> str:
-        """Return the id of the node that it runs on."""
+        """Return the id of this actor's node."""
         return str(ray.get_runtime_context().get_node_id())
 
 
 @dataclass(slots=True)
 class _Host:
-    """A role host, and the node that it is on."""
+    """A role host and its node."""
 
     actor: _Actor
     node: str
@@ -88,29 +88,29 @@ def run_on_ray(config: RunConfig, view: View) -> int:
     """Run to the end on a Ray cluster; returns the exit code.
 
     Raises:
-        ConfigError: there is no such cluster, or it cannot run this.
+        ConfigError: no such cluster exists, or it cannot run this.
     """
-    site = RaySite(config, view.console)  # it sets signal handlers, which ours replace
+    site = RaySite(config, view.console)  # sets signal handlers, which ours replace
     signals = Signals()
     with signals.handled():
         return run_in_folder(config.run, lambda: Session(config, site, view, signals))
 
 
 class RayPlaces:
-    """The nodes on which a run would be, with a program on each that looks at it."""
+    """The planned nodes of a run, with a program on each that looks at it."""
 
     is_cluster = True
 
     def __init__(self, config: RunConfig, console: Console, module: str) -> None:
-        """Reserve the places of a run, and start nothing there yet.
+        """Reserve the places of a run; start nothing there yet.
 
         Args:
             config: the run.
-            console: where a wait for the cluster is shown.
-            module: of the program.
+            console: Console that shows a wait for the cluster.
+            module: The program's module.
 
         Raises:
-            ConfigError: there is no such cluster, it has no room, or its nodes cannot run this.
+            ConfigError: no such cluster exists, it has no room, or its nodes cannot run this.
         """
         self._site = RaySite(config, console)
         try:
@@ -136,17 +136,17 @@ class RaySite:
         """
         self._config = config
         self._console = console
-        if not config.broker.broker.keys:  # those of one run: it makes its own each time
+        if not config.broker.broker.keys:  # keys of one run: each run makes its own
             keys = str(config.run.folder.absolute() / "keys")
             self._config = config = config.with_settings("broker", keys=keys)
         _connect(config)
         self._uses_gpus = _num_gpus() > 0 and config.generators.generators.device != "cpu"
         self._pools = pools_of(config, uses_gpus=self._uses_gpus)
-        self._groups: dict[str, PlacementGroup] = {}  # by pool
-        self._hosts: dict[str, _Host] = {}  # by process
-        self._keys: dict[str, ClientKey] = {}  # by name
+        self._groups: dict[str, PlacementGroup] = {}  # pool -> group
+        self._hosts: dict[str, _Host] = {}  # process -> host
+        self._keys: dict[str, ClientKey] = {}  # name -> key
         self._learner_address = ""
-        self.rendezvous: Future[str] = Future()  # of the learner's nodes, since their last start
+        self.rendezvous: Future[str] = Future()  # address of the learner's nodes
         self._broker_endpoint = ""
         self._bus_endpoint = ""
         self._lock = threading.RLock()
@@ -179,10 +179,10 @@ class RaySite:
         return plans
 
     def posts(self, module: str) -> list[Post]:
-        """Place a program that looks at its host in the place of every process.
+        """Place a program that looks at its host for each planned process.
 
         Args:
-            module: of the program.
+            module: The program's module.
 
         Raises:
             ConfigError: the cluster has no room, or its nodes cannot run this.
@@ -206,7 +206,7 @@ class RaySite:
         return [Post(name, host.node, host.address, asks(host)) for name, host in found]
 
     def addressed(self) -> RunConfig:
-        """Return the run with the addresses of its placed hosts; ports that are not set stay open.
+        """Return the run with the addresses of its placed hosts; unset ports stay open.
 
         Raises:
             ConfigError: naming the setting.
@@ -220,7 +220,7 @@ class RaySite:
         return config.with_settings("weightbus", listen=listen, host=host)
 
     def generator(self, name: str) -> RolePlan:
-        """Return a generator that the run is to have besides, and ask the cluster for its place."""
+        """Return an additional generator of the run, and ask the cluster for its place."""
         if not any(name in pool.members for pool in self._pools):
             pool = pool_of_one(self._config, name, uses_gpus=self._uses_gpus)
             self._pools = (*self._pools, pool)
@@ -228,10 +228,10 @@ class RaySite:
         return plan_generator(self._config, Path(SETTINGS), name, gpus=None, python=PYTHON)
 
     def give_back(self, name: str) -> None:
-        """Free the place of a process that is not started again; its host ends meanwhile."""
+        """Free the place of a process that will not restart; its host ends in the background."""
         host = self._hosts.pop(name, None)
         group = None
-        if any(pool.members == (name,) for pool in self._pools):  # it has one of its own
+        if any(pool.members == (name,) for pool in self._pools):  # a pool of its own
             self._pools = tuple(pool for pool in self._pools if pool.members != (name,))
             group = self._groups.pop(name, None)
 
@@ -269,20 +269,20 @@ class RaySite:
                 remove_placement_group(group)
         ray.shutdown()
 
-    # ---- for the processes -------------------------------------------------------
+    # ---- requests of the processes -----------------------------------------------
 
     def host_of(self, plan: RolePlan) -> _Host:
-        """Return the host of a role, on another node if the node of the last one is gone.
+        """Return the host of a role, on another node if the last node is gone.
 
         Raises:
-            ChildDiedError: the cluster has no place for it within deploy.ray.start_timeout_s.
+            ChildDiedError: the cluster has no place within deploy.ray.start_timeout_s.
         """
         if plan.name not in self._hosts:
             self._place([plan.name])
         return self._hosts[plan.name]
 
     def forget(self, name: str) -> str:
-        """Give up a host that does not answer any more; return why it does not."""
+        """Give up a host that no longer answers; return the reason."""
         if (host := self._hosts.pop(name, None)) is None:
             return "its node left the cluster as it was to be started"
         alive = {node["NodeID"] for node in _nodes() if node["Alive"]}
@@ -296,13 +296,13 @@ class RaySite:
     def request(
         self, plan: RolePlan, arguments: Sequence[str], host: _Host, rendezvous: "Future[str]"
     ) -> StartRole:
-        """Return what a host is to start.
+        """Return the request to start a role on a host.
 
         Args:
-            plan: of the role.
-            arguments: besides those of the plan.
-            host: that is to start it.
-            rendezvous: where the nodes of the learner meet; its first one decides.
+            plan: The role's plan.
+            arguments: Arguments added to those of the plan.
+            host: Host of the role.
+            rendezvous: Address where the learner's nodes meet; the first node decides it.
         """
         key = None
         words = [*plan.command, *arguments]
@@ -344,11 +344,11 @@ class RaySite:
 
     @property
     def _folder(self) -> str:
-        """The folder that roles run in; empty where Ray brings one."""
+        """Working folder of roles; empty if Ray brings one."""
         return "" if self._config.deploy.ray.working_dir else str(Path.cwd())
 
     def _publish_from(self, host: _Host) -> None:
-        """Have the weights come from this host, on which the first of the learner's ranks is."""
+        """Publish the weights from this host, which has the learner's first rank."""
         if host.address == self._learner_address:
             return
         port = _port_of(self._config.learner.weightbus.listen) or self._free_port(host, 2)
@@ -384,7 +384,7 @@ class RaySite:
         )
 
     def _place(self, names: Sequence[str]) -> None:
-        """Make a role host for each process, where its pool has a place for it."""
+        """Make a role host for each process, in its pool."""
         actors = {name: self._actor(name) for name in names}
         waiting = {name: actor.node.remote() for name, actor in actors.items()}
         deadline = time.monotonic() + self._config.deploy.ray.start_timeout_s
@@ -437,7 +437,7 @@ class RaySite:
                 raise ConfigError(f"{name} cannot be placed: {_reason(error)}") from error
 
     def _described(self, name: str, actor: _Actor, node: str, marker: Path) -> _Host:
-        address = next(one["NodeManagerAddress"] for one in _nodes() if one["NodeID"] == node)
+        address = next(row["NodeManagerAddress"] for row in _nodes() if row["NodeID"] == node)
         answer = actor.facts.remote(str(marker.absolute()))
         facts = msgspec.json.decode(_got(answer), type=HostFacts)
         if not facts.sees and kind_of(name) in {"broker", "learner"}:
@@ -452,7 +452,7 @@ class RaySite:
         return int(_got(host.actor.free_port.remote(host.address, count)))
 
     def _key_of(self, plan: RolePlan) -> tuple[str, Role]:
-        """Return name and role of the key of a process: one per host and role."""
+        """Return name and role of a process's key: one key per host and role."""
         role = key_role(plan.name)
         name = f"{self._hosts[plan.name].address}.{role.replace('_', '-')}"
         return name.replace(":", "-"), role
@@ -470,13 +470,13 @@ class RayStarter:
 
     def __init__(self, site: RaySite) -> None:
         self._site = site
-        self.processes: dict[str, RayProcess] = {}  # the newest of each name
+        self.processes: dict[str, RayProcess] = {}  # newest process of each name
 
     def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> "RayProcess":
         """Start a role; its process is placed in the background.
 
         Raises:
-            ChildDiedError: it cannot be started again, because its node is gone.
+            ChildDiedError: the role cannot restart, because its node is gone.
         """
         before = self.processes.get(plan.name)
         if plan.serves_others and before is not None and before.lost:
@@ -484,21 +484,21 @@ class RayStarter:
                 f"{plan.name} cannot be started again: {before.ended_because}. Its store is there: "
                 "bring the node back, then --resume auto"
             )
-        if plan.part_of and plan.name == "learner":  # the others start after it
+        if plan.part_of and plan.name == "learner":  # the other nodes start after it
             self._site.rendezvous = Future()
         process = RayProcess(self._site, plan, arguments, log_file)
         self.processes[plan.name] = process
         return process
 
     def sweep(self, name: str) -> None:
-        """Leave it to the role host, which removes a dead role's files before the next start."""
+        """Do nothing: the role host removes a dead role's files before the next start."""
 
     def give_back(self, name: str) -> None:
         """Free the place of a role that has ended."""
         self._site.give_back(name)
 
     def let_go(self) -> None:
-        """Leave it to the role hosts, which end what outlives a role as they are closed."""
+        """Do nothing: role hosts end what outlives a role when they are closed."""
 
 
 class RayProcess:
@@ -508,7 +508,7 @@ class RayProcess:
         self, site: RaySite, plan: RolePlan, arguments: Sequence[str], log_file: Path
     ) -> None:
         self.ended_because = ""
-        self.lost = False  # with its node, or with the process that watched it
+        self.lost = False  # True if its node, or the process that watched it, is gone
         self.sockets: tuple[str, ...] = ()
         self._site = site
         self._plan = plan
@@ -519,16 +519,16 @@ class RayProcess:
         self._signs = Signs(0.0, 0, 0)
         self._code: int | None = None
         self._lock = threading.Lock()
-        self._host: _Host | None = None  # once it runs
-        self._cancelled = 0  # the signal that came before it ran
+        self._host: _Host | None = None  # set once it runs
+        self._cancelled = 0  # signal that came before it ran
         threading.Thread(target=self._follow, name=plan.name, daemon=True).start()
 
     def poll(self) -> int | None:
-        """Return its exit code, None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._code
 
     def send_signal(self, signum: int, /) -> None:
-        """Send it a signal; one that is not placed yet is not started."""
+        """Send a signal; a process that is not placed yet is not started."""
         with self._lock:
             if self._code is not None:
                 return
@@ -539,15 +539,15 @@ class RayProcess:
                 self._host.actor.signal.remote(int(signum))
 
     def signs(self) -> Signs:
-        """Return its signs of life as its host saw them last."""
+        """Return the signs of life that the host saw last."""
         return self._signs
 
     def last_words(self) -> str:
-        """Return the line that it ended with, or nothing."""
+        """Return the last line of the process; empty if unknown."""
         return self._words
 
     def release(self) -> None:
-        """Nothing is kept of it here."""
+        """Do nothing: this host keeps nothing for the process."""
 
     def _follow(self) -> None:
         name = self._plan.name
@@ -563,7 +563,7 @@ class RayProcess:
             self.ended_because = self._site.forget(name)
         except RayError as error:
             self.ended_because = _reason(error)
-            with suppress(OSError), self._log_file.open("a") as log:  # with all of its places
+            with suppress(OSError), self._log_file.open("a") as log:  # the whole traceback
                 log.write(f"{name} is not followed any more: {_plain(error)}\n")
             self._end_unfollowed()
         except TimeoutError:
@@ -577,7 +577,7 @@ class RayProcess:
                 self._code = code if self._code is None else self._code
 
     def _end_unfollowed(self) -> None:
-        """Kill what may run on although it cannot be observed: another one may be started."""
+        """Kill a process that may still run unobserved: another one may be started."""
         if self._host is not None:
             with suppress(RayError):
                 _got(self._host.actor.signal.remote(signal.SIGKILL))
@@ -597,7 +597,7 @@ class RayProcess:
         with self._log_file.open("ab") as log:
             while True:
                 answer, text = self._observed(host)
-                with suppress(OSError):  # its disk is full; the role's own log is on its host
+                with suppress(OSError):  # disk full; the role's own log is on its host
                     log.write(text)
                     log.flush()
                 host.log_offset += len(text)
@@ -608,7 +608,7 @@ class RayProcess:
                     return seen.code
 
     def _observed(self, host: _Host) -> tuple[bytes, bytes]:
-        """Ask how it is, again and again while its host cannot be reached but is not given up."""
+        """Ask for the state; repeat while the host is unreachable but not given up."""
         is_logged = False
         while True:
             try:
@@ -624,7 +624,7 @@ class RayProcess:
                 return answer
 
     def _signal_before_start(self) -> int:
-        """Return the signal that it was sent before it ran; 0 if there was none."""
+        """Return the signal sent before the process ran; 0 if there was no signal."""
         with self._lock:
             return self._cancelled
 
@@ -657,11 +657,11 @@ def _connect(config: RunConfig) -> None:
 
 
 def _got(answer: _Answer) -> Any:  # noqa: ANN401 whatever the method returns
-    """Return the answer of a role host, waiting for as long as the cluster has its node.
+    """Return the answer of a role host; wait as long as the cluster has its node.
 
     Raises:
-        RayActorError: its node is gone, or it ended, or cannot be reached: was the method called?
-        RayTaskError: what the method raised; an error of ours is raised as it is.
+        RayActorError: its node is gone, it ended, or it cannot be reached; the method may have run.
+        RayTaskError: the method raised a foreign error; our own errors are raised as they are.
     """
     while True:
         try:
@@ -694,12 +694,12 @@ def _free() -> str:
 
 
 def _port_of(endpoint: str) -> int:
-    """Return the port of tcp://ADDRESS:PORT; 0 if there is none."""
+    """Return the port of tcp://ADDRESS:PORT; 0 for an empty endpoint."""
     return int(endpoint.rpartition(":")[2]) if endpoint else 0
 
 
 def _reason(error: BaseException) -> str:
-    """Return what an error says in one line; of Ray's own the last one: places come first."""
+    """Return an error in one line; the last line of Ray's own, which begin with tracebacks."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, BaseException) and not isinstance(cause, RayError):
         lines = f"{type(cause).__name__}: {cause}".splitlines()[:1]

@@ -1,7 +1,7 @@
-"""Whether the head of a Ray cluster takes requests without a token.
+"""Whether the head of a Ray cluster accepts requests without a token.
 
-The head decides for all nodes: one whose Ray wants no token sends none, and cannot join a head that
-wants one.
+The head decides for all nodes: a node whose Ray needs no token sends none, and cannot join a head
+that needs one.
 """
 
 import os
@@ -10,19 +10,19 @@ import sys
 
 from slipstream.wire.errors import ConfigError
 
-_MODE = "RAY_AUTH_MODE"  # Ray's variable, "token" where authentication is on
+_MODE = "RAY_AUTH_MODE"  # Ray's variable; "token" turns authentication on
 _COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "status", "--address")  # `ray status`
 
 
 def require_token(address: str, limit_s: float) -> None:
-    """Ask the head of a cluster how it is, as a client without a token does.
+    """Ask the head of a cluster for its status without a token.
 
     Args:
-        address: of the head, ADDRESS:PORT.
-        limit_s: for its answer.
+        address: The head's ADDRESS:PORT.
+        limit_s: Longest wait for the answer.
 
     Raises:
-        ConfigError: it answers, or does not say that it wants a token.
+        ConfigError: the head answers, or does not ask for a token.
     """
     ours = os.environ.items()  # noqa: TID251 handed on, but for Ray's token
     environment = {name: value for name, value in ours if not name.startswith("RAY_AUTH_")}
@@ -46,12 +46,12 @@ def require_token(address: str, limit_s: float) -> None:
 
 
 def refusal_of(address: str, code: int | None, words: str) -> str:
-    """Return why a cluster is refused; empty if it is not.
+    """Return why a cluster is refused; empty if it is accepted.
 
     Args:
-        address: of its head.
-        code: with which `ray status` without a token ended; None if it did not.
-        words: that it wrote to stderr.
+        address: The head's address.
+        code: Exit code of `ray status` without a token; None if it did not end.
+        words: Its output on stderr.
     """
     if code != 0 and "AuthenticationError" in words:
         return ""

@@ -24,10 +24,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A checkpoint, and the run folder that it belongs to."""
+    """A checkpoint and its run folder."""
 
     run_folder: Path
-    checkpoint: Path | None  # None: there is none yet, the ledger of the run is all there is
+    checkpoint: Path | None  # None: no checkpoint yet, only the run's ledger
     step: int
 
 
@@ -37,10 +37,10 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
     With "auto" a checkpoint that is newer in remote storage is fetched into its run folder.
 
     Args:
-        run: the section as the user wrote it.
-        upload: URL of the run's checkpoints in remote storage, if it has any there.
-        wanted: "auto" for the newest of NAME, NAME-2, ... that has started and not ended (None if
-            there is none: then a run starts), or a run folder, or a checkpoint folder.
+        run: The section as the user wrote it.
+        upload: URL of the run's checkpoints in remote storage; empty without.
+        wanted: A run folder, a checkpoint folder, or "auto": the newest of NAME, NAME-2, ... that
+            has started and not ended. If "auto" finds nothing, the result is None and a run starts.
 
     Raises:
         ConfigError: the folder named holds no checkpoint, or its run is complete.
@@ -70,7 +70,7 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
 
 
 def refuse_taken(upload: str) -> None:
-    """Refuse to start a new run where checkpoints of another one are, or storage is away.
+    """Refuse to start a new run over another run's checkpoints, or without its storage.
 
     Raises:
         ConfigError: naming the setting.
@@ -86,16 +86,16 @@ def _fetch_newer(run: RunSection, upload: str) -> Path | None:
     """Fetch the newest remote checkpoint, unless the folder of its run has a newer one.
 
     Returns:
-        The run folder; None if there are no checkpoints in it, nor remote ones.
+        The run folder; None if neither it nor remote storage has checkpoints.
 
     Raises:
-        ConfigError: the folder is that of another run, or the remote checkpoints cannot be used.
+        ConfigError: the folder belongs to another run, or the remote checkpoints cannot be used.
     """
     try:
         remote = RemoteCheckpoints(upload)
         if not (known := remote.known()):
             return None
-        name = run_section({"run": {"name": known[-1].info.run_name}}).name  # a plain one
+        name = run_section({"run": {"name": known[-1].info.run_name}}).name  # checks the name
         folder = Path(run.dir) / name
         own = _newest_whole(folder)[0]
         info = read_checkpoint_info(own) if own is not None else None
@@ -111,7 +111,7 @@ def _fetch_newer(run: RunSection, upload: str) -> Path | None:
 
 
 def _newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint of a run that is not damaged, and the damage of newer ones."""
+    """Return the newest undamaged checkpoint of a run, and the damage of newer ones."""
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints_in(folder / "checkpoints")):
         if not (damage := _damage_of(checkpoint)):
@@ -154,7 +154,7 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
 
 
 def _contents(run_folder: Path) -> dict[str, str]:
-    """Return the hash of what each URL named when the run was started last; nothing if unknown."""
+    """Return the hash of each URL's content at the last start of the run; empty if unknown."""
     try:
         return run_section(load_table(run_folder / SETTINGS)).contents
     except ConfigError as error:
@@ -163,7 +163,7 @@ def _contents(run_folder: Path) -> dict[str, str]:
 
 
 def resumed_table(table: Table, point: ResumePoint) -> Table:
-    """Return the settings of a run that resumes in its own folder, with the content it had."""
+    """Return the settings of a run that resumes in its own folder with its former content."""
     known = _contents(point.run_folder)
     run = {
         **({"contents": known} if known else {}),

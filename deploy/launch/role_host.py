@@ -1,7 +1,7 @@
 """Starts and watches one role on a host of a cluster, for a supervisor on another host.
 
-Nothing here knows which cluster it is: `ray.py` makes an actor of it. What goes in and out are
-bytes of the structs below, in JSON, so that no object of ours is unpickled anywhere.
+Nothing here knows the kind of cluster: `ray.py` makes an actor of it. Inputs and outputs are bytes
+of the structs below, in JSON, so no object of ours is ever unpickled.
 """
 
 import ctypes
@@ -31,46 +31,46 @@ from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs_of
 from slipstream.wire.process.processes import keep_folder, remove_abandoned
 
-PYTHON, SETTINGS = "{python}", "{settings}"  # in a command: what they are is known on the host
+PYTHON, SETTINGS = "{python}", "{settings}"  # placeholders in a command, replaced on the host
 _PREFIX = "slipstream-"
-_OWNER, _OURS = "owner", "role host"  # a file in a folder of ours, and what it says
+_OWNER, _OURS = "owner", "role host"  # file in a folder of ours, and its content
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20_000  # those of Ray's workers are below
-_MEMORY = Path("/dev/shm")  # noqa: S108 files there are never on a disk
+_FIRST_PORT = 20_000  # above the ports of Ray's workers
+_MEMORY = Path("/dev/shm")  # noqa: S108 memory, never a disk
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
-_END_S = 10.0  # without a sign of life, for what outlives a role
-_MOST_LOG_BYTES = 256 << 10  # of one answer
+_END_S = 10.0  # limit without a sign of life, for what outlives a role
+_MOST_LOG_BYTES = 256 << 10  # limit for one answer
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a host says of itself."""
 
     hostname: str
-    sees: bool  # the file that it was asked about
+    sees: bool  # True if the host sees the file in question
 
 
 class StartRole(msgspec.Struct, frozen=True, kw_only=True):
     """A role to be started."""
 
     name: str
-    command: tuple[str, ...]  # with PYTHON and SETTINGS in it
-    settings: str  # what the settings file is to hold
+    command: tuple[str, ...]  # includes PYTHON and SETTINGS
+    settings: str  # content of the settings file
     environment: dict[str, str]
-    folder: str  # to run in; empty is that of the host's process
+    folder: str  # working folder; empty for the host process's own
     cores: tuple[int, ...]
-    key: ClientKey | None  # that the role is to prove to the broker
+    key: ClientKey | None  # key that the role proves to the broker
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """A role as it is now."""
 
     code: int | None  # exit code, None while it runs
-    words: str  # the line that it ended with
+    words: str  # last line of the role
     cpu_s: float
     page_ins: int
-    log_bytes: int  # that it has written so far
-    sockets: tuple[str, ...]  # that are in its folder of sockets
+    log_bytes: int  # bytes written to the log so far
+    sockets: tuple[str, ...]  # names in its folder of sockets
 
 
 class RoleHost:
@@ -80,7 +80,7 @@ class RoleHost:
         """Make the folders.
 
         Args:
-            end_s: without a sign of life, for what outlives a role as it is closed.
+            end_s: Limit without a sign of life, for what outlives a role at closing.
         """
         self._end_s = end_s
         _remove_those_of_the_dead()
@@ -88,22 +88,22 @@ class RoleHost:
         self._memory = _own_folder(_MEMORY if _MEMORY.is_dir() else self.scratch)
         self._starter = LocalStarter(self.scratch)
         self._process: LocalProcess | None = None
-        self._program: HostProgram | None = None  # that looks at this host
+        self._program: HostProgram | None = None  # program that looks at this host
         self._log = self.scratch / "role.log"
-        # The kernel ends a role with the thread that forked it: this one stays.
+        # the kernel ends a role with the thread that forked it: this thread stays
         self._forks = ThreadPoolExecutor(1, thread_name_prefix="forks")
-        self._others = set(psutil.Process().children())  # that are not ours to end
-        _adopt_orphans(True)  # what outlives a role becomes a child of this process
+        self._others = set(psutil.Process().children())  # processes that this host must not end
+        _adopt_orphans(True)  # children of a dead role become children of this process
 
     def facts(self, path: str) -> bytes:
-        """Return HostFacts; ``path`` is that of the file it is asked about."""
+        """Return HostFacts; ``path`` is the file in question."""
         facts = HostFacts(hostname=socket.gethostname(), sees=Path(path).is_file())
         return msgspec.json.encode(facts)
 
     def free_port(self, address: str, count: int) -> int:
         """Return the first of ``count`` neighboring ports that are free on an address now.
 
-        The system gives none of them to a connection that leaves this host before they are used.
+        Until they are used, the system gives them to no outgoing connection.
         """
         given = int(_GIVEN_PORTS.read_text().split()[0])
         ports = range(_FIRST_PORT, (given if given > _FIRST_PORT + 1000 else 1 << 16) - count)
@@ -122,16 +122,16 @@ class RoleHost:
         return msgspec.json.encode(keys)
 
     def look(self, module: str, folder: str, request: bytes, limit_s: float) -> bytes:
-        """Ask a program that looks at this host; it is started the first time.
+        """Ask a program that looks at this host; the first call starts it.
 
         Args:
-            module: of the program.
-            folder: to run in; empty is that of this process.
-            request: for HostProgram.ask, as is ``limit_s``.
-            limit_s: that it may wait for others.
+            module: The program's module.
+            folder: Working folder; empty for this process's.
+            request: Request for HostProgram.ask.
+            limit_s: Longest time that the program may wait for other hosts.
 
         Raises:
-            ChildDiedError: it ended.
+            ChildDiedError: the program ended.
         """
         if self._program is None:
             where = Path(folder) if folder else None
@@ -144,7 +144,7 @@ class RoleHost:
         return self._program.ask(request, limit_s)
 
     def start(self, request: bytes) -> int:
-        """Start a role and return its process id. The one before has ended."""
+        """Start a role and return its process id. The previous role has ended."""
         role = msgspec.json.decode(request, type=StartRole)
         settings = self.scratch / "settings.toml"
         write_private(settings, role.settings)
@@ -166,11 +166,11 @@ class RoleHost:
         return self._process.pid
 
     def observe(self, offset: int, wait_s: float) -> tuple[bytes, bytes]:
-        """Return an Observation, and what the role has logged from byte ``offset`` on.
+        """Return an Observation, and the role's log from byte ``offset`` on.
 
         Args:
-            offset: of its log, over all processes that were started here.
-            wait_s: for anything new at most.
+            offset: Position in the log of all processes started here.
+            wait_s: Longest wait for something new.
         """
         process = self._process
         if process is None:
@@ -180,7 +180,7 @@ class RoleHost:
             if self._log.stat().st_size > offset:
                 break
             time.sleep(_POLL_S)
-        code = process.poll()  # before the log is read: nothing comes after it
+        code = process.poll()  # read before the log: nothing comes after it
         with self._log.open("rb") as file:
             file.seek(offset)
             log = file.read(_MOST_LOG_BYTES)
@@ -201,7 +201,7 @@ class RoleHost:
             self._process.send_signal(signum)
 
     def close(self) -> None:
-        """End the role and all that it left, and remove the folders."""
+        """End the role and everything that it left, and remove the folders."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -258,7 +258,7 @@ def _adopt_orphans(wanted: bool) -> None:
 
 
 def _own_folder(parent: Path | None) -> Path:
-    """Make a folder that is locked until this process ends, and says so once it is."""
+    """Make a folder that is locked until this process ends, and is marked as ours."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     keep_folder(folder)
     (folder / _OWNER).write_text(_OURS)
@@ -266,9 +266,9 @@ def _own_folder(parent: Path | None) -> Path:
 
 
 def _remove_those_of_the_dead() -> None:
-    """Remove the folders of role hosts that were killed, which nobody has locked.
+    """Remove the folders of killed role hosts, which are no longer locked.
 
-    One that lives may be in another container that shares them: no process id tells.
+    A living role host may be in another container that shares them: process ids prove nothing.
     """
     for parent in {Path(tempfile.gettempdir()), _MEMORY}:
         for folder in parent.glob(f"{_PREFIX}*"):

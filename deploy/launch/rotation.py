@@ -1,4 +1,4 @@
-"""Begins logs anew that have grown large."""
+"""Rotates logs that have grown large."""
 
 import os
 import shutil
@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 def rotate(folder: Path, *, max_bytes: int, keep: int) -> list[Path]:
-    """Move what is in logs larger than ``max_bytes`` to LOG.1; return these.
+    """Move logs larger than ``max_bytes`` to LOG.1; return their paths.
 
-    Processes go on writing where they did: a log is copied, then cut, and they append to it. Of
-    what is written between the two, microseconds, nothing is kept.
+    Processes keep writing to the same file, in append mode: a log is copied, then cut. Text written
+    in the microseconds between the two is lost.
 
     Args:
-        folder: of ``*.log``.
-        max_bytes: 0 leaves all as they are.
-        keep: older parts of each log, LOG.1 the newest.
+        folder: Folder of ``*.log``.
+        max_bytes: Size limit; 0 rotates nothing.
+        keep: Number of older parts of each log; LOG.1 is the newest.
     """
     if not max_bytes:
         return []

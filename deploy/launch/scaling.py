@@ -1,4 +1,4 @@
-"""Pure: how many generators a run should have, by a request or by who waits for whom."""
+"""Pure: number of generators of a run, by a request or by which pool waits for the other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from statistics import fmean
 from slipstream.deploy.launch.plan import number_of
 from slipstream.wire.messages.status import RunStatus
 
-WAITED = 0.25  # share of a window; the advisories call a pool starved from there on
+WAITED = 0.25  # share of a window; advisories call a pool starved from here on
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What settings allow. Without a largest number the count follows requests alone."""
+    """Bounds from the settings. Without a largest number, only requests change the count."""
 
     smallest: int
-    largest: int  # 0: never by itself
+    largest: int  # 0: no change without a request
 
     def __contains__(self, count: int) -> bool:
         return count >= max(1, self.smallest) and (not self.largest or count <= self.largest)
@@ -23,7 +23,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Shares of a window that the pools spent waiting, and rewards that were late."""
+    """Shares of a window that each pool spent waiting, and whether rewards were late."""
 
     learner: float
     generators: float
@@ -31,9 +31,9 @@ class Waited:
 
 
 def waited_between(before: RunStatus, after: RunStatus) -> Waited | None:
-    """Return how the time between two answers of the broker was spent.
+    """Return how the pools spent the time between two answers of the broker.
 
-    None where no process of one of the pools was there at both.
+    None if a pool has no process in both answers.
     """
     learner = _share_waited(before, after, "learner")
     generators = _share_waited(before, after, "generator")
@@ -45,10 +45,10 @@ def waited_between(before: RunStatus, after: RunStatus) -> Waited | None:
 
 
 def count_by_load(count: int, waited: Waited, bounds: Bounds) -> int:
-    """Return the number of generators after a window: one more, one fewer, or as many.
+    """Return the number of generators after a window: one more, one fewer, or the same.
 
-    One more while the learner waits for them and they wait for nothing, one fewer while they wait
-    for the learner. Where both wait, or rewards are late, another number would change nothing.
+    One more while the learner waits and the generators do not; one fewer while only the generators
+    wait. If both wait, or rewards are late, another number would change nothing.
     """
     if not bounds.largest or waited.has_reward_backlog:
         return count
@@ -58,11 +58,11 @@ def count_by_load(count: int, waited: Waited, bounds: Bounds) -> int:
 
 
 def changes(present: Mapping[str, bool], count: int) -> tuple[list[str], list[str]]:
-    """Return the generators to be started and to be ended.
+    """Return the generators to start and to end.
 
     Args:
-        present: those that have not ended: True while one is to stay.
-        count: how many are to stay. The highest numbers leave first, the lowest are taken first.
+        present: Generators that have not ended; True for those that stay.
+        count: Number that stays. The highest numbers leave first, the lowest are taken first.
     """
     staying = sorted((name for name, stays in present.items() if stays), key=number_of)
     leaving = staying[count:]
@@ -73,14 +73,14 @@ def changes(present: Mapping[str, bool], count: int) -> tuple[list[str], list[st
 
 
 def _share_waited(before: RunStatus, after: RunStatus, role: str) -> float | None:
-    earlier = {one.name: one for one in before.roles if one.role == role}
+    earlier = {row.name: row for row in before.roles if row.role == role}
     shares = []
-    for one in after.roles:
-        if one.role != role or (known := earlier.get(one.name)) is None:
+    for row in after.roles:
+        if row.role != role or (known := earlier.get(row.name)) is None:
             continue
-        passed = one.age_s - known.age_s
-        if passed <= 0:  # another process of that name
+        passed = row.age_s - known.age_s
+        if passed <= 0:  # another process under that name
             continue
-        waited = (1 - one.busy) * one.age_s - (1 - known.busy) * known.age_s
+        waited = (1 - row.busy) * row.age_s - (1 - known.busy) * known.age_s
         shares.append(min(max(waited / passed, 0.0), 1.0))
     return fmean(shares) if shares else None

@@ -1,6 +1,6 @@
-"""The life of a run under one supervisor: start, watch, scale, end in order, show the outcome.
+"""The life of a run under one supervisor: start, watch, scale, end cleanly, show the outcome.
 
-Where the processes are is the business of a `Site`: this host (`local.py`) or a Ray cluster.
+A `Site` knows where the processes run: this host (`local.py`) or a Ray cluster.
 """
 
 import errno
@@ -41,18 +41,18 @@ from slipstream.wire.process.processes import last_lines
 from slipstream.wire.settings.sections import RunSection
 
 _POLL_S = 0.2
-_BROKER_START_S = 120.0  # without a sign of life
-_WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
+_BROKER_START_S = 120.0  # limit without a sign of life
+_WITHOUT_BROKER_S = 5.0  # time for roles to end after the broker is lost
 _ROTATE_EVERY_S = 30.0
 _REFUSED = "refused: "
 
 
 class Site(Protocol):
-    """Where the processes of a run are."""
+    """Place of a run's processes."""
 
     @property
     def starter(self) -> Starter:
-        """What starts processes there."""
+        """Starter of processes there."""
 
     @property
     def run(self) -> RunSection:
@@ -62,10 +62,10 @@ class Site(Protocol):
         """Return the processes in the order of their start; the broker comes first."""
 
     def generator(self, name: str) -> RolePlan:
-        """Return a generator that the run is to have besides.
+        """Return an additional generator of the run.
 
         Raises:
-            ConfigError: there is no place for it.
+            ConfigError: no place is free.
         """
 
     def broker_listens(self) -> bool:
@@ -75,18 +75,18 @@ class Site(Protocol):
         """Return a line on how roles started by hand join; empty if they cannot."""
 
     def close(self) -> None:
-        """End and remove all that is left there. The roles have ended."""
+        """Clean up after the roles have ended."""
 
 
 class View(Protocol):
-    """A picture of the run for who started it."""
+    """A picture of the run for its user."""
 
     @property
     def console(self) -> Console:
-        """Console for lines besides."""
+        """Console for additional lines."""
 
     def following(self, run: RunSection) -> AbstractContextManager[Callable[[StatusWatcher], None]]:
-        """Return what draws the newest state, where it is time to."""
+        """Return a function that draws the newest state when it is time to."""
 
     def show_figures(self, status: RunStatus, outcome: str) -> None:
         """Show the figures of a run that has ended."""
@@ -112,11 +112,11 @@ class Session:
         )
         signals.held_while(lambda: self._supervisor.is_forking)
         self._supervisor.on_forked = signals.raise_received
-        self._watcher: StatusWatcher | None = None  # once it is known how to reach the broker
-        self._ended: set[str] = set()  # processes that are not started again
+        self._watcher: StatusWatcher | None = None  # set once the broker's address is known
+        self._ended: set[str] = set()  # processes that will not restart
         self._bounds = Bounds(deploy.min_generators, deploy.max_generators)
-        self._rotates_s = 0.0  # when logs are looked at next
-        self._window: tuple[float, RunStatus] | None = None  # its begin, and the run as it was
+        self._rotates_s = 0.0  # time of the next look at the logs
+        self._window: tuple[float, RunStatus] | None = None  # start, and the run then
 
     def run(self) -> int:
         """Run to the end; return the exit code."""
@@ -150,7 +150,7 @@ class Session:
 
     @property
     def has_stepped(self) -> bool:
-        """True once the learner was seen to make a step."""
+        """True once the learner has visibly made a step."""
         return self._newest is not None and self._newest.steps > 0
 
     @property
@@ -165,7 +165,7 @@ class Session:
         roles = [name for name in supervisor.children if name != "broker"]
         if supervisor.runs("broker"):
             supervisor.stop(roles)
-        else:  # they would only wait for it
+        else:  # roles would only wait for the broker
             if reason and supervisor.children:
                 self._console.print(reason, style="bold red", highlight=False, soft_wrap=True)
             supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
@@ -173,7 +173,7 @@ class Session:
         supervisor.let_go()
 
     def _let_learner_save(self) -> None:
-        """End the learner in order while the broker still answers; a second signal cuts it off."""
+        """End the learner cleanly while the broker answers; a second signal cuts it off."""
         config, supervisor = self._config, self._supervisor
         if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
             return
@@ -197,7 +197,7 @@ class Session:
     def _run(self) -> None:
         run, supervisor = self._config.run, self._supervisor
         self._console.print(f"run {run.name}: settings, logs and results in {run.folder}")
-        take_request(run.folder)  # one that an earlier process did not see is out of date
+        take_request(run.folder)  # drop an outdated request, unseen by an earlier process
         broker, *others = self._site.plans()
         supervisor.start(broker)
         self._await_broker()
@@ -223,7 +223,7 @@ class Session:
             time.sleep(_POLL_S)
 
     def _watch(self, watcher: StatusWatcher) -> None:
-        """Watch until every role but the broker has ended in order."""
+        """Watch until every role except the broker has ended cleanly."""
         supervisor = self._supervisor
         limit = self._config.deploy.time_limit_s
         started = time.monotonic()
@@ -279,7 +279,7 @@ class Session:
             self._scale_to(wanted, why)
 
     def _scale_to(self, count: int, why: str) -> str:
-        """Have ``count`` generators; return the reason if that is not possible."""
+        """Change the number of generators to ``count``; return the reason if it is not possible."""
         if count not in self._bounds:
             return (
                 f"{count} is not between deploy.min_generators = {self._bounds.smallest} and "
@@ -300,7 +300,7 @@ class Session:
         return ""
 
     def _generators(self) -> dict[str, bool]:
-        """Return the generators that have not ended: True while one is to stay."""
+        """Return the generators that have not ended; True for those that stay."""
         return {
             name: child.leaving is None
             for name, child in self._supervisor.children.items()
@@ -314,7 +314,7 @@ class Session:
         return [name for name in self._supervisor.children if name != "broker"]
 
     def _require_complete(self, name: str, watcher: StatusWatcher) -> None:
-        """The last process of a role may end only when the run is over; others may leave."""
+        """Refuse the end of a role's last process before the run is over; others may leave."""
         patience = self._patience_with_broker()
         ended_s = time.monotonic()
         while watcher.asked_s < ended_s:
@@ -322,7 +322,7 @@ class Session:
                 raise PeerLostError(
                     watcher.error or f"the broker did not answer: it {patience.why}"
                 )
-            self._supervisor.check()  # the broker may be on its way back
+            self._supervisor.check()  # the broker may be restarting
             time.sleep(_POLL_S)
         status = watcher.newest
         if status is None or not status.finished:
@@ -338,10 +338,10 @@ class Session:
 
 
 def lock_run(run: RunSection) -> TextIO:
-    """Make the run's folder ours; the kernel lets go of it when this process ends.
+    """Lock the run's folder; the kernel releases it when this process ends.
 
     Raises:
-        ConfigError: another process runs in it, or it cannot be written.
+        ConfigError: another process holds the folder, or it cannot be written.
     """
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -359,12 +359,12 @@ def lock_run(run: RunSection) -> TextIO:
 
 
 def run_in_folder(run: RunSection, make_session: Callable[[], Session]) -> int:
-    """Run in the run's folder, which is ours meanwhile; return the exit code.
+    """Run in the run's folder, locked meanwhile; return the exit code.
 
-    A folder that a refused start made is removed: the name is free for the next try.
+    A folder created by a refused start is removed, so the next try can use the name.
 
     Raises:
-        ConfigError: another process runs in it, or it cannot be written.
+        ConfigError: another process holds the folder, or it cannot be written.
     """
     is_new = not run.folder.exists()
     lock = lock_run(run)
@@ -379,7 +379,7 @@ def run_in_folder(run: RunSection, make_session: Callable[[], Session]) -> int:
 
 
 def missing_upload(checkpoint: Path) -> str:
-    """Return a line if a run's newest checkpoint was to be uploaded, and was not; else nothing."""
+    """Return a line if the newest checkpoint should have been uploaded but was not; else empty."""
     state = read_upload_state(checkpoint.parent)
     if state is None or state.step == read_checkpoint_info(checkpoint).step:
         return ""

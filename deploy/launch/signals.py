@@ -8,19 +8,16 @@ from slipstream.wire.process.stopping import count_once, heeded_signals
 
 
 class StopRequestedError(BaseException):
-    """One of them arrived; code that only shows a run does not catch it."""
+    """A signal arrived; code that only shows a run does not catch it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.exit_code = 128 + signal.Signals[name]
-        """As a shell has it for a process that the signal killed: 130, 143 or 129."""
+        """A shell's code for a process killed by the signal: 130, 143 or 129."""
 
 
 class Signals:
-    """Handles each signal once, where it may be.
-
-    That is not while a child is forked, and not in the clean-up.
-    """
+    """Handles each signal once, except while a child is forked and during the clean-up."""
 
     def __init__(self) -> None:
         self._received: list[str] = []
@@ -28,12 +25,12 @@ class Signals:
         self._is_held: Callable[[], bool] = lambda: False
 
     def held_while(self, is_held: Callable[[], bool]) -> None:
-        """Raise later what arrives while this is true."""
+        """Delay signals while this is true."""
         self._is_held = is_held
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle them in this block."""
+        """Handle signals in this block."""
         before = {number: signal.signal(number, self._take) for number in heeded_signals()}
         try:
             yield
@@ -43,7 +40,7 @@ class Signals:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise what arrives in this block, or arrived between two of them.
+        """Raise signals that arrive in this block, or arrived between two blocks.
 
         Raises:
             StopRequestedError: a signal arrived.
@@ -56,17 +53,17 @@ class Signals:
             self._raises = False
 
     def forget(self) -> None:
-        """Forget what has arrived: one Ctrl-C may come twice, and then its terminal may close.
+        """Forget signals so far: Ctrl-C may come twice, and then its terminal may close.
 
-        From now on SIGHUP is ignored.
+        From now on SIGHUP, the closing terminal, is ignored.
         """
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._received.clear()
 
     def raise_received(self) -> None:
-        """Raise if a signal has arrived and may be raised now."""
+        """Raise a received signal, if it may be raised now."""
         if self._raises and self._received and not self._is_held():
-            self._raises = False  # once: the next one belongs to the next block
+            self._raises = False  # raise once: the next signal belongs to the next block
             raise StopRequestedError(self._received.pop(0))
 
     def _take(self, signum: int, _frame: object) -> None:

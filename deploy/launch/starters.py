@@ -1,4 +1,4 @@
-"""How a role becomes a process: on this host, or by another class on one of a cluster."""
+"""How a role becomes a process: on this host, or by another class on a host of a cluster."""
 
 import logging
 import os
@@ -20,38 +20,38 @@ _log = logging.getLogger(__name__)
 
 
 class RoleProcess(Protocol):
-    """One process of a role, wherever it runs. No method waits."""
+    """One process of a role, on any host. No method waits."""
 
     ended_because: str
-    """What is known about its end beside its exit code; empty if nothing."""
+    """Known cause of its end, in addition to the exit code; empty if unknown."""
 
     def poll(self) -> int | None:
-        """Return its exit code, None while it runs (-N if signal N killed it)."""
+        """Return the exit code; None while the process runs (-N if signal N killed it)."""
 
     def send_signal(self, signum: int, /) -> None:
-        """Send it a signal; one that has ended gets none."""
+        """Send a signal, unless the process has ended."""
 
     def signs(self) -> Signs:
-        """Return its signs of life."""
+        """Return the signs of life."""
 
     def last_words(self) -> str:
-        """Return the line that it ended with, or nothing."""
+        """Return the last line of the process; empty if unknown."""
 
     def release(self) -> None:
-        """Give up what is kept of it here."""
+        """Release what this host keeps for the process."""
 
 
 class Starter(Protocol):
     """Starts processes of roles."""
 
     def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> RoleProcess:
-        """Start a role with these arguments besides; what it prints is appended to its log."""
+        """Start a role with additional arguments; append its output to the log."""
 
     def sweep(self, name: str) -> None:
-        """Remove the files that a killed role could not remove itself."""
+        """Remove files left by a killed role."""
 
     def give_back(self, name: str) -> None:
-        """Free the place of a role that has ended and is not started again."""
+        """Free the place of a role that has ended and will not restart."""
 
     def let_go(self) -> None:
         """End what outlives a role. Called once all roles have ended."""
@@ -73,16 +73,16 @@ class LocalProcess(subprocess.Popen[bytes]):
         descriptors: Sequence[int],
         folder: Path | None = None,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            command: of it.
-            log_file: what it prints is appended here.
-            words: memory of its last words, which it inherits and this object closes.
-            environment: all of it.
-            prepare: called in the child before the program is.
-            descriptors: that it inherits.
-            folder: in which it is to run; None is this process's.
+            command: Program and arguments.
+            log_file: Log that the output is appended to.
+            words: Memory of its last line; inherited by the process, closed by this object.
+            environment: All variables of the process.
+            prepare: Function called in the child before the program.
+            descriptors: Inherited descriptors.
+            folder: Working folder; None for this process's.
         """
         self._log_file = log_file
         self._words: LastWords | None = words
@@ -107,15 +107,15 @@ class LocalProcess(subprocess.Popen[bytes]):
             return
 
     def signs(self) -> Signs:
-        """Return its signs of life, those of its descendants included."""
+        """Return the signs of life, including all descendants."""
         return signs_of(lambda: [self.pid], self._log_file)()
 
     def last_words(self) -> str:
-        """Return the line that it ended with, or nothing."""
+        """Return the last line of the process; empty if unknown."""
         return self._words.read() if self._words is not None else ""
 
     def release(self) -> None:
-        """Release the memory of its last words."""
+        """Release the memory of the last line."""
         if self._words is not None:
             self._words.close()
             self._words = None
@@ -131,7 +131,7 @@ class LocalStarter:
     def start(
         self, plan: RolePlan, arguments: Sequence[str], log_file: Path, folder: Path | None = None
     ) -> LocalProcess:
-        """Start a role, in another folder than this process's if ``folder`` is given."""
+        """Start a role in ``folder``, or else in this process's folder."""
         lifeline, _ = self._lifeline
         words = LastWords()
         environment = dict(os.environ)  # noqa: TID251 handed on to children
@@ -154,12 +154,12 @@ class LocalStarter:
         return process
 
     def sweep(self, name: str) -> None:
-        """Remove the files that a killed role could not remove itself."""
+        """Remove files left by a killed role."""
         for path in self.scratch.glob(f"{name}-*"):
             remove_leftovers(path)
 
     def give_back(self, name: str) -> None:
-        """Remove what it could not remove itself; it has no place of its own here."""
+        """Remove files left by the role; this host reserves no place for it."""
         self.sweep(name)
 
     def let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""Starts, watches, restarts and ends the processes of a run; kills nothing but its own."""
+"""Starts, watches, restarts and ends the processes of a run; kills only its own children."""
 
 import logging
 import signal
@@ -30,16 +30,16 @@ class Child:
     num_starts: int = 0
     restart_at_s: float | None = None
     finished: bool = False
-    is_left_out: bool = False  # another process has its name, and its place
-    leaving: Patience | None = None  # it was asked to leave, and is not started again
+    is_left_out: bool = False  # another process took its name and its place
+    leaving: Patience | None = None  # set once it was asked to leave for good
 
     @property
     def is_running(self) -> bool:
-        """True if it was started and has not ended."""
+        """True if the process was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
     def signs(self) -> Signs:
-        """Return the signs of life of its process; none between two processes."""
+        """Return the signs of life; zeros between two processes."""
         return self.process.signs() if self.process is not None else _NO_SIGNS
 
 
@@ -49,7 +49,7 @@ class Supervisor:
 
     logs: Path
     starter: Starter
-    max_restarts: int  # of one role within the window
+    max_restarts: int  # limit for one role within the window
     window_s: float
     backoff_s: float
     stop_timeout_s: float
@@ -109,7 +109,7 @@ class Supervisor:
         return child is not None and child.is_running
 
     def finished(self, names: Iterable[str]) -> bool:
-        """True if all these roles ended in order, or were left out."""
+        """True if all these roles ended cleanly, or were left out."""
         return all(self.children[name].finished for name in names)
 
     def left_out(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class Supervisor:
         return self.children[name].is_left_out
 
     def leave(self, name: str) -> None:
-        """Ask a role to hand its work back and end; the run goes on without it."""
+        """Ask a role to hand its work back and end; the run continues without it."""
         child = self.children[name]
         child.restart_at_s = None
         child.leaving = Patience(
@@ -132,12 +132,12 @@ class Supervisor:
         timeout_s: float | None = None,
         at_most: float = END_AT_MOST,
     ) -> None:
-        """End roles: SIGTERM, and SIGKILL if that has no effect. Nothing is left behind.
+        """End roles: SIGTERM, and SIGKILL if that has no effect. No process is left.
 
         Args:
-            names: of the roles; None is all.
-            timeout_s: without a sign of life; None is deploy.stop_timeout_s.
-            at_most: times that, whatever they do.
+            names: Roles; None for all.
+            timeout_s: Limit without a sign of life; None for deploy.stop_timeout_s.
+            at_most: Multiple of timeout_s after which a role is killed whatever it does.
         """
         chosen = list(self.children) if names is None else names
         children = [self.children[name] for name in chosen if name in self.children]
@@ -171,7 +171,7 @@ class Supervisor:
             self.starter.sweep(child.plan.name)
 
     def let_go(self) -> None:
-        """End what outlives a role, and give up what is kept of all roles."""
+        """End what outlives a role, and release what is kept for all roles."""
         self.starter.let_go()
         for child in self.children.values():
             if child.process is not None:
@@ -190,16 +190,16 @@ class Supervisor:
         self.on_forked()
 
     def _parts(self, child: Child) -> Iterator[Child]:
-        """Yield the other processes of its role, which are started and restarted with it."""
+        """Yield the other processes of the role, which start and restart with the child."""
         whole = child.plan.part_of
         for other in self.children.values():
             if whole and other.plan.part_of == whole and other is not child:
                 yield other
 
     def _runs_still(self, child: Child) -> bool:
-        """True if it, or another process of its role that is to be restarted, has not ended yet."""
+        """True if a process of the role that is due to restart has not ended yet."""
         parts = [child, *self._parts(child)]
-        return any(one.is_running and one.restart_at_s is not None for one in parts)
+        return any(part.is_running and part.restart_at_s is not None for part in parts)
 
     def _failed(self, child: Child, code: int) -> None:
         name = child.plan.name
