@@ -1,4 +1,4 @@
-"""Simulates a run as it is, and with one change at a time."""
+"""Simulates a run unchanged, and with one change at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,30 +12,30 @@ from slipstream.deploy.predict.simulate.scenario import Scenario
 from slipstream.deploy.predict.simulate.world import simulate
 from slipstream.wire.errors import ConfigError
 
-TRUSTED = 0.15  # by how much the simulated run as it is may miss the measured one
+TRUSTED = 0.15  # largest share by which the simulated unchanged run may miss the measured one
 _EVERY = (2, 4)  # learner steps between two publishes
 _NOTABLE = 0.02
-_BY_HAND = "slipstream scale, start-generator"  # where they are not all of this file's
+_BY_HAND = "slipstream scale, start-generator"  # commands for generators beyond the settings file
 OnChange = Callable[[str], None]
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """One change, and what is expected of it."""
+    """One change and its expected effect."""
 
     change: str  # "one more generator"
-    setting: str  # that makes it; empty: no setting does
-    step_s: tuple[float, float]  # from, to: the same where the run tells the laws apart
-    gain: tuple[float, float]  # steps per hour more than now, as a share; from, to
+    setting: str  # setting that makes the change; empty if no setting does
+    step_s: tuple[float, float]  # from, to; equal if the run determines the law
+    gain: tuple[float, float]  # additional steps per hour, as a share; from, to
     learner_waits: float  # share of its time
     mean_staleness: float
     p95_staleness: int
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's own figures say of it; all of it but ``measured_s`` is predicted."""
+    """Advice from a run's own figures; everything but ``measured_s`` is predicted."""
 
     run: str
-    num_steps: int  # that it was fitted on
+    num_steps: int  # learner steps of the fit
     measured_s: float  # mean of a learner step
     simulated_s: tuple[float, float]  # the same, by the laws
     now: Expected
@@ -53,26 +53,28 @@ class _Variant:
 
 
 def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice:
-    """Return what to expect of a run's changes; ``on_change`` is called before each.
+    """Return the expected effects of changes; ``on_change`` is called before each.
 
-    Seconds of a change are those of the simulation, times measured over simulated of the run as it
-    is.
+    Seconds of a change are simulated, then scaled by measured over simulated seconds of the
+    unchanged run.
 
     Raises:
-        ConfigError: its figures contradict each other.
+        ConfigError: the run's figures contradict each other.
     """
     found = fit(record)
     scenarios = [scenario_of_record(record, found, law) for law in found.engines]
     warm = warm_steps(record)
     on_change("as it is")
-    before = [_simulated(one) for one in scenarios]
+    before = [_simulated(scenario) for scenario in scenarios]
     before_s = [outcome.mean_step_s(warm) for outcome in before]
     now = _expected("as it is", "", record.step_s, before_s, before, warm)
     changes = []
-    for variants in zip(*(tuple(variants_of(record, one)) for one in scenarios), strict=True):
+    for variants in zip(
+        *(tuple(variants_of(record, scenario)) for scenario in scenarios), strict=True
+    ):
         first = variants[0]
         on_change(first.change)
-        outcomes = [_simulated(one.scenario) for one in variants]
+        outcomes = [_simulated(variant.scenario) for variant in variants]
         changes.append(
             _expected(first.change, first.setting, record.step_s, before_s, outcomes, warm)
         )
@@ -98,7 +100,7 @@ def _simulated(scenario: Scenario) -> Outcome:
 
 
 def variants_of(record: Record, scenario: Scenario) -> Iterator[_Variant]:
-    """Return a scenario with one change at a time, with the settings that make it."""
+    """Yield a scenario with one change at a time, and the setting that makes the change."""
     engines, bound = scenario.engines, scenario.max_staleness_steps
     for number in (engines - 1, engines + 1):
         if number >= 1:
@@ -116,7 +118,7 @@ def variants_of(record: Record, scenario: Scenario) -> Iterator[_Variant]:
                 replace(scenario, max_staleness_steps=steps),
             )
     for every in _EVERY:
-        # With a target the bound in force may fall below what rarer publishes need.
+        # a target may push the bound in force below what rarer publishes need
         if every <= bound + 1 and record.p95_lag is None:
             yield _Variant(
                 f"a publish every {every} steps", "", replace(scenario, publish_every=every)
@@ -141,31 +143,31 @@ def _expected(
         setting=setting,
         step_s=(measured_s * min(factors), measured_s * max(factors)),
         gain=(1 / max(factors) - 1, 1 / min(factors) - 1),
-        learner_waits=sum(one.waited_share(warm) for one in outcomes) / number,
-        mean_staleness=sum(one.mean_staleness(warm) for one in outcomes) / number,
-        p95_staleness=max(one.p95_staleness(warm) for one in outcomes),
+        learner_waits=sum(outcome.waited_share(warm) for outcome in outcomes) / number,
+        mean_staleness=sum(outcome.mean_staleness(warm) for outcome in outcomes) / number,
+        p95_staleness=max(outcome.p95_staleness(warm) for outcome in outcomes),
     )
 
 
 def _sentence(changes: list[Expected], *, shares_cores: bool) -> str:
     possible = [
-        one
-        for one in changes
-        if one.setting and not (shares_cores and one.change.startswith("one more"))
+        change
+        for change in changes
+        if change.setting and not (shares_cores and change.change.startswith("one more"))
     ]
     best = max(possible, key=lambda one: one.gain[0], default=None)
     if best is None or best.gain[0] < _NOTABLE:
         text = "none of these changes makes the run notably faster"
     else:
         text = f"{best.change} makes it {span(best.gain, '{:.0%}')} faster"
-    fewer = next((one for one in changes if one.change.startswith("one fewer")), None)
+    fewer = next((change for change in changes if change.change.startswith("one fewer")), None)
     if fewer is not None and fewer.gain[0] > -_NOTABLE:
         text += f"; {fewer.change} costs next to nothing"
     return text
 
 
 def span(values: tuple[float, float], form: str) -> str:
-    """Return one number, or two where they differ when printed."""
+    """Return one number, or two if they differ when printed."""
     low, high = form.format(values[0]), form.format(values[1])
     return low if low == high else f"{low} to {high}"
 
@@ -191,7 +193,7 @@ def _laws(record: Record, found: Fit) -> Iterator[str]:
 
 
 def _cautions(record: Record, found: Fit, simulated: tuple[float, float]) -> Iterator[str]:
-    misses = max(abs(one / record.step_s - 1) for one in simulated)
+    misses = max(abs(seconds / record.step_s - 1) for seconds in simulated)
     if misses > TRUSTED:
         yield (
             f"as it is, the run takes {record.step_s:.2f} s a step and its simulation "

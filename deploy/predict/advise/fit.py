@@ -1,4 +1,4 @@
-"""Pure: the laws that a run's own figures follow, and the scenario of it."""
+"""Pure: the laws that fit a run's own figures, and its scenario."""
 
 import math
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from slipstream.deploy.predict.simulate.lengths import Fixed, Lengths, Recorded
 from slipstream.deploy.predict.simulate.scenario import Scenario
 from slipstream.wire.errors import ConfigError
 
-_TOLD_APART = 0.1  # deviation of the sequences over their mean from which on a slope is known
-_DRAWN = 1_000  # lengths that stand for all
+_TOLD_APART = 0.1  # least deviation of the sequences over their mean that determines a slope
+_DRAWN = 1_000  # lengths drawn for a distribution
 _MOST_TRAJECTORIES = 8_000  # a simulation of a quarter of a second
-_MEASURED = (8, 240)  # learner steps of it, after those in which it fills: at least, at most
+_MEASURED = (8, 240)  # least and most learner steps, after those in which the run fills
 _TOO_MANY = 4_000_000  # trajectories of a simulation: minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Laws of a run. More than one of its engines: the run does not tell them apart."""
+    """Laws of a run. Several engine laws: the run does not determine which holds."""
 
     engines: tuple[EngineLaw, ...]
     learner: LearnerLaw
-    sequences: float  # that an engine computed at a time, mean by token
-    deviation: float  # of them
+    sequences: float  # sequences that an engine computes at a time, mean by token
+    deviation: float  # standard deviation of the sequences
 
 
 def fit(record: Record) -> Fit:
     """Return the laws of a run.
 
-    A decode step of n sequences takes base + n m seconds, which is a line through what answers
-    took for a token, weighted by their tokens; a learner step fixed + tokens x slope.
+    A decode step of n sequences takes base + n m seconds: a line through the seconds per token of
+    answers, weighted by tokens. A learner step takes fixed + tokens x slope.
     """
     pace = record.pace
     mean = pace.sequences / pace.tokens
@@ -50,7 +50,7 @@ def fit(record: Record) -> Fit:
 
 
 def _learner(record: Record) -> LearnerLaw:
-    """Return a line through the steps, neither part of it below 0; the stall is the publish's."""
+    """Return a line through the steps, with no part below 0; the stall belongs to the publish."""
     seconds = [max(0.0, active - record.stall_s) for active in record.active_s]
     mean_s, mean_tokens = fmean(seconds), fmean(record.tokens)
     pairs = zip(record.tokens, seconds, strict=True)
@@ -61,7 +61,7 @@ def _learner(record: Record) -> LearnerLaw:
 
 
 def _line(mean_x: float, mean_y: float, covariance: float, variance: float) -> tuple[float, float]:
-    """Return base and slope of the least-squares line, neither of them below 0."""
+    """Return base and slope of the least-squares line, both >= 0."""
     if not variance or not mean_x:
         return mean_y, 0.0
     slope = min(max(0.0, covariance / variance), mean_y / mean_x)
@@ -69,10 +69,10 @@ def _line(mean_x: float, mean_y: float, covariance: float, variance: float) -> t
 
 
 def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:
-    """Return the run as it was, to be simulated.
+    """Return the scenario of the run as it was.
 
     Raises:
-        ConfigError: its figures contradict each other.
+        ConfigError: the run's figures contradict each other.
     """
     useless = min(record.useless_share, 0.95) if record.group_size > 1 else 0.0
     a_step = record.groups_per_step * record.group_size / (1 - useless)
@@ -108,12 +108,12 @@ def scenario_of_record(record: Record, found: Fit, law: EngineLaw) -> Scenario:
 
 
 def warm_steps(record: Record) -> int:
-    """Return the learner steps in which a run fills, also one with a step of bound more."""
+    """Return the learner steps in which a run fills, even if its bound is one step larger."""
     return 2 * (record.max_staleness_steps + 2) + 2
 
 
 def lengths_of(record: Record) -> Lengths:
-    """Return the lengths of a run's answers: those it counted, with the mean that it reports."""
+    """Return the lengths of a run's answers: its histogram, scaled to its reported mean."""
     counts = {int(upper): count for upper, count in record.lengths.items() if count > 0}
     if record.mean_tokens < 1:
         raise ConfigError(f"answers of {record.mean_tokens:g} tokens on average: expected >= 1")

@@ -1,4 +1,4 @@
-"""What a run recorded of itself, as far as laws are fitted on it."""
+"""A run's own records, as far as laws are fitted to them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
@@ -22,11 +22,11 @@ from slipstream.wire.process.phases import PHASE_TIME, WAIT
 from slipstream.wire.settings.load import Table, load_table, section
 from slipstream.wire.settings.sections import EnvironmentSection, EvalSection, RunSection
 
-MOST_STEPS = 200  # the newest: a run's answers change while it learns
+MOST_STEPS = 200  # only the newest: a run's answers change while it learns
 FEWEST_STEPS = 4
 _WAIT = PHASE_TIME + WAIT
 _EXPORT = PHASE_TIME + "export"
-_PAUSED = ("pause", "load", "verify", "commit")  # phases of a publish in which an engine stands
+_PAUSED = ("pause", "load", "verify", "commit")  # phases of a publish in which an engine pauses
 _NEEDED = (PHASE_TIME + WAIT, "throughput/tokens_per_s", "response/tokens")
 _QUEUED = ("queue:waiting_for_reward", "queue:being_scored")
 _USELESS = "zero_variance"
@@ -46,23 +46,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     siblings_together: bool
     prefetch: bool
     engines: int
-    max_sequences: int  # of an engine, as it was given them lately
+    max_sequences: int  # newest limit of an engine
     wait_s: list[float]
-    active_s: list[float]  # of a step, all but waiting for its batch
-    tokens: list[float]  # of a batch, prompts included
+    active_s: list[float]  # seconds of a step without the wait for its batch
+    tokens: list[float]  # tokens of a batch, prompts included
     prompt_tokens: float
-    mean_tokens: float  # of a response
+    mean_tokens: float  # mean of a response
     lengths: dict[str, int]  # up to so many response tokens -> answers
-    pace: Pace  # of all engines
-    stall_s: float  # of the learner, for a publish
+    pace: Pace  # sum over all engines
+    stall_s: float  # learner's pause for a publish
     transfer_s: float  # until the slowest engine runs a version
-    pause_s: float  # for which an engine stands still, of a publish
+    pause_s: float  # engine's pause for a publish
     score_s: float  # from an answer to its reward
-    useless_share: float  # of groups
+    useless_share: float  # share of groups
     p95_lag: int | None = None  # run.staleness_target, in learner steps
-    every_steps: int = 1  # learner steps that an item of the lists is the mean of
-    shared_cores: int = 0  # that all processes share; 0: they do not, or it is unknown
-    notes: list[str] = []  # what the run has and no simulation
+    every_steps: int = 1  # learner steps that each list item averages
+    shared_cores: int = 0  # cores shared by all processes; 0 if not shared or unknown
+    notes: list[str] = []  # features of the run that are not simulated
 
     @property
     def step_s(self) -> float:
@@ -71,10 +71,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_of(folder: Path) -> Record:
-    """Return what a run under way, or one that has ended, recorded.
+    """Return the records of a run that is under way or has ended.
 
     Raises:
-        ConfigError: it recorded too little.
+        ConfigError: the run recorded too little.
     """
     table = load_table(folder / SETTINGS, [])
     state = read_state(folder / PAGE_STATE)
@@ -86,10 +86,10 @@ def record_of(folder: Path) -> Record:
 
 
 def record_of_state(table: Table, state: StoredState) -> Record:
-    """Return what a run's state says, with its settings, which may be of another host.
+    """Return the records in a run's state; its settings may come from another host.
 
     Raises:
-        ConfigError: it says too little.
+        ConfigError: the state holds too little.
     """
     status, run = state.status, section(table, "run", RunSection)
     generators = section(table, "generators", GeneratorsSection)
@@ -164,7 +164,7 @@ def record_of_state(table: Table, state: StoredState) -> Record:
 
 
 def _notes(table: Table, run: RunSection) -> Iterator[str]:
-    """Return what a run has and no simulation."""
+    """Yield the features of a run that are not simulated."""
     if run.staleness_target.mismatch_kl is not None:
         yield (
             "run.staleness_target.mismatch_kl holds back what is under way, which is not simulated"
@@ -190,7 +190,7 @@ def _lanes(roles: Sequence[RoleStatus], *, most: int, least: int) -> int:
 
 
 def _steps(columns: StepColumns, *, warm: int) -> list[dict[str, float]]:
-    """Return the newest rows of which all that is needed is known, with their ``at_s``."""
+    """Return the newest rows that have all needed values, with their ``at_s``."""
     found: list[dict[str, float]] = []
     for place, step in enumerate(columns.step):
         if step <= warm:
@@ -208,18 +208,18 @@ def _phases(step: Mapping[str, float]) -> dict[str, float]:
 
 def _transfer_s(publishes: Sequence[PublishRecord]) -> float:
     """Return the median time from the offer to the slowest engine's commit."""
-    seconds = [max(one.adopted_by.values()) for one in publishes if one.adopted_by]
+    seconds = [max(publish.adopted_by.values()) for publish in publishes if publish.adopted_by]
     return median(seconds) if seconds else 0.0
 
 
 def _pause_s(publishes: Sequence[PublishRecord]) -> float:
-    """Return the median time for which the slowest engine stands still."""
-    phases = [one.phase_seconds for one in publishes if one.adopted_by]
+    """Return the median pause of the slowest engine."""
+    phases = [publish.phase_seconds for publish in publishes if publish.adopted_by]
     return median([sum(p.get(name, 0.0) for name in _PAUSED) for p in phases]) if phases else 0.0
 
 
 def _score_s(time: TimeColumns) -> float:
-    """Return the mean time to a reward: those that wait for one over their rate (Little)."""
+    """Return the mean time to a reward: waiting answers over their rate (Little)."""
     queued, answered = 0.0, 0.0  # trajectories x seconds, trajectories
     names = ("answers", *_QUEUED)
     if not time.series.keys() >= set(names):
@@ -227,7 +227,7 @@ def _score_s(time: TimeColumns) -> float:
     rows = zip(time.at_s, *(time.series[name] for name in names), strict=True)
     for (before_s, before, *_), (at_s, answers, *waiting) in pairwise(rows):
         if before is None or answers is None or answers < before:
-            continue  # a generator began anew, or nobody watched
+            continue  # a generator restarted, or the time was not recorded
         queued += sum(value or 0.0 for value in waiting) * (at_s - before_s)
         answered += answers - before
     return queued / answered if answered else 0.0

@@ -1,16 +1,16 @@
-"""Pure: how long an engine takes, as few numbers that hardware explains.
+"""Pure: seconds of an engine, from a few numbers that hardware explains.
 
-A roofline (Williams et al. 2009): a decode step reads every weight that it needs once and the keys
-and values of every token before, and multiplies each sequence's newest token with the weights;
-reading weights and multiplying overlap, what remains of a step is the same for all.
+A roofline (Williams et al. 2009): a decode step reads each needed weight once, and the keys and
+values of every earlier token, and multiplies each sequence's newest token with the weights. Reading
+weights and multiplying overlap; the rest of a step is constant.
 
     step(n, C) = base + max(read(n), n m) + C k      seconds; n sequences, C tokens in the cache
 
-    read(n)    bytes of the weights that n tokens meet, over the bandwidth
+    read(n)    bytes of the weights that n tokens use, over the bandwidth
     m          2 N_active / FLOP/s          k      bytes of one token's keys and values / bandwidth
 
-All ranks of an engine share the bandwidth. Ranks that keep the same keys and values, because a
-layer has fewer heads of them or one compressed vector (MLA), each read their own copy.
+All ranks of an engine share the bandwidth. If a layer has fewer heads of keys and values than
+ranks, or one compressed vector (MLA), several ranks keep the same ones, and each reads its copy.
 """
 
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
 
 _MESSAGE_S = 15e-6  # a small sum over an engine's ranks on one host
-_FAR_MESSAGE_S = 50e-6  # and over hosts
-_MESSAGES = 2  # of a layer
+_FAR_MESSAGE_S = 50e-6  # the same over hosts
+_MESSAGES = 2  # messages per layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLaw:
-    """Seconds of what one engine does."""
+    """Seconds of each part of an engine's work."""
 
-    base_s: float = 0.0  # of a decode step, however many sequences
-    weights_s: float = 0.0  # to read the weights that every token meets
-    experts_s: float = 0.0  # to read all experts
-    expert_share: float = 1.0  # of the experts that one token meets
-    sequence_s: float = 0.0  # to multiply one token with the weights
-    context_s: float = 0.0  # to read one token's keys and values
-    prefill_s: float = 0.0  # to compute one token of a prompt
+    base_s: float = 0.0  # constant part of a decode step
+    weights_s: float = 0.0  # read the weights that every token uses
+    experts_s: float = 0.0  # read all experts
+    expert_share: float = 1.0  # share of the experts that one token uses
+    sequence_s: float = 0.0  # multiply one token with the weights
+    context_s: float = 0.0  # read one token's keys and values
+    prefill_s: float = 0.0  # compute one token of a prompt
     max_cached_tokens: float = float("inf")
 
     def __post_init__(self) -> None:
@@ -62,18 +62,18 @@ class EngineLaw:
         memory_share: float = 0.85,
         weight_bytes: float = 2.0,
     ) -> Self:
-        """Return the law of an engine on some GPUs, of tensor parallelism.
+        """Return the law of an engine on some GPUs with tensor parallelism.
 
         Args:
             hf: the policy's architecture.
-            gpu: their kind.
-            num_gpus: of one engine.
-            attention_groups: of them, each of which attends to sequences of its own.
-            base_s: seconds of a step beside reading and multiplying.
-            bandwidth_share: of the memory's bandwidth that is reached.
-            flops_share: of the peak that is reached.
-            memory_share: of the memory that weights and cache have.
-            weight_bytes: of one parameter.
+            gpu: Kind of GPU.
+            num_gpus: GPUs of one engine.
+            attention_groups: Groups of GPUs with separate sequences in attention.
+            base_s: seconds of a step without reading and multiplying.
+            bandwidth_share: Reached share of the memory's bandwidth.
+            flops_share: Reached share of the peak.
+            memory_share: Share of the memory for weights and cache.
+            weight_bytes: Bytes of one parameter.
 
         Raises:
             ValueError: the weights do not fit.
@@ -83,7 +83,7 @@ class EngineLaw:
         active = num_multiplied_parameters(hf)
         routed = hf.num_routed_experts
         experts = _expert_parameters(hf)
-        # A group has the whole attention; its ranks may keep the same keys and values.
+        # each group has the whole attention; ranks of a group may keep the same keys and values
         dense = hf.num_parameters - experts + hf.num_attention_parameters * (attention_groups - 1)
         kv_bytes = kv_bytes_per_token(hf) * kv_copies(hf, num_gpus // attention_groups)
         weights = weight_bytes * (dense + experts)
@@ -108,26 +108,26 @@ class EngineLaw:
         """Return the seconds of one decode step.
 
         Args:
-            num_sequences: that get a token.
-            context: tokens of all of them before it.
+            num_sequences: Sequences that get a token.
+            context: Earlier tokens of all these sequences.
         """
         return self.flat_s(num_sequences) + self.context_s * context
 
     def flat_s(self, num_sequences: float) -> float:
-        """Return the part of a step that does not depend on what is in the cache."""
+        """Return the part of a step that does not depend on the cache."""
         read = self.weights_s
         if self.experts_s:
             read += self.experts_s * (1.0 - (1.0 - self.expert_share) ** num_sequences)
         return self.base_s + max(read, num_sequences * self.sequence_s)
 
     def slower(self, factor: float) -> Self:
-        """Return the law of an engine that takes ``factor`` times as long for everything."""
+        """Return the law of an engine that is slower by ``factor`` at everything."""
         names = ("base_s", "weights_s", "experts_s", "sequence_s", "context_s", "prefill_s")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 def _expert_parameters(hf: HfConfig) -> int:
-    """Return the parameters of all routed experts, of which a token meets a few."""
+    """Return the parameters of all routed experts; a token uses only a few experts."""
     if not hf.num_routed_experts:
         return 0
     one = 3 * hf.hidden_size * hf.expert_inner
@@ -142,10 +142,10 @@ def engine_law(
     attention_groups: int = 1,
     memory_share: float = 0.85,
 ) -> EngineLaw:
-    """Return the law of an engine of so many ranks on hosts of one kind.
+    """Return the law of an engine with this many ranks on hosts of one kind.
 
     Raises:
-        ValueError: they do not hold the weights.
+        ValueError: the ranks do not hold the weights.
     """
     messages_s = 0.0
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""A number with its unit and the law that it comes from."""
+"""A number with its unit and its law."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

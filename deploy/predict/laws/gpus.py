@@ -1,4 +1,4 @@
-"""What GPUs, hosts and links can do, from data sheets; and what shares of it are reckoned with."""
+"""Rates of GPUs, hosts and links from data sheets, and the shares of them that are assumed."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Gpu:
     name: str
     memory_gib: float
     hbm_bytes_s: float
-    nvlink_bytes_s: float  # to GPUs of its host; PCIe where it has no NVLink
+    nvlink_bytes_s: float  # to GPUs of the same host; PCIe without NVLink
     peak_flops: float  # bfloat16, without sparsity
 
 
@@ -45,14 +45,14 @@ GPUS = tuple(
         ("A10", 24, 0.6, 32),
     )
 )
-_RATES_OF = "H100"  # of a GPU that is known by its memory alone
+_RATES_OF = "H100"  # assumed rates of a GPU that is known by memory alone
 
 
 def gpu_named(text: str) -> Gpu:
-    """Return a GPU by its name, or by GiB of memory, with the rates of an H100 then.
+    """Return a GPU by its name, or by GiB of memory with the rates of an H100.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     by_name = {gpu.name.lower(): gpu for gpu in GPUS}
     if text.lower() in by_name:
@@ -86,14 +86,14 @@ class Cluster:
 
     gpu: Gpu
     gpus_per_host: int = 8
-    nics: int = 8  # of each host
-    nic_bytes_s: float = 50e9  # of each
-    pcie_bytes_s: float = 50e9  # of each GPU
-    host_memory_bytes_s: float = 300e9  # of each host
-    learner_share: float = 0.4  # of the peak that a rank reaches while it computes
-    engine_share: float = 0.6  # of peak and of memory's rate that an engine reaches
-    engine_base_s: float = 0.005  # of a decode step, beside reading and multiplying
-    reserve_gib: float = 4.0  # of each GPU: CUDA, NCCL, the allocator's gaps
+    nics: int = 8  # network cards of each host
+    nic_bytes_s: float = 50e9  # bandwidth of each card
+    pcie_bytes_s: float = 50e9  # bandwidth of each GPU
+    host_memory_bytes_s: float = 300e9  # bandwidth of each host
+    learner_share: float = 0.4  # share of the peak that a computing rank reaches
+    engine_share: float = 0.6  # share of the peak and of the memory's rate that an engine reaches
+    engine_base_s: float = 0.005  # part of a decode step without reading and multiplying
+    reserve_gib: float = 4.0  # memory of each GPU for CUDA, NCCL and the allocator's gaps
 
     @property
     def available_bytes(self) -> float:
@@ -106,14 +106,14 @@ class Cluster:
         return self.nics * self.nic_bytes_s / self.gpus_per_host
 
     def hosts(self, gpus: int) -> int:
-        """Return the hosts of so many GPUs."""
+        """Return the number of hosts with this many GPUs."""
         return -(-gpus // self.gpus_per_host)
 
     def exchange_s(self, num_bytes: float, group: int) -> float:
-        """Return the seconds in which each rank of a group sends so many bytes to the others.
+        """Return the seconds in which each rank of a group sends this many bytes to the others.
 
-        ``group`` is the span of neighboring ranks that it is spread over. What stays on the host
-        takes NVLink, the rest the NICs.
+        ``group`` is the span of neighboring ranks. Traffic within a host takes NVLink, the rest the
+        NICs.
         """
         if group <= self.gpus_per_host:
             return num_bytes / self.gpu.nvlink_bytes_s

@@ -1,6 +1,6 @@
-"""Pure: how long the learner and publishes take, as few numbers that hardware explains.
+"""Pure: seconds of the learner and of publishes, from a few numbers that hardware explains.
 
-Engines' are deploy/predict/laws/engine_law.py's.
+The law of engines is in deploy/predict/laws/engine_law.py.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class LearnerLaw:
 
     step_s: float = 0.0  # optimizer, planning, the copy of the weights for a publish
     token_s: float = 0.0
-    pair_s: float = 0.0  # of a squared length
+    pair_s: float = 0.0  # per squared length
 
     @classmethod
     def of(
@@ -35,10 +35,10 @@ class LearnerLaw:
 
         Args:
             hf: the policy's architecture.
-            gpu: their kind.
-            num_gpus: of the learner.
+            gpu: Kind of GPU.
+            num_gpus: GPUs of the learner.
             mfu: share of the peak that counted operations reach.
-            step_s: seconds of a step whatever its tokens.
+            step_s: constant seconds of a step.
             passes: passes over a batch in units of one forward and its backward pass: a forward
                 pass alone (proximal logprobs, a reference) is a third more.
         """
@@ -54,7 +54,7 @@ class LearnerLaw:
         """Return the seconds of a step.
 
         Args:
-            num_tokens: of all sequences, prompts included.
+            num_tokens: Tokens of all sequences, prompts included.
             num_pairs: sum of their squared lengths.
         """
         return self.step_s + self.token_s * num_tokens + self.pair_s * num_pairs
@@ -64,11 +64,11 @@ class LearnerLaw:
 class PublishLaw:
     """Seconds of a publish."""
 
-    stall_s: float = 0.0  # for which the learner stands still: its copy of the weights
+    stall_s: float = 0.0  # learner's pause: its copy of the weights
     transfer_s: float = 0.0  # until engines have them; they generate meanwhile
-    pause_s: float = 0.0  # for which an engine stands still
-    recomputes: bool = True  # keys and values under way, under the new weights
-    drains: bool = False  # an engine finishes what it has before it takes them
+    pause_s: float = 0.0  # engine's pause
+    recomputes: bool = True  # recompute open keys and values with the new weights
+    drains: bool = False  # finish open sequences before the new weights
 
     @classmethod
     def of(cls, cost: Cost) -> Self:

@@ -1,6 +1,6 @@
 """Pure: the seconds of a learner step in one layout, part by part, by a stated law.
 
-Nothing overlaps in it, but the messages between pipeline stages, which are left out. Letters:
+Nothing overlaps, and messages between pipeline stages are left out. Letters:
 
     F    FLOPs of training on the step's trajectories (wire/models/flops.py)
     R    ranks; t, p, c, e of them along tensor, pipeline, context and expert parallelism
@@ -28,18 +28,18 @@ from slipstream.wire.models.hf_config import HfConfig
 
 _ELEMENT = 2  # bytes of a weight or an activation: bfloat16
 _GRADIENT = 4
-_UPDATE_BYTES = 28  # of a parameter that a CPU's Adam reads and writes: three and four floats
+_UPDATE_BYTES = 28  # bytes per parameter that a CPU's Adam reads and writes: three and four floats
 _UPDATE_ON_GPU_BYTES = 30  # the same, and the weight in bfloat16
-_FORWARD = 1 / 3  # of a forward pass and its backward pass
+_FORWARD = 1 / 3  # share of a forward and backward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one learner step trains on."""
+    """Work of one learner step."""
 
     trajectories: int
-    mean_tokens: float  # of prompt and response
-    frozen: int = 0  # policies that read each trajectory, too
+    mean_tokens: float  # mean of prompt and response
+    frozen: int = 0  # frozen policies that also read each trajectory
     has_critic: bool = False
 
     @property
@@ -50,20 +50,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How often a learner step computes its tokens."""
+    """Passes of a learner step over its tokens."""
 
     training: int  # forward and backward
-    forward: int  # alone
-    again: float  # of a forward pass, that each training computes a second time
+    forward: int  # without a backward pass
+    again: float  # share of a forward pass that each training repeats
 
     @property
     def in_trainings(self) -> float:
-        """All, in forward and backward passes."""
+        """All passes, in units of forward and backward passes."""
         return self.training + _FORWARD * (self.training * self.again + self.forward)
 
     @property
     def one_way(self) -> float:
-        """All, in passes in one direction."""
+        """All passes, in units of one direction."""
         return self.training * (2 + self.again) + self.forward
 
 
@@ -72,9 +72,9 @@ def passes_of(hf: HfConfig, settings: LearnerSettings, *, frozen: int, has_criti
 
     Args:
         hf: the policy's architecture.
-        settings: of the learner.
-        frozen: policies that read each trajectory, too.
-        has_critic: whether a critic is trained beside the policy.
+        settings: Settings of the learner.
+        frozen: frozen policies that also read each trajectory.
+        has_critic: True if a critic is trained as well.
     """
     proximal = settings.learner.minibatches > 1
     return Passes(
@@ -126,7 +126,7 @@ def step_figures(
 
 
 def _again(hf: HfConfig, settings: LearnerSettings) -> float:
-    """Return the share of a forward pass that is computed a second time."""
+    """Return the share of a forward pass that is repeated."""
     learner = settings.learner
     match learner.recompute:
         case "full":
@@ -155,14 +155,14 @@ def _microbatches(settings: LearnerSettings, work: Work, replicas: int) -> int:
 def _exchanges(
     hf: HfConfig, settings: LearnerSettings, cluster: Cluster, tokens: float, passes: float
 ) -> list[Figure]:
-    """Return what the ranks of a replica exchange in the layers.
+    """Return the exchanges between ranks of a replica in the layers.
 
     Args:
         hf: the policy's architecture.
-        settings: of the learner.
-        cluster: its hosts.
-        tokens: of a rank.
-        passes: over them in one direction, forward or backward, with those computed again.
+        settings: Settings of the learner.
+        cluster: The learner's hosts.
+        tokens: Tokens of a rank.
+        passes: Passes over the tokens in one direction, including repeated ones.
     """
     sizes, lengths = settings.learner.sizes, hf.sizes
     tensor, context, figures = sizes.tensor, sizes.context, list[Figure]()
@@ -208,7 +208,7 @@ def _exchanges(
 
 
 def _updates(hf: HfConfig, settings: LearnerSettings, cluster: Cluster) -> list[Figure]:
-    """Return what the optimizer's updates take: gradients summed, weights gathered, Adam."""
+    """Return the parts of the optimizer's updates: summed gradients, gathered weights, Adam."""
     learner = settings.learner
     if settings.lora.is_on:
         return []  # adapters are a few in a thousand

@@ -1,7 +1,7 @@
-"""Pure: what the publish of one version costs, in seconds, bytes, messages and copies.
+"""Pure: the cost of publishing one version, in seconds, bytes, messages and copies.
 
-Hosts of the learner hold equal parts of a version, each rank of an engine its slice. Seconds are
-those of links at their full rate, for hosts with nothing else to do.
+Hosts of the learner hold equal parts of a version, each rank of an engine its slice. Seconds assume
+links at full rate and otherwise idle hosts.
 """
 
 import math
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 
 STAGED_COMMANDS = 2  # Receive, Adopt
 LIVE_COMMANDS = 3  # Offer, Pause, Commit; and LoadBucket for each bucket
-DIGEST_BYTES_S = 11e9  # xxh3-128, of one core
-SLOTS = 3  # of a learner host's memory
+DIGEST_BYTES_S = 11e9  # xxh3-128 on one core
+SLOTS = 3  # slots in a learner host's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Who publishes what to whom. Rates are in bytes per second."""
+    """Sizes of publisher and receivers. Rates are in bytes per second."""
 
     version_bytes: float
     learner_hosts: int = 1  # each holds and sends its part
     engine_hosts: int = 1
-    nics: int = 1  # of each host
+    nics: int = 1  # network cards of each host
     nic_bytes_s: float = 50e9
-    gpus: int = 8  # of each host
-    pcie_bytes_s: float = 50e9  # of each GPU
-    fanout: int = 0  # engine hosts that fetch from the learner's; 0 is all of them
+    gpus: int = 8  # GPUs of each host
+    pcie_bytes_s: float = 50e9  # bandwidth of each GPU
+    fanout: int = 0  # engine hosts that fetch from the learner's hosts; 0 for all
     bucket_bytes: float = 64 * 2**20
-    buckets: int | None = None  # of the version; None: as many as that makes
+    buckets: int | None = None  # number in the version; None to compute it
     connections: int = 4  # buckets on their way to an engine host at a time
-    is_staged: bool = True  # received beside the running engine, then loaded
-    delta_share: float = 1.0  # of a version's bytes that travel
+    is_staged: bool = True  # received while the engine runs, then loaded
+    delta_share: float = 1.0  # share of a version's bytes that travel
 
     @property
     def heads(self) -> int:
@@ -38,7 +38,7 @@ class Setup:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the version, which never span parts."""
+        """Number of buckets of the version; no bucket spans parts."""
         if self.buckets is not None:
             return self.buckets
         part = self.version_bytes / self.learner_hosts
@@ -47,19 +47,19 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one publish costs. Bytes are of tensors, without the framing of messages."""
+    """Cost of one publish. Bytes are those of tensors, without message framing."""
 
-    stall_s: float  # of the learner: its GPUs' weights to memory of its hosts
+    stall_s: float  # learner's pause: copy from its GPUs to its hosts' memory
     receive_s: float  # until the last engine host has the version
-    pause_s: float  # of an engine
-    digest_core_s: float  # of each engine host
-    slot_bytes: float  # of each learner host
-    learner_host_bytes: float  # that leave each
-    relayed_bytes: float  # that leave all learner hosts
-    forwarded_bytes: float  # that leave all engine hosts
-    commands: int  # to the agents, each of which has one answer
-    bucket_requests: int  # each of which has one answer
-    copied_bytes: float  # by the bus within all engine hosts, before engines load
+    pause_s: float  # engine's pause
+    digest_core_s: float  # seconds of a core on each engine host
+    slot_bytes: float  # memory of each learner host
+    learner_host_bytes: float  # bytes sent by each learner host
+    relayed_bytes: float  # bytes sent by all learner hosts
+    forwarded_bytes: float  # bytes sent by all engine hosts
+    commands: int  # messages to the agents, each with one answer
+    bucket_requests: int  # each with one answer
+    copied_bytes: float  # copies of the bus within all engine hosts, before engines load
 
     @property
     def wire_bytes(self) -> float:
@@ -68,7 +68,7 @@ class Cost:
 
 
 def cost_of(setup: Setup) -> Cost:
-    """Return what a publish costs."""
+    """Return the cost of a publish."""
     version, engines = setup.version_bytes, setup.engine_hosts
     host_bytes_s = setup.nics * setup.nic_bytes_s
     travels = version * setup.delta_share
@@ -88,7 +88,7 @@ def cost_of(setup: Setup) -> Cost:
         learner_host_bytes=leaves,
         relayed_bytes=setup.heads * travels,
         forwarded_bytes=behind * travels,
-        commands=engines * per_engine + behind,  # one Admit for each that stands behind another
+        commands=engines * per_engine + behind,  # one Admit per host behind another
         bucket_requests=engines * setup.num_buckets if setup.is_staged else 0,
         copied_bytes=engines * version + behind * travels if setup.is_staged else 0.0,
     )

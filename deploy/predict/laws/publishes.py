@@ -1,6 +1,6 @@
-"""Pure: what a publish costs between a learner and engines of so many GPUs.
+"""Pure: the cost of a publish between a learner and engines of a given size.
 
-The law is publish_cost.py's, with each engine a receiver: engines on one host share its NICs, and
+The law of publish_cost.py, with each engine as a receiver: engines on one host share its NICs, and
 each loads a whole version over its own GPUs' PCIe.
 """
 
@@ -19,7 +19,7 @@ def publish_cost(
     engine_ranks: int,
     fanout: int,
 ) -> Cost:
-    """Return what a publish costs; ``fanout`` engines fetch from the learner's hosts, 0 is all."""
+    """Return a publish's cost; ``fanout`` engines fetch from the learner's hosts, 0 for all."""
     size = cluster.gpus_per_host
     setup = Setup(
         version_bytes=version_bytes,

@@ -1,4 +1,4 @@
-"""Shapes of models without weights: folders with a config.json, some of which are shipped."""
+"""Shapes of models without weights: folders with a config.json; some are shipped."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ _SHIPPED = Path(__file__).parent / "models"
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the shapes that are shipped."""
+    """Return the names of the shipped shapes."""
     return sorted(path.parent.name for path in _SHIPPED.glob("*/config.json"))
 
 
 def shape_folder(name: str) -> Path:
-    """Return the folder of a shape: one that is shipped, a folder, or that of a config.json.
+    """Return the folder of a shape: a shipped one, a folder, or the folder of a config.json.
 
     Raises:
         ConfigError: there is no config.json.

@@ -12,27 +12,27 @@ from slipstream.generators.config import GeneratorsSection
 from slipstream.wire.models.hf_config import HfConfig
 
 GIB = 2**30
-_DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
+_DEFAULT_STATIC_SHARE = 0.85  # share of a GPU that SGLang takes for weights and cache
 
 
 def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
     """Return the key and value cache of one token over all layers."""
-    if hf.family.is_latent:  # engines keep it compressed, and expand it when it is read
+    if hf.family.is_latent:  # engines keep it compressed, and expand it on reading
         return hf.num_hidden_layers * hf.sizes["key_rank_and_rotary"] * element_bytes
     return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
 
 
 def kv_copies(hf: HfConfig, ranks: int) -> int:
-    """Return how many of the ranks that share an attention keep the same part of a token's cache.
+    """Return how many ranks of one attention keep the same part of a token's cache.
 
-    Heads of keys and values are divided among them, as far as there are any; what latent attention
-    keeps has no heads, so that each has all of it.
+    Heads of keys and values are divided among the ranks as far as possible. Latent attention has no
+    heads in its cache, so each rank keeps all of it.
     """
     return ranks if hf.family.is_latent else max(1, ranks // hf.num_query_groups)
 
 
 def rank_kv_bytes(hf: HfConfig, ranks: int, groups: int) -> int:
-    """Return what a rank keeps of one token of its group, of ``groups`` that attend apart."""
+    """Return a rank's bytes of one token of its group; ``groups`` attend separately."""
     of_group = ranks // groups
     return kv_bytes_per_token(hf) * kv_copies(hf, of_group) // of_group
 
@@ -46,13 +46,13 @@ def static_share(generators: GeneratorsSection) -> float:
 def learner_memory(
     hf: HfConfig, config: RunConfig, *, frozen: Sequence[HfConfig] = (), has_critic: bool = False
 ) -> list[MemoryPart]:
-    """Return the memory of a learner's rank on a GPU, of the pipeline stage that needs most.
+    """Return the memory of a learner's rank on a GPU, in the pipeline stage that needs most.
 
     Args:
         hf: the policy's architecture.
         config: the run's settings.
-        frozen: policies beside it: a reference (algo.kl), a teacher (algo.teacher.model).
-        has_critic: whether a critic is (algo.advantage).
+        frozen: additional policies: a reference (algo.kl), a teacher (algo.teacher.model).
+        has_critic: True if a critic is trained (algo.advantage).
 
     Raises:
         ConfigError: the settings do not divide the layers.
@@ -62,7 +62,7 @@ def learner_memory(
 
 
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
-    """Return the memory of one rank of an engine; the cache takes the rest of its share."""
+    """Return the memory of one rank of an engine; the cache takes the rest of the share."""
     generators = config.generators.generators
     ranks, groups = generators.num_ranks, generators.attention_groups
     count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""

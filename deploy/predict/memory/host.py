@@ -1,7 +1,7 @@
-"""Pure: how much memory and disk a run takes of a host, in bytes, part by part.
+"""Pure: a run's memory and disk on a host, in bytes, part by part.
 
-P parameters of the policy, f bytes of each: 4 on a CPU (float32), 2 on a GPU (bfloat16). What lies
-on GPUs is estimated in `gpu.py`.
+P parameters of the policy, f bytes of each: 4 on a CPU (float32), 2 on a GPU (bfloat16). Memory of
+GPUs is estimated in `gpu.py`.
 
     learner on a CPU     learner_rank.py     16 P per replica in float32 and more, as it is divided
     engine on a CPU      4 P + KV            KV: generators.max_cached_tokens tokens
@@ -40,15 +40,15 @@ def host_memory(
     frozen: Sequence[HfConfig] = (),
     has_critic: bool = False,
 ) -> list[MemoryPart]:
-    """Return the memory of a host that processes on its CPU take.
+    """Return the memory of a host for processes that compute on its CPU.
 
     Args:
         hf: the policy's architecture.
         config: the run's settings.
-        learner_ranks: of the learner that are on this host and compute on its CPU.
-        engines: that are on this host and compute on its CPU.
-        frozen: policies beside the policy of each replica.
-        has_critic: whether a critic is trained.
+        learner_ranks: Ranks of the learner that compute on this host's CPU.
+        engines: Engines that compute on this host's CPU.
+        frozen: additional policies of each replica.
+        has_critic: True if a critic is trained.
     """
     generators = config.generators.generators
     cached = generators.max_cached_tokens * kv_bytes_per_token(hf, element_bytes=_FLOAT32)
@@ -63,7 +63,7 @@ def host_memory(
 def _learner_memory(
     hf: HfConfig, config: RunConfig, ranks: int, frozen: Sequence[HfConfig], *, has_critic: bool
 ) -> list[MemoryPart]:
-    """Return the memory of this many ranks, those of the pipeline stages that need most."""
+    """Return the memory of this many ranks, those of the largest pipeline stages."""
     learner = config.learner.learner
     stages = learner_stages(hf, config.learner, on_gpu=False, frozen=frozen, has_critic=has_critic)
     stages.sort(key=total_bytes, reverse=True)
@@ -87,7 +87,7 @@ def _learner_memory(
 
 
 def versions_bytes(hf: HfConfig, *, on_gpu: bool, lora: LoraSection | None = None) -> int:
-    """Return the shared memory in which the learner hands versions to the relay."""
+    """Return the shared memory for versions that the learner hands to the relay."""
     count = hf.num_parameters
     if lora is not None and lora.is_named:
         count = _num_trained(hf, lora)
@@ -103,7 +103,7 @@ def checkpoint_bytes(
 
 
 def _num_trained(hf: HfConfig, lora: LoraSection | None) -> int:
-    """Return the parameters that a policy trains, all or those of adapters."""
+    """Return the parameters that a policy trains: all, or those of adapters."""
     if lora is None or not lora.is_on:
         return hf.num_parameters
     return adapter_parameters(hf, LearnerSection(), lora.facts(), 0).count
@@ -117,9 +117,9 @@ def copies_memory(
     has_critic: bool = False,
     lora: LoraSection | None = None,
 ) -> list[MemoryPart]:
-    """Return the memory of a learner's host for what is saved while training continues.
+    """Return the memory of a learner's host for saving while training continues.
 
-    One replica's ranks hold it, together; all of them may be on this host.
+    The ranks of one replica hold it together; all of them may be on this host.
     """
     if not (checkpoint.asynchronous and _saves_during_training(checkpoint)):
         return []
@@ -128,7 +128,7 @@ def copies_memory(
 
 
 def most_checkpoints(checkpoint: CheckpointSection) -> int:
-    """Return how many checkpoints are on the disk at a time, with the one that is being written."""
+    """Return the largest number of checkpoints on the disk, including an unfinished one."""
     if not _saves_during_training(checkpoint):
         return 1
     return checkpoint.keep_last + checkpoint.keep_best + 1

@@ -28,9 +28,9 @@ from slipstream.wire.models.families.parts import Parameter, Sizes, Table
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 
-CHUNK_BYTES = 64 * 2**20  # as in slipstream.algos.linear_logprobs, which needs torch
-CUDA_CHUNK_BYTES = 512 * 2**20  # the same of there
-MIN_CHUNK_COLUMNS = 1024  # the same of there
+CHUNK_BYTES = 64 * 2**20  # equal to slipstream.algos.linear_logprobs, which needs torch
+CUDA_CHUNK_BYTES = 512 * 2**20  # equal to the same module
+MIN_CHUNK_COLUMNS = 1024  # equal to the same module
 HOST_OPTIMIZER = "optimizer on the host"
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM = "decoder.final_layernorm.weight"
@@ -38,7 +38,7 @@ _NORM = "decoder.final_layernorm.weight"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One reason for memory to be used."""
+    """One use of memory."""
 
     what: str
     num_bytes: float
@@ -49,20 +49,20 @@ class MemoryPart:
 class RankParameters:
     """Numbers of parameters of one rank."""
 
-    dense: int  # all but those of experts
+    dense: int  # all except experts
     expert: int
-    largest: int  # of the largest parameter
+    largest: int  # size of the largest parameter
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.dense + self.expert
 
 
 def rank_parameters(
     hf: HfConfig, learner: LearnerSection, stage: int, *, is_critic: bool = False
 ) -> RankParameters:
-    """Return how many parameters each rank of a pipeline stage has; a critic's if it is one.
+    """Return the parameters of each rank of a pipeline stage, of the policy or of a critic.
 
     Raises:
         ConfigError: the settings do not divide the layers.
@@ -70,8 +70,8 @@ def rank_parameters(
     sizes, family = learner.sizes, hf.family
     num_dense, num_expert, largest = 0, 0, [0]
     for layer, count in family.layers_of(hf, _numbers_of_rank(hf, learner, stage)):
-        shared = {name: one for name, one in layer.items() if "*" not in name}
-        of_experts = {name: one for name, one in layer.items() if "*" in name}
+        shared = {name: parameter for name, parameter in layer.items() if "*" not in name}
+        of_experts = {name: parameter for name, parameter in layer.items() if "*" in name}
         dense = _shares(shared, hf.sizes, sizes.tensor)
         expert = _shares(of_experts, hf.sizes, sizes.expert_tensor)
         num_dense += count * sum(dense)
@@ -82,7 +82,7 @@ def rank_parameters(
         ends.append(_EMBEDDING)
     if stage == sizes.pipeline - 1:
         ends.append(_NORM)
-        # A tied output layer on a stage of its own is a copy of the embedding.
+        # a tied output layer on a separate stage is a copy of the embedding
         if not is_critic and (not hf.tie_word_embeddings or sizes.pipeline > 1):
             ends.append(_OUTPUT)
     of_ends = _shares({name: family.ends[name] for name in ends}, hf.sizes, sizes.tensor)
@@ -95,7 +95,7 @@ def rank_parameters(
 def adapter_parameters(
     hf: HfConfig, learner: LearnerSection, facts: AdapterFacts, stage: int
 ) -> RankParameters:
-    """Return how many parameters of adapters each rank of a pipeline stage has.
+    """Return the parameters of adapters on each rank of a pipeline stage.
 
     Raises:
         ConfigError: the settings do not divide the layers.
@@ -152,14 +152,14 @@ def learner_stages(
     frozen: Sequence[HfConfig] = (),
     has_critic: bool = False,
 ) -> list[list[MemoryPart]]:
-    """Return the memory of a rank of each pipeline stage; its parts have the same order in all.
+    """Return the memory of a rank of each pipeline stage; all have the same parts in order.
 
     Args:
         hf: the policy's architecture.
-        settings: the learner's.
-        on_gpu: whether it computes on GPUs.
-        frozen: policies beside it: a reference (algo.kl), a teacher (algo.teacher.model).
-        has_critic: whether a critic is (algo.advantage).
+        settings: Settings of the learner.
+        on_gpu: True if the learner computes on GPUs.
+        frozen: additional policies: a reference (algo.kl), a teacher (algo.teacher.model).
+        has_critic: True if a critic is trained (algo.advantage).
 
     Raises:
         ConfigError: the settings do not divide the layers.
@@ -224,7 +224,9 @@ def _stage(
     elif learner.optimizer_offload_fraction:  # the host is the device
         parts.append(host_optimizer(own, learner))
     if frozen:
-        counts = [rank_parameters(one, section_for(one, learner), stage).count for one in frozen]
+        counts = [
+            rank_parameters(policy, section_for(policy, learner), stage).count for policy in frozen
+        ]
         parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
         held += [Held(f"frozen {i}", "weights", element * n) for i, n in enumerate(counts)]
     if has_critic:
@@ -278,7 +280,7 @@ def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> tu
 
 
 def host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
-    """Return what a rank's hybrid optimizer has on the host."""
+    """Return the host's share of a rank's hybrid optimizer."""
     each = 16 * learner.optimizer_offload_fraction
     what = "float32 weights, two moments, gradients"
     count, formula = _divided(own, learner, f"{each:g}", what)
@@ -286,7 +288,7 @@ def host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
 
 
 def copies_of(learner: LearnerSection) -> tuple[int, int]:
-    """Return how many ranks hold a rank's weights, but experts', and how many its experts."""
+    """Return how many ranks hold a rank's dense weights, and how many hold its experts."""
     sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
     return of_stage // sizes.tensor, of_stage // (sizes.expert * sizes.expert_tensor)
 
@@ -298,7 +300,7 @@ def updated_parameters(own: RankParameters, learner: LearnerSection) -> int:
 
 
 def _divided(own: RankParameters, learner: LearnerSection, each: str, what: str) -> tuple[int, str]:
-    """Return of how many parameters a rank has a divided optimizer's state, and the formula."""
+    """Return the parameters of a divided optimizer's state on a rank, and the formula."""
     dense, expert = copies_of(learner)
     count = updated_parameters(own, learner)
     if own.expert:
@@ -307,10 +309,10 @@ def _divided(own: RankParameters, learner: LearnerSection, each: str, what: str)
 
 
 def passes_in_flight(sizes: ParallelSizes, stage: int) -> float:
-    """Return how many microbatches' activations a stage holds at most, of all of its layers.
+    """Return the most microbatches whose activations a stage holds, in units of all its layers.
 
-    1F1B runs as many forward passes as stages follow before its first backward pass, interleaved
-    chunks more, each of a part of the layers. A step of fewer microbatches holds fewer.
+    1F1B runs as many forward passes as stages follow before its first backward pass; interleaved
+    chunks add more, each with a part of the layers. A step of fewer microbatches holds fewer.
     """
     following = sizes.pipeline - stage - 1
     if sizes.chunks == 1:
@@ -330,7 +332,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     """
     sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
     tensor, hidden = sizes.tensor, hf.hidden_size
-    token_ranks = tensor if learner.sequence_parallel else 1  # that share tokens between layers
+    token_ranks = tensor if learner.sequence_parallel else 1  # sharing a layer's tokens
     queries, keys = lengths["queries"], lengths["keys"]
     attention = queries + 2 * keys + lengths["outputs"] + (queries + keys) * hf.has_qk_norm
     latent = 0.0
@@ -338,7 +340,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
         attention = 2 * queries + keys + lengths["keys_and_values"] + lengths["outputs"]
         latent = 2 * (lengths["query_rank"] + lengths["key_rank_and_rotary"]) / token_ranks
     kept_input = hidden / token_ranks
-    # The layers of a kind are alike; those of a stage with both are taken for the larger.
+    # layers of a kind are alike; a stage with both kinds counts as the larger one
     mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))
     norms = 4 + 2 * ("mlp_bda.norm.weight" in hf.family.layer)
     whole = norms * kept_input + latent + attention / tensor + mlp
@@ -363,7 +365,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
 
 
 def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:
-    """Return what the MLP of a layer keeps of a token."""
+    """Return the elements that the MLP of a layer keeps per token."""
     sizes, lengths = learner.sizes, hf.sizes
     if not hf.is_sparse(number):
         return 4 * lengths["inner"] / sizes.tensor
@@ -384,7 +386,7 @@ def _tokens(learner: LearnerSection) -> int:
 def _last_stage(
     hf: HfConfig, learner: LearnerSection, element: int, *, on_gpu: bool, is_last: bool
 ) -> list[MemoryPart]:
-    """Return what the output layer takes; it is on the last stage alone."""
+    """Return the memory of the output layer; only the last stage has one."""
     tokens = _tokens(learner)
     chunk = CUDA_CHUNK_BYTES if on_gpu else CHUNK_BYTES
     columns = min(

@@ -1,4 +1,4 @@
-"""Pure: how much of what a rank holds by turns is never on its device at once (learner.offload)."""
+"""Pure: the part of a rank's memory that is never on its device at once (learner.offload)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,27 +22,29 @@ def never_at_once(
     """Return by how much the largest moment is below the sum of everything.
 
     Args:
-        held: of all models; owners without gradients are frozen.
-        offload: the kinds that are away while they are not used.
-        working: bytes that a training pass takes besides, of any model.
-        beside_policy: the frozen model that the policy's training uses, too.
+        held: Tensors of all models; owners without gradients are frozen.
+        offload: kinds that leave the device while they are unused.
+        working: additional bytes of a training pass of any model.
+        beside_policy: frozen model that the policy's training also uses.
     """
-    trained = {one.owner for one in held if one.kind == "gradients"}
-    frozen = {one.owner for one in held} - trained
+    trained = {part.owner for part in held if part.kind == "gradients"}
+    frozen = {part.owner for part in held} - trained
     passes = ((owner, ("weights", "gradients")) for owner in sorted(trained))
     updates = ((owner, KINDS) for owner in sorted(trained))
 
     def on_device(used: Iterable[Held]) -> float:
         there = set(used)
-        return sum(one.num_bytes for one in held if one in there or one.kind not in offload)
+        return sum(part.num_bytes for part in held if part in there or part.kind not in offload)
 
     def of(owner: str, kinds: Collection[str]) -> list[Held]:
         more = beside_policy if owner == POLICY else ""
         return [
-            one for one in held if (one.owner == owner and one.kind in kinds) or (one.owner == more)
+            part
+            for part in held
+            if (part.owner == owner and part.kind in kinds) or (part.owner == more)
         ]
 
-    moments = [working + on_device(of(*one)) for one in passes]
-    moments += [on_device(of(*one)) for one in updates]
+    moments = [working + on_device(of(*use)) for use in passes]
+    moments += [on_device(of(*use)) for use in updates]
     moments += [on_device(of(owner, ("weights",))) for owner in sorted(frozen)]
-    return working + sum(one.num_bytes for one in held) - max(moments)
+    return working + sum(part.num_bytes for part in held) - max(moments)

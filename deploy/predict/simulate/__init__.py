@@ -1,4 +1,4 @@
-"""Runs in virtual time: the real ledger among engines, a learner and publishes that follow laws.
+"""Runs in virtual time: the real ledger; engines, a learner and publishes that follow laws.
 
 No sockets, processes or clocks; a seed decides everything.
 Imported by deploy.predict.advise and deploy.commands.

@@ -1,16 +1,16 @@
 """One engine in virtual time: all its sequences advance at one pace, in closed form between events.
 
-Every sequence gets one token in a decode step, so each is finished when the engine's own count of
-steps, v, has advanced by its length. With n sequences that have C tokens in the cache, d further
-steps take (see EngineLaw)
+Every sequence gets one token in a decode step, so it ends once the engine's count of steps, v, has
+advanced by its length. With n sequences and C tokens in the cache, d further steps take (see
+EngineLaw)
 
     flat(n) d + k (C d + n d^2 / 2)      seconds
 
-which is solved for d where the time is given. The cost of an event does not depend on n, unless the
-cache is full.
+solved for d if the time is known. The cost of an event does not depend on n, unless the cache is
+full.
 
-A full cache is retracted from, as SGLang and vLLM do: the sequences that were begun last give up
-their keys and values, and compute them again once there is room, before anything new is begun.
+A full cache retracts sequences, as SGLang and vLLM do: the sequences begun last give up their keys
+and values, and compute them again once there is room, before anything new begins.
 """
 
 import math
@@ -20,13 +20,13 @@ from heapq import heappop, heappush
 
 from slipstream.deploy.predict.laws.engine_law import EngineLaw
 
-_CLOSE = 1e-6  # steps: two ends nearer than that are one
-_FREED_STEPS = 16  # for which all sequences have room after a retraction
-_SPARE = 0.1  # of the cache that is free where one begins or goes on
+_CLOSE = 1e-6  # steps between two ends that count as one
+_FREED_STEPS = 16  # steps with room for all sequences after a retraction
+_SPARE = 0.1  # free share of the cache that is needed to begin or resume a sequence
 
 
 class Response:
-    """One response, under way or ended."""
+    """One open or ended response."""
 
     __slots__ = (
         "began",
@@ -48,21 +48,21 @@ class Response:
         self.lease_id = lease_id
         self.prompt = prompt
         self.length = length
-        self.began = 0.0  # v at which it would have begun, never retracted; less what is done
-        self.since = 0.0  # v at which it was last begun
-        self.order = 0  # in which it was last begun; 0 while it does not run
+        self.began = 0.0  # v at which it would have begun without retractions; less what is done
+        self.since = 0.0  # v at its last begin
+        self.order = 0  # number of its last begin; 0 while it does not run
         self.versions: list[tuple[int, int]] = []
-        """(index of the first token, step of the version), of its tokens before it was last begun;
-        of all of them once it has ended."""
+        """(index of the first token, step of the version), of tokens before its last begin; of all
+        tokens once it has ended."""
 
     @property
     def part(self) -> float:
-        """Its part of C that v is not."""
+        """Part of C that does not grow with v."""
         return self.prompt - self.began
 
 
 class SimulatedEngine:
-    """An engine and what it has under way."""
+    """An engine and its open work."""
 
     __slots__ = (
         "_boundaries",
@@ -93,25 +93,25 @@ class SimulatedEngine:
     def __init__(
         self, law: EngineLaw, holder: str, step: int, now_s: float, *, kept: int = 64
     ) -> None:
-        """Start with nothing under way.
+        """Start without work.
 
         Args:
-            law: of its pace.
-            holder: its name to the ledger.
-            step: of the version that it runs.
-            now_s: virtual time.
-            kept: versions that a sequence may have, at most.
+            law: Law of the engine's pace.
+            holder: Name of the engine in the ledger.
+            step: Step of the running version.
+            now_s: Virtual time.
+            kept: Largest number of versions of a sequence.
         """
         self._law = law
         self.holder = holder
         self._kept = kept
         self.step = step
         self.now_s = now_s
-        self.debt_s = 0.0  # seconds to stand still or to compute prompts before the next step
-        self.num_sequences = 0  # those that wait for room included
-        self.num_behind = 0  # ended, of groups that have others under way
+        self.debt_s = 0.0  # seconds of pause or of prompts before the next step
+        self.num_sequences = 0  # includes sequences that wait for room
+        self.num_behind = 0  # ended sequences of open groups
         self.busy_s = 0.0  # decoding
-        self.stalled_s = 0.0  # standing still, or computing prompts, with work under way
+        self.stalled_s = 0.0  # seconds of pause or of prompts, with open work
         self.num_generated = 0.0  # tokens
         self.num_retractions = 0
         self._steps = 0.0  # v
@@ -119,11 +119,11 @@ class SimulatedEngine:
         self._running = 0  # n
         self._flat_s = 0.0
         self._order = 0
-        self._due = 0.0  # v at which a sequence ends or the cache is full
+        self._due = 0.0  # v at the end of a sequence, or when the cache is full
         self._heap: list[tuple[float, int, Response]] = []
-        self._stack: list[Response] = []  # in the order in which they were begun; ended ones too
-        self._waiting: deque[Response] = deque()  # for room; retracted ones first
-        self._groups: dict[int, tuple[list[Response], int]] = {}  # under way, ended
+        self._stack: list[Response] = []  # in order of their begin; includes ended ones
+        self._waiting: deque[Response] = deque()  # sequences without room; retracted ones first
+        self._groups: dict[int, tuple[list[Response], int]] = {}  # open, ended
         self._boundaries: list[tuple[float, int]] = [(0.0, step)]  # (v, version from there on)
 
     @property
@@ -133,12 +133,12 @@ class SimulatedEngine:
 
     @property
     def has_room(self) -> bool:
-        """Whether the cache has room for more."""
+        """True if the cache has room for more."""
         most = (1 - _SPARE) * self._law.max_cached_tokens
         return not self._waiting and (not self._running or self.context < most)
 
     def set_law(self, law: EngineLaw) -> None:
-        """Go on at another pace; ``advance`` first."""
+        """Continue at another pace; call ``advance`` first."""
         self._law = law
         self._flat_s = law.flat_s(self._running)
 
@@ -164,10 +164,10 @@ class SimulatedEngine:
         """Begin a group's sequences; their prompt is computed once.
 
         Args:
-            group_id: of the group.
-            lease_id: under which it is answered.
-            prompt: its tokens.
-            lengths: of the responses, by sibling.
+            group_id: Id of the group.
+            lease_id: Lease of its answers.
+            prompt: Tokens of its prompt.
+            lengths: Lengths of the responses, by sibling.
         """
         siblings = [
             Response(group_id, sibling, lease_id, prompt, length)
@@ -180,7 +180,7 @@ class SimulatedEngine:
         self._flat_s = self._law.flat_s(self._running)
 
     def stall(self, seconds: float, *, recomputes: bool = False) -> None:
-        """Stand still; with ``recomputes`` compute all keys and values again."""
+        """Pause; with ``recomputes`` compute all keys and values again."""
         if recomputes:
             seconds += self.context * self._law.prefill_s
         self.debt_s += seconds
@@ -196,13 +196,13 @@ class SimulatedEngine:
             del self._boundaries[: -self._kept]
 
     def next_end_s(self) -> float:
-        """Return when a sequence ends or the cache is full, if nothing happens before.
+        """Return when a sequence ends or the cache is full, if nothing else happens first.
 
-        Infinity where nothing is under way.
+        Infinity without open work.
         """
         heap = self._heap
         while heap and heap[0][2].order != heap[0][1]:
-            heappop(heap)  # it was cancelled or retracted
+            heappop(heap)  # cancelled or retracted
         if not heap:
             return math.inf
         steps = max(0.0, heap[0][0] - self._steps)
@@ -217,9 +217,9 @@ class SimulatedEngine:
         return self.now_s + self.debt_s + (flat + square * steps) * steps
 
     def take_ended(self) -> list[Response]:
-        """Take out the response whose end the present time is, and those that end with it.
+        """Take out the response that ends now, and those that end with it.
 
-        Of a full cache, some are retracted; of one with room, retracted ones go on.
+        A full cache retracts sequences; a cache with room resumes retracted ones.
         """
         ended: list[Response] = []
         heap = self._heap
@@ -236,17 +236,17 @@ class SimulatedEngine:
         return ended
 
     def cancel(self, group_id: int) -> None:
-        """Give up what is left of a group."""
+        """Give up the open part of a group."""
         if group_id in self._groups:
-            for one in list(self._groups[group_id][0]):
-                self._remove(one)
+            for response in list(self._groups[group_id][0]):
+                self._remove(response)
             self._keep_within()
             self._flat_s = self._law.flat_s(self._running)
 
     # ---- one sequence ----------------------------------------------------------------
 
     def _begin(self, one: Response, done: float) -> None:
-        """Begin a sequence, or go on with one of which so many tokens are done."""
+        """Begin a sequence, or resume one with this many tokens done."""
         self._order += 1
         one.since, one.began = self._steps, self._steps - done
         one.order = self._order
@@ -258,13 +258,13 @@ class SimulatedEngine:
         self._running += 1
 
     def _stop(self, one: Response) -> None:
-        """Have a sequence leave the cache."""
+        """Take a sequence out of the cache."""
         one.order = 0
         self._running -= 1
         self._constant = self._constant - one.part if self._running else 0.0
 
     def _remove(self, one: Response) -> None:
-        """Take out a sequence for good."""
+        """Remove a sequence for good."""
         if one.order:
             self._stop(one)
         else:
@@ -280,7 +280,7 @@ class SimulatedEngine:
             self.num_behind -= ended
 
     def _keep_within(self) -> None:
-        """Retract from a full cache what was begun last; go on with what has room again."""
+        """Retract the newest sequences from a full cache; resume those that have room again."""
         most = self._law.max_cached_tokens
         if self._running > 1 and self.context >= most - _CLOSE * self._running:
             while self._running > 1 and self.context + _FREED_STEPS * self._running > most:
@@ -291,9 +291,9 @@ class SimulatedEngine:
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
-        """Begin what waits, as far as there is room; a prompt is computed once for siblings."""
+        """Begin waiting sequences that have room; siblings compute a prompt once."""
         most = (1 - _SPARE) * self._law.max_cached_tokens
-        newest = -1  # group of which one was begun here
+        newest = -1  # group of the last sequence begun here
         while self._waiting:
             one = self._waiting[0]
             done = -one.began
@@ -311,16 +311,16 @@ class SimulatedEngine:
         done = max(0.0, self._steps - one.began)
         one.versions = self._versions(one, math.ceil(done - _CLOSE))
         self._stop(one)
-        one.began = -done  # while it waits
+        one.began = -done  # value while it waits
         self._waiting.appendleft(one)
         self.num_retractions += 1
 
     def _versions(self, one: Response, length: int) -> list[tuple[int, int]]:
-        """Return where the versions of a response begin, of its first ``length`` tokens."""
+        """Return where the versions of a response begin, within its first ``length`` tokens."""
         boundaries, runs = self._boundaries, list(one.versions)
         at = max(0, bisect_right(boundaries, (one.since, math.inf)) - 1)
         if not runs and at == len(boundaries) - 1:
-            return [(one.prompt, boundaries[at][1])]  # nothing was adopted since it began
+            return [(one.prompt, boundaries[at][1])]  # nothing was adopted since its begin
         begun = (one.since, boundaries[at][1])
         for began_at, step in (begun, *boundaries[at + 1 :]):
             token = max(0, math.ceil(began_at - one.began - _CLOSE))

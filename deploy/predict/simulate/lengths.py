@@ -24,21 +24,21 @@ class Fixed:
     tokens: int
 
     def draw(self, rng: random.Random, num: int) -> list[int]:  # noqa: ARG002 nothing is drawn
-        """Return it ``num`` times."""
+        """Return ``num`` times the same length."""
         return [self.tokens] * num
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal lengths, cut off at the most that is allowed; siblings are alike.
+    """Log-normal lengths with a largest length; siblings are alike.
 
-    The mean is of what is drawn after the cut, as a run reports it.
+    The mean is that of the cut lengths, as a run reports it.
     """
 
     mean: float  # tokens, after the cut
     spread: float  # standard deviation over mean, before the cut
     longest: int  # sampling.max_response_tokens
-    alike: float = 0.5  # share of the logarithms' variance that is the prompt's
+    alike: float = 0.5  # prompt's share of the logarithms' variance
     _place: tuple[float, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Lengths that a run had, drawn again."""
+    """Lengths of a recorded run, drawn again."""
 
     tokens: tuple[int, ...]
 
@@ -73,15 +73,15 @@ class Recorded:
             raise ConfigError("recorded lengths: expected at least one, each >= 1 token")
 
     def draw(self, rng: random.Random, num: int) -> list[int]:
-        """Return some of them."""
+        """Return some of the recorded lengths."""
         return rng.choices(self.tokens, k=num)
 
 
 def cut(lengths: Lengths, longest: int) -> Lengths:
-    """Return recorded lengths, or one for all, of which none is above ``longest`` tokens."""
+    """Return recorded or fixed lengths, limited to ``longest`` tokens; others unchanged."""
     match lengths:
         case Recorded(tokens):
-            return Recorded(tuple(min(longest, one) for one in tokens))
+            return Recorded(tuple(min(longest, length) for length in tokens))
         case Fixed(tokens):
             return Fixed(min(longest, tokens))
         case _:
@@ -91,7 +91,7 @@ def cut(lengths: Lengths, longest: int) -> Lengths:
 def mean_after_cut(median: float, sigma: float, longest: float) -> float:
     """Return E[min(X, longest)] of a log-normal X; ``median`` is of log X.
 
-    E[X; X < c] = exp(m + s^2 / 2) Phi((ln c - m - s^2) / s), and c P(X > c) besides.
+    E[X; X < c] = exp(m + s^2 / 2) Phi((ln c - m - s^2) / s), plus c P(X > c).
     """
     place = (math.log(longest) - median) / sigma
     below = math.exp(median + sigma**2 / 2) * _phi(place - sigma)
@@ -99,7 +99,7 @@ def mean_after_cut(median: float, sigma: float, longest: float) -> float:
 
 
 def _median_of(mean: float, sigma: float, longest: float) -> float:
-    """Return the median of log X with which the mean after the cut is ``mean``."""
+    """Return the median of log X that gives this mean after the cut."""
     low, high = math.log(mean) - 20.0, math.log(longest) + 20.0
     for _ in range(100):
         middle = (low + high) / 2

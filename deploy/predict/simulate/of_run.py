@@ -19,29 +19,29 @@ _WEIGHT_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a run is imagined on."""
+    """Imagined hardware of a run."""
 
     cluster: Cluster
     engines: int
     gpus_per_engine: int
     learner_gpus: int
-    step_s: float = 5.0  # of a learner step, whatever its tokens
+    step_s: float = 5.0  # constant seconds of a learner step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imagined:
-    """What the settings do not say of a run."""
+    """Properties of a run that its settings do not state."""
 
-    lengths: Lengths  # of the responses
-    prompt_tokens: int  # of each prompt
-    passes: float = 1.0  # of the learner over a batch (``LearnerLaw.of``)
+    lengths: Lengths  # distribution for the responses
+    prompt_tokens: int  # length of each prompt
+    passes: float = 1.0  # passes of the learner over a batch (``LearnerLaw.of``)
     steps: int | None = None  # learner steps; None is run.steps
     publish_every: int = 1  # learner steps
     score_s: float = 0.0  # from an answer to its reward
-    useless_share: float = 0.0  # of groups whose rewards are all equal, which are dropped
+    useless_share: float = 0.0  # share of groups with all rewards equal, which are dropped
     kl_per_lag: float = 0.0  # mismatch_kl of a token over the square of its staleness
     faults: Faults = field(default_factory=Faults)
-    seed: int = 0  # of everything that is drawn
+    seed: int = 0  # seed of all draws
 
 
 def scenario_of(
@@ -50,10 +50,10 @@ def scenario_of(
     """Return the scenario of a run.
 
     Args:
-        config: its settings.
+        config: The run's settings.
         hf: the policy's architecture.
-        hardware: what it is imagined on.
-        imagined: what else is.
+        hardware: Imagined hardware.
+        imagined: Other imagined properties.
 
     Raises:
         ConfigError: an engine does not hold the model, or numbers contradict each other.

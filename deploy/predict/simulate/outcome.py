@@ -1,4 +1,4 @@
-"""Pure: what a simulated run did."""
+"""Pure: the records of a simulated run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from slipstream.deploy.predict.simulate.lengths import percentile
 class StepRecord:
     """One learner step."""
 
-    step: int  # that it led to
+    step: int  # learner step after this one's commit
     asked_s: float  # when the learner began to wait for its batch
     began_s: float
     committed_s: float
     num_tokens: int  # trained, prompts included
-    num_generated: int  # of them chosen by the policy
+    num_generated: int  # trained tokens that the policy chose
     staleness: dict[int, int]  # in steps -> tokens
-    in_flight: int  # groups, at the commit
+    in_flight: int  # groups at the commit
     bound: int  # in force
-    engines_busy: float  # share of the engines' time since the last step in which they decoded
+    engines_busy: float  # share of the engines' time since the last step spent decoding
 
     @property
     def waited_s(self) -> float:
@@ -30,12 +30,12 @@ class StepRecord:
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training and of what a publish stalls."""
+        """Seconds of training and of the publish's stall."""
         return self.committed_s - self.began_s
 
     @property
     def mean_staleness(self) -> float:
-        """In learner steps, by token."""
+        """Mean by token, in learner steps."""
         tokens = sum(self.staleness.values())
         return sum(s * n for s, n in self.staleness.items()) / tokens if tokens else 0.0
 
@@ -53,10 +53,10 @@ class Outcome:
     num_refused: int  # answers that came too late
     restarted_trajectories: int
     num_generated: float  # tokens, by all engines
-    num_retractions: int  # sequences that a full cache gave up for a while
-    engine_busy_s: float  # of all engines
+    num_retractions: int  # sequences that a full cache retracted
+    engine_busy_s: float  # sum over all engines
     engine_stalled_s: float
-    engine_seconds: float  # that engines existed
+    engine_seconds: float  # total lifetime of engines
     group_s: tuple[float, ...]  # from a group's lease to its last answer, sorted; a sample
 
     @property
@@ -71,37 +71,37 @@ class Outcome:
 
     def mean_staleness(self, skip: int = 0) -> float:
         """Return the mean over steps of the tokens' mean staleness."""
-        return fmean(one.mean_staleness for one in self.steps[skip:])
+        return fmean(record.mean_staleness for record in self.steps[skip:])
 
     def p95_staleness(self, skip: int = 0) -> int:
-        """Return the staleness that 95% of the tokens do not pass."""
-        return quantile_of(sum_of([one.staleness for one in self.steps[skip:]]), 0.95)
+        """Return the staleness that 95% of the tokens do not exceed."""
+        return quantile_of(sum_of([record.staleness for record in self.steps[skip:]]), 0.95)
 
     def max_staleness(self) -> int:
         """Return the largest staleness of any trained token."""
-        return max(max(one.staleness, default=0) for one in self.steps)
+        return max(max(record.staleness, default=0) for record in self.steps)
 
     def waited_share(self, skip: int = 0) -> float:
-        """Return the share of the learner's time that it waited for batches."""
+        """Return the share of the learner's time spent waiting for batches."""
         steps = self.steps[skip:]
-        waited = sum(one.waited_s for one in steps)
-        return waited / (waited + sum(one.trained_s for one in steps))
+        waited = sum(record.waited_s for record in steps)
+        return waited / (waited + sum(record.trained_s for record in steps))
 
     def group_seconds(self, share: float) -> float:
-        """Return a percentile of the time that groups took to be answered."""
+        """Return a percentile of the time to a group's last answer."""
         return percentile(self.group_s, share) if self.group_s else 0.0
 
 
 def sum_of(counts: Sequence[dict[int, int]]) -> Counter[int]:
     """Return tokens by staleness."""
     total: Counter[int] = Counter()
-    for one in counts:
-        total.update(one)
+    for tokens in counts:
+        total.update(tokens)
     return total
 
 
 def quantile_of(counts: dict[int, int], share: float) -> int:
-    """Return the smallest value that ``share`` of the counted does not pass."""
+    """Return the smallest value that ``share`` of the counts does not exceed."""
     left = share * sum(counts.values())
     for value in sorted(counts):
         left -= counts[value]

@@ -20,7 +20,7 @@ from slipstream.wire.messages.broker import Hello, RoleReport
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import WAIT
 
-_SHOWN = 64  # engines that have a row on the page
+_SHOWN = 64  # engines with a row on the page
 _OUTCOME = "simulated"
 
 
@@ -28,10 +28,10 @@ class SimulatedFolder:
     """The folder of a simulated run: pass ``step`` to ``World.run``, then ``close``."""
 
     def __init__(self, world: World, config: RunConfig, folder: Path) -> None:
-        """Make the folder, with the settings in it.
+        """Make the folder and write the settings.
 
         Raises:
-            ConfigError: there is something already.
+            ConfigError: the folder is not empty.
         """
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: name another folder (--out)")
@@ -52,7 +52,7 @@ class SimulatedFolder:
         self._telemetry.training_began()
 
     def step(self, record: StepRecord) -> None:
-        """Take in a learner step."""
+        """Record a learner step."""
         world, telemetry = self._world, self._telemetry
         self._trained_tokens += record.num_generated
         self._waited_s += record.waited_s
@@ -86,7 +86,7 @@ class SimulatedFolder:
         self._metrics.step(record.step, self._trained_tokens, step_figures(point, status))
 
     def close(self) -> None:
-        """Write what a viewer reads."""
+        """Write the files of a viewer."""
         status = self._telemetry.status(self._world.ledger.book, self._scoring)
         self._history.take(status, self._world.now_s)
         self._metrics.close()

@@ -1,4 +1,4 @@
-"""Pure: all that a simulated run is made of."""
+"""Pure: everything that a simulated run consists of."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,49 +12,49 @@ from slipstream.wire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What goes wrong."""
+    """Faults of a run."""
 
-    engine_mtbf_s: float = 0.0  # mean time between failures of one engine; 0 is never
-    restart_s: float = 120.0  # until a failed engine answers again
-    lease_s: float = 60.0  # after which its work is given to others
-    slow_share: float = 0.0  # of the engines that are slow
-    slow_factor: float = 1.5  # times as long as others
+    engine_mtbf_s: float = 0.0  # mean time between failures of one engine; 0 for never
+    restart_s: float = 120.0  # time until a failed engine answers again
+    lease_s: float = 60.0  # time until its work is given to others
+    slow_share: float = 0.0  # share of engines that are slow
+    slow_factor: float = 1.5  # times as long as the others
     max_attempts: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Another pace from some time on."""
+    """A change of pace at some time."""
 
     at_s: float
     learner_factor: float = 1.0  # times as long a step
     engine_factor: float = 1.0
     length_factor: float = 1.0
-    lost_engines: int = 0  # that end now and do not come back
+    lost_engines: int = 0  # engines that end now for good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A run to be simulated."""
+    """A run to simulate."""
 
     steps: int
     groups_per_step: int
     group_size: int
     max_staleness_steps: int
     engines: int
-    max_sequences: int  # of one engine
+    max_sequences: int  # limit of one engine
     engine: EngineLaw
     learner: LearnerLaw
     publish: PublishLaw
     lengths: Lengths
     prompt_tokens: int = 256
-    max_in_flight: int | None = None  # groups; None is what the bound allows
+    max_in_flight: int | None = None  # groups; None for as many as the bound allows
     siblings_together: bool = False  # a group holds its lanes until its last answer
     staleness_mode: Literal["wait", "drop"] = "wait"
-    prefetch: bool = True  # the next batch is bound while one is trained
+    prefetch: bool = True  # bind the next batch during training
     publish_every: int = 1  # learner steps
-    score_s: float = 0.0  # from an answer to its reward
-    useless_share: float = 0.0  # of groups whose rewards are all equal, which are dropped
+    score_s: float = 0.0  # time from an answer to its reward
+    useless_share: float = 0.0  # share of groups with all rewards equal, which are dropped
     target: StalenessTarget | None = None
     kl_per_lag: float = 0.0  # mismatch_kl of a token, by the square of its staleness
     faults: Faults = field(default_factory=Faults)
@@ -91,7 +91,7 @@ class Scenario:
 
     @property
     def in_flight(self) -> int:
-        """Most groups under way."""
+        """Largest number of open groups."""
         if self.max_in_flight is not None:
             return self.max_in_flight
         return self.groups_per_step * (self.max_staleness_steps + 1)

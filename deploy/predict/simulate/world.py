@@ -1,8 +1,8 @@
-"""The event loop of virtual time: the real ledger decides, laws say how long everything takes.
+"""The event loop of virtual time: the real ledger decides, laws give all durations.
 
-Engines request work as generators do (room for as many sequences as their lanes are free), the
-learner requests a batch as learners do (the next one while it trains), a publish reaches engines
-after its transfer. What happens at the same time happens in the order in which it was begun.
+Engines request work as generators do (as many sequences as they have free lanes), the learner
+requests a batch as learners do (the next one while it trains), and a publish reaches engines after
+its transfer. Simultaneous events happen in the order in which they were scheduled.
 """
 
 import heapq
@@ -33,36 +33,36 @@ from slipstream.wire.settings.sections import EvalSection
 
 _FOR_EVER_S = 1e18
 _SEALED_EVERY = 8  # learner steps: a checkpoint lets the ledger forget
-_SAMPLED = 100_000  # groups whose time is kept
+_SAMPLED = 100_000  # groups with recorded time
 _PROMPT = Prompt(prompt="simulated")
 OnStep = Callable[[StepRecord], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """A generator, of which one engine after the other fails."""
+    """A generator; its engines fail one after the other."""
 
     name: str
     law: EngineLaw
-    engine: SimulatedEngine | None = None  # that runs
-    life: int = 0  # engines that have ended
-    stamp: int = 0  # of the next event that counts
-    drains_for: int = -1  # version
-    waits_at: int = -1  # version for which it was granted too little
+    engine: SimulatedEngine | None = None  # running engine
+    life: int = 0  # number of ended engines
+    stamp: int = 0  # stamp of the next valid event
+    drains_for: int = -1  # version that the engine drains for
+    waits_at: int = -1  # version that was granted too little
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group under way."""
+    """An open group."""
 
-    since_s: float  # its first lease
-    is_useless: bool  # all its rewards are equal: its prompt's doing, not its answers'
-    seat: _Seat  # that has its lease
+    since_s: float  # time of the first lease
+    is_useless: bool  # all rewards are equal, because of the prompt, not of the answers
+    seat: _Seat  # holder of its lease
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What the learner has or is about to train."""
+    """A batch in training, or the next one."""
 
     step: int
     num_tokens: int
@@ -71,10 +71,10 @@ class _Batch:
 
 
 class World:
-    """A run under way."""
+    """A run in progress."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Begin at second 0, with a learner and engines that run its weights."""
+        """Begin at second 0, with a learner and engines with its weights."""
         self.scenario = scenario
         self.ledger = Ledger(
             rules_of(scenario),
@@ -91,15 +91,15 @@ class World:
         self._next: _Batch | None = None
         self._began_s = self._asked_s = 0.0
         self._records: list[StepRecord] = []
-        self._under_way: dict[int, _Group] = {}  # until their last rewards
+        self._under_way: dict[int, _Group] = {}  # groups before their last reward
         self._group_s: list[float] = []
         self._num_refused = 0
-        self._num_engines = 0  # that run
-        self._ended_engines: list[SimulatedEngine] = []  # their figures
+        self._num_engines = 0  # running engines
+        self._ended_engines: list[SimulatedEngine] = []  # kept for their figures
         self._busy_before = 0.0
         self._change = Change(at_s=0.0)
-        self._waiting: dict[int, deque[_Seat]] = {}  # version -> those that were granted too little
-        self._exhausted: set[int] = set()  # versions for which nothing is left to be granted
+        self._waiting: dict[int, deque[_Seat]] = {}  # version -> seats that were granted too little
+        self._exhausted: set[int] = set()  # versions with nothing left to grant
         laws = [scenario.engine, scenario.engine.slower(scenario.faults.slow_factor)]
         num_slow = round(scenario.faults.slow_share * scenario.engines)
         self._seats = [
@@ -128,7 +128,7 @@ class World:
 
     @property
     def engines(self) -> dict[str, SimulatedEngine | None]:
-        """The engines by their names; None while one is gone."""
+        """Engines by name; None while one is gone."""
         return {seat.name: seat.engine for seat in self._seats}
 
     # ---- time ----------------------------------------------------------------
@@ -138,7 +138,7 @@ class World:
         heapq.heappush(self._events, (time_s, self._order, act, arguments))
 
     def _schedule(self, seat: _Seat, engine: SimulatedEngine) -> None:
-        """Have an engine's next end happen."""
+        """Schedule an engine's next end."""
         seat.stamp += 1
         end_s = engine.next_end_s()
         if end_s < _FOR_EVER_S:
@@ -147,7 +147,7 @@ class World:
     # ---- engines -------------------------------------------------------------
 
     def _begin(self, seat: _Seat) -> SimulatedEngine:
-        """Start an engine, which may fail."""
+        """Start an engine; it may fail later."""
         kept = max(64, 2 * self.scenario.max_staleness_steps + 4)
         holder = f"{seat.name}@{seat.life}"
         engine = SimulatedEngine(seat.law, holder, self._published, self.now_s, kept=kept)
@@ -169,18 +169,18 @@ class World:
         engine.set_law(seat.law if factor == 1.0 else seat.law.slower(factor))
 
     def _ends(self, seat: _Seat, stamp: int) -> None:
-        """Sequences of an engine end."""
+        """End sequences of an engine."""
         engine = seat.engine
         if stamp != seat.stamp or engine is None:
             return
         engine.advance(self.now_s)
-        for one in engine.take_ended():
-            self._submit(engine, one)
+        for response in engine.take_ended():
+            self._submit(engine, response)
         self._go_on(seat, engine)
         self._cancel_dropped()
 
     def _go_on(self, seat: _Seat, engine: SimulatedEngine) -> None:
-        """Have an engine with fewer sequences take its version if it drains, and work."""
+        """Let an engine with fewer sequences adopt its version if it drains, and work."""
         if seat.drains_for >= 0 and not engine.num_sequences:
             self._adopt(seat, engine, seat.drains_for)
         self._ask(seat, engine)
@@ -227,10 +227,10 @@ class World:
             self._group_s.append(self.now_s - under_way.since_s)
         self._deliver()
         if group_id not in self.ledger.book.groups:
-            self._wake()  # it was dropped: another prompt may take its place
+            self._wake()  # dropped: another prompt may take its place
 
     def _ask(self, seat: _Seat, engine: SimulatedEngine) -> bool:
-        """Request work for an engine's free lanes; return whether it got any."""
+        """Request work for an engine's free lanes; return True if it got any."""
         if seat.drains_for >= 0:
             return False
         scenario = self.scenario
@@ -240,7 +240,7 @@ class World:
             seat.waits_at = -1
             return False
         granted = []
-        if engine.step not in self._exhausted:  # until a batch, a commit, a lapse or a drop
+        if engine.step not in self._exhausted:  # cleared by a batch, a commit, a lapse or a drop
             granted = self.ledger.lease(
                 engine.holder,
                 PolicyVersion(self._version.epoch, engine.step),
@@ -250,13 +250,13 @@ class World:
             )
         if not granted:
             self._exhausted.add(engine.step)
-        for one in granted:
-            drawn = scenario.lengths.draw(self._rng, len(one.siblings))
+        for lease in granted:
+            drawn = scenario.lengths.draw(self._rng, len(lease.siblings))
             if (factor := self._change.length_factor) != 1.0:
                 drawn = [max(1, round(factor * length)) for length in drawn]
-            lengths = dict(zip(one.siblings, drawn, strict=True))
-            engine.admit(one.group_id, one.lease_id, scenario.prompt_tokens, lengths)
-            self._note(one.group_id, seat)
+            lengths = dict(zip(lease.siblings, drawn, strict=True))
+            engine.admit(lease.group_id, lease.lease_id, scenario.prompt_tokens, lengths)
+            self._note(lease.group_id, seat)
             room -= len(lengths)
         if room < scenario.group_size:
             seat.waits_at = -1
@@ -265,7 +265,7 @@ class World:
         return bool(granted)
 
     def _note(self, group_id: int, seat: _Seat) -> None:
-        """Remember which engine a group was leased to, and when for the first time."""
+        """Record the engine of a group's lease, and the time of the first lease."""
         if (under_way := self._under_way.get(group_id)) is not None:
             under_way.seat = seat
             return
@@ -276,12 +276,12 @@ class World:
         self._under_way[group_id] = _Group(self.now_s, is_useless, seat)
 
     def _wait(self, seat: _Seat, engine: SimulatedEngine) -> None:
-        """Have an engine wait for work, behind the others that run the same version."""
+        """Let an engine wait for work, behind others with the same version."""
         seat.waits_at = engine.step
         self._waiting.setdefault(engine.step, deque()).append(seat)
 
     def _wake(self) -> None:
-        """Grant work to engines that wait for it; those that run the same get the same answer."""
+        """Grant work to waiting engines; engines with the same version get the same answer."""
         self._exhausted.clear()
         for step in sorted(self._waiting, reverse=True):
             queue = self._waiting[step]
@@ -292,12 +292,12 @@ class World:
                     queue.popleft()
                     continue
                 engine.advance(self.now_s)
-                seat.waits_at = -1  # it is put at the end again if it wants more
+                seat.waits_at = -1  # back to the end if it wants more
                 has_work = self._ask(seat, engine)
                 queue.popleft()
                 if has_work:
                     self._schedule(seat, engine)
-                elif seat.waits_at == step:  # the ledger has nothing for such
+                elif seat.waits_at == step:  # the ledger has nothing for this version
                     break
             if not queue:
                 del self._waiting[step]
@@ -384,10 +384,10 @@ class World:
 
     def _trained(self) -> None:
         batch, self._training = self._training, None
-        assert batch is not None  # noqa: S101 it is the end of its training
+        assert batch is not None  # noqa: S101 end of its training
         self._version = self._version.next()
         training, step = self.ledger.training, self._version.step
-        bound = self.ledger.book.bound_in_force  # when these groups were begun, about
+        bound = self.ledger.book.bound_in_force  # about that of these groups' begin
         training.commit(self._version, self._figures(batch))
         self._exhausted.clear()
         if step % self.scenario.publish_every == 0:
@@ -402,7 +402,7 @@ class World:
         self._wake()
 
     def _figures(self, batch: _Batch) -> dict[str, float]:
-        """Return what the learner reports of a step, as far as a controller wants it."""
+        """Return the learner's figures of a step that a controller needs."""
         per_lag = self.scenario.kl_per_lag
         if not per_lag:
             return {}
@@ -437,7 +437,7 @@ class World:
         self._on_step(record)
 
     def _all_engines(self) -> list[SimulatedEngine]:
-        """Return the engines that have ended and those that run, at the present time."""
+        """Return all ended and running engines, at the present time."""
         running = [engine for _, engine in self._running()]
         for engine in running:
             engine.advance(self.now_s)
@@ -446,7 +446,7 @@ class World:
     # ---- publishes -----------------------------------------------------------
 
     def _publishes(self, step: int) -> None:
-        """A version reaches every engine."""
+        """Deliver a version to every engine."""
         self._published = max(self._published, step)
         drains = self.scenario.publish.drains
         for seat, engine in self._running():
@@ -470,7 +470,7 @@ class World:
     # ---- the account ---------------------------------------------------------
 
     def _cancel_dropped(self) -> None:
-        """Take the ledger's events; what was dropped is given up by its engine."""
+        """Take the ledger's events; cancel dropped groups in their engines."""
         events, _ = self.ledger.drain()
         for event in events:
             if isinstance(event, Dropped):
@@ -502,7 +502,7 @@ class World:
 
 
 def rules_of(scenario: Scenario) -> LedgerRules:
-    """Return the settings that the ledger obeys in a scenario."""
+    """Return the ledger's rules in a scenario."""
     return LedgerRules(
         bound=StalenessBound(
             scenario.max_staleness_steps,
@@ -514,12 +514,12 @@ def rules_of(scenario: Scenario) -> LedgerRules:
         max_attempts=scenario.faults.max_attempts,
         max_in_flight=scenario.in_flight,
         drop_zero_variance=scenario.useless_share > 0,
-        lease_s=_FOR_EVER_S,  # an engine's end is an event of its own
+        lease_s=_FOR_EVER_S,  # an engine's end is a separate event
         eval_plan=EvalPlan(sources=(), section=EvalSection()),
         staleness_target=scenario.target,
     )
 
 
 def simulate(scenario: Scenario, on_step: OnStep = lambda _record: None) -> Outcome:
-    """Return what a run of this scenario does."""
+    """Return the outcome of a run of this scenario."""
     return World(scenario).run(on_step)

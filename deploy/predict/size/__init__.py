@@ -1,6 +1,6 @@
-"""How large a run's pools must be: layouts that fit, seconds of each, a split of GPUs; with laws.
+"""Sizes of a run's pools: layouts that fit, seconds of each, a split of GPUs; with laws.
 
-Pure, but for reading config.json. `answer` calls the rest: `proposals` of the learner's layouts,
+Pure, except for reading config.json. `answer` calls the rest: `proposals` of the learner's layouts,
 `engines`, `engine_law`, `pools`, `publishes`. `recipes` predicts published ones; `options` are the
 commands'. Imported by deploy.commands.
 """

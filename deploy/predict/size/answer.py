@@ -1,4 +1,4 @@
-"""The whole answer of `slipstream plan`: memory, layouts, a publish, a split, each with its law."""
+"""The complete answer of `slipstream plan`: memory, layouts, a publish, a split, with laws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
 
 _WEIGHT = 2
-_MOST_BOUND = 8  # staleness bounds that are looked at
+_MOST_BOUND = 8  # largest staleness bound to try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the command was asked."""
+    """Input of the command."""
 
     config: RunConfig
     hf: HfConfig
@@ -35,11 +35,11 @@ class Asked:
     response_tokens: float  # mean
     frozen: Sequence[HfConfig]
     has_critic: bool
-    host_bytes: float = 0.0  # that a learner's host may use; 0 is no limit
+    host_bytes: float = 0.0  # limit of a learner host; 0 for no limit
 
     @property
     def work(self) -> Work:
-        """A learner step."""
+        """Work of a learner step."""
         run = self.config.run
         return Work(
             trajectories=run.groups_per_step * run.group_size,
@@ -51,15 +51,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All of it."""
+    """Complete answer."""
 
     parameters: Sequence[Figure]
-    learner_memory: Sequence[MemoryPart]  # with the settings as they are
+    learner_memory: Sequence[MemoryPart]  # current settings
     engine: EngineSize
-    engine_is_given: bool  # by the settings; else it is the smallest that holds the model
-    fewest_gpus: int  # of the learner
+    engine_is_given: bool  # True if the settings' engine fits; else it is the next larger one
+    fewest_gpus: int  # fewest GPUs of the learner
     layouts: Sequence[Proposal]
-    publishes: dict[str, Cost]  # of the best split
+    publishes: dict[str, Cost]  # publishes of the best split
     splits: Sequence[Outcome]
 
 
@@ -67,7 +67,7 @@ def answer(asked: Asked) -> Answer:
     """Return the answer.
 
     Raises:
-        ConfigError: no layout fits on so many GPUs beside an engine, or no engine holds the model.
+        ConfigError: no layout and engine fit on this many GPUs, or no engine holds the model.
     """
     engine, is_given = _engine(asked)
     if asked.gpus <= engine.ranks:
@@ -87,7 +87,7 @@ def answer(asked: Asked) -> Answer:
     most = asked.gpus - engine.ranks
     counts = gpu_counts(most, asked.cluster.gpus_per_host)
     by_count = {count: proposals(question, count) for count in counts}
-    layouts = [layout for found in by_count.values() for layout in found]
+    layouts = [layout for fitting in by_count.values() for layout in fitting]
     if not layouts:
         raise ConfigError(
             f"--gpus is {asked.gpus}: no layout of the learner fits on up to {most} GPUs of "
@@ -95,7 +95,7 @@ def answer(asked: Asked) -> Answer:
             "expected more GPUs, larger ones, or a smaller learner.max_tokens_per_microbatch"
         )
     engines = [engine, *larger_engines(asked.hf, asked.config, asked.cluster, engine)]
-    splits = _splits(asked, engines, [found[0] for found in by_count.values() if found])
+    splits = _splits(asked, engines, [fitting[0] for fitting in by_count.values() if fitting])
     best = splits[0].split
     return Answer(
         parameters=_parameters(asked.hf),
@@ -127,7 +127,7 @@ def _parameters(hf: HfConfig) -> list[Figure]:
 
 
 def _memory(asked: Asked) -> list[MemoryPart]:
-    """Return the memory of the rank that needs most with the settings as they are."""
+    """Return the memory of the rank that needs most with the current settings."""
     stages = learner_stages(
         asked.hf,
         asked.config.learner,
@@ -139,7 +139,7 @@ def _memory(asked: Asked) -> list[MemoryPart]:
 
 
 def _engine(asked: Asked) -> tuple[EngineSize, bool]:
-    """Return the engine of the settings if it holds the model, else the next larger that does."""
+    """Return the settings' engine if it holds the model, else the next larger one that does."""
     ranks = asked.config.generators.generators.num_ranks
     size = engine_size(asked.hf, asked.config, asked.cluster, asked.gpus, fewest_gpus=ranks)
     return size, size.ranks == ranks
@@ -157,7 +157,7 @@ def _publish(asked: Asked, split: Split, *, fanout: int) -> Cost:
 
 
 def _splits(asked: Asked, engines: Sequence[EngineSize], best: Sequence[Proposal]) -> list[Outcome]:
-    """Return the best outcome for each number of the learner's GPUs, the fastest first."""
+    """Return the best outcome for each number of the learner's GPUs, fastest first."""
     run, sampling = asked.config.run, asked.config.generators.sampling
     demand = Demand(
         groups=run.groups_per_step,

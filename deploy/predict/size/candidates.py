@@ -1,4 +1,4 @@
-"""Pure: the layouts of a learner on so many GPUs that the learner's own checks accept."""
+"""Pure: the layouts of a learner on some GPUs that the learner's own checks accept."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from slipstream.wire.settings.load import Table
 
 Recompute = Literal["none", "selective", "full"]
 _MOST_CONTEXT = 8
-# Settings of [learner] that a layout decides, so that those of the file do not count.
+# settings of [learner] that a layout decides; values in the file do not count
 _DECIDED = frozenset(
     {
         "ranks",
@@ -33,15 +33,15 @@ _DECIDED = frozenset(
         "overlap_grad_reduce",
     }
 )
-_STAGES = ("num_layers_in_", "account_for_")  # names in learner.megatron that divide layers
+_STAGES = ("num_layers_in_", "account_for_")  # prefixes in learner.megatron that divide layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How so many ranks divide a model."""
+    """Division of a model among ranks."""
 
     ranks: int
-    ranks_per_node: int  # 0: all on one
+    ranks_per_node: int  # 0: all on one node
     tensor: int
     pipeline: int
     context: int
@@ -49,7 +49,7 @@ class Division:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The settings of [learner] that say so."""
+        """The settings of [learner] for this division."""
         return {
             "ranks": self.ranks,
             "ranks_per_node": self.ranks_per_node,
@@ -61,9 +61,9 @@ class Division:
 
 
 def divisions(hf: HfConfig, ranks: int, gpus_per_host: int, *, context: int) -> Iterator[Division]:
-    """Yield the divisions worth a look: tensor parallelism within a host, whole hosts.
+    """Yield the divisions worth trying: tensor parallelism within a host, whole hosts.
 
-    Stages and experts may be any divisors; sizes that the learner would refuse are among them.
+    Stages and experts may be any divisors; the learner may refuse some of the sizes.
     """
     if ranks > gpus_per_host and ranks % gpus_per_host:
         return
@@ -91,7 +91,7 @@ def divisions(hf: HfConfig, ranks: int, gpus_per_host: int, *, context: int) -> 
 
 
 def context_sizes() -> list[int]:
-    """Return the sizes of context parallelism, the smallest first."""
+    """Return the sizes of context parallelism, smallest first."""
     return [size for size in range(1, _MOST_CONTEXT + 1) if _MOST_CONTEXT % size == 0]
 
 
@@ -124,7 +124,7 @@ def accepted(
 
 
 def savings(hf: HfConfig, settings: LearnerSettings) -> list[dict[str, Any]]:
-    """Return ways to save memory, those that cost least time first."""
+    """Return ways to save memory, cheapest in time first."""
     modules = ["moe" if hf.num_routed_experts else "mlp"]
     recompute: list[dict[str, Any]] = [
         {"recompute": "none"},
@@ -135,14 +135,14 @@ def savings(hf: HfConfig, settings: LearnerSettings) -> list[dict[str, Any]]:
     if not settings.lora.is_on and settings.learner.dtype != "float32":
         on_host.append(1.0)
     return [
-        {**one, "optimizer_offload_fraction": share, **_device_only(settings, share)}
+        {**option, "optimizer_offload_fraction": share, **_device_only(settings, share)}
         for share in on_host
-        for one in recompute
+        for option in recompute
     ]
 
 
 def _device_only(settings: LearnerSettings, share: float) -> dict[str, Any]:
-    """Return what else has to change where the optimizer is on the host."""
+    """Return further changes for an optimizer on the host."""
     if not share:
         return {}
     kept = tuple(kind for kind in settings.learner.offload if kind != "optimizer")

@@ -1,4 +1,4 @@
-"""Pure: the ranks of an engine that hold a model. How fast they are is engine_law.py's."""
+"""Pure: ranks of an engine that hold a model. Their speed is in engine_law.py."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,22 @@ from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
-_FEWEST_SEQUENCES = 4  # of the longest kind that the cache of an engine must hold
+_FEWEST_SEQUENCES = 4  # longest sequences that an engine's cache must hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSize:
-    """An engine of so many GPUs, and what each of them holds."""
+    """An engine of some GPUs, and the memory of each."""
 
     ranks: int
-    groups: int  # of attention (attn_dp_size)
+    groups: int  # attention groups (attn_dp_size)
     nodes: int
     memory: tuple[MemoryPart, ...]
-    cached_tokens: float  # that its caches hold, together
+    cached_tokens: float  # capacity of all caches together
 
     @property
     def sglang(self) -> dict[str, int]:
-        """The settings of [generators.sglang] that say so."""
+        """The settings of [generators.sglang] for this size."""
         groups = {"attn_dp_size": self.groups} if self.groups > 1 else {}
         return {"tp_size": self.ranks, **groups}
 
@@ -32,10 +32,10 @@ class EngineSize:
 def engine_size(
     hf: HfConfig, config: RunConfig, cluster: Cluster, most_gpus: int, *, fewest_gpus: int = 1
 ) -> EngineSize:
-    """Return the smallest engine that SGLang can have and whose cache holds a few long answers.
+    """Return the smallest engine that SGLang accepts and whose cache holds a few long answers.
 
     Raises:
-        ConfigError: none of so many GPUs does.
+        ConfigError: no engine of this many GPUs does.
     """
     longest = longest_tokens(config)
     ranks, largest = fewest_gpus, 0
@@ -59,11 +59,11 @@ def engine_size(
 def larger_engines(
     hf: HfConfig, config: RunConfig, cluster: Cluster, smallest: EngineSize
 ) -> list[EngineSize]:
-    """Return the engines of twice and four times as many GPUs of one host that SGLang can have."""
+    """Return the engines with two and four times as many GPUs, on one host, that SGLang accepts."""
     found = []
     for ranks in (2 * smallest.ranks, 4 * smallest.ranks):
         sizes = (_size(hf, config, cluster, ranks, groups) for groups in (1, 2, 4, 8))
-        size = next((one for one in sizes if one is not None), None)
+        size = next((candidate for candidate in sizes if candidate is not None), None)
         if size is not None and ranks <= cluster.gpus_per_host:
             found.append(size)
     return found
@@ -78,7 +78,7 @@ def longest_tokens(config: RunConfig) -> int:
 def _size(
     hf: HfConfig, config: RunConfig, cluster: Cluster, ranks: int, groups: int
 ) -> EngineSize | None:
-    """Return an engine of so many ranks, or None if it may not be."""
+    """Return an engine with this many ranks, or None if it is not allowed."""
     if ranks % groups or groups > cluster.gpus_per_host:
         return None
     nodes = cluster.hosts(ranks)

@@ -1,4 +1,4 @@
-"""Options of commands that reckon with hardware which is not there: `plan`, `simulate`."""
+"""Options of commands that predict for absent hardware: `plan`, `simulate`."""
 
 import argparse
 import math
@@ -17,7 +17,7 @@ _LEAST = 1e-9
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the model, and the mean lengths of what it reads and writes."""
+    """Add the model, and the mean lengths of prompts and responses."""
     parser.add_argument(
         "--model",
         help="instead of run.model: a folder with config.json, such a file, or one of "
@@ -62,10 +62,10 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(arguments: argparse.Namespace, config: RunConfig, *, reserve_gib: float) -> Cluster:
-    """Return the hosts that the options describe; ``reserve_gib`` of each GPU is for no tensors.
+    """Return the hosts that the options describe; ``reserve_gib`` of each GPU hold no tensors.
 
     Raises:
-        ConfigError: the GPU is unknown, or smaller than what is reserved.
+        ConfigError: the GPU is unknown, or smaller than the reserve.
     """
     named = arguments.gpu
     gpu = gpu_named(named) if named else gpu_of(config.deploy.gpu_memory_gib)
@@ -91,7 +91,7 @@ def run_and_shape(arguments: argparse.Namespace) -> tuple[RunConfig, HfConfig]:
     """Return the settings and the architecture of the model; its weights are not needed.
 
     Raises:
-        ConfigError: the settings cannot be used, or there is no such model.
+        ConfigError: the settings cannot be used, or the model does not exist.
     """
     overrides = list(arguments.overrides)
     if arguments.model is not None:
@@ -104,7 +104,7 @@ def mean_tokens(arguments: argparse.Namespace, sampling: SamplingSection) -> tup
     """Return the mean tokens of a prompt and of a response.
 
     Raises:
-        ConfigError: one is more than [sampling] allows.
+        ConfigError: a mean is more than [sampling] allows.
     """
     means = []
     for name in ("prompt", "response"):
@@ -127,14 +127,14 @@ def policies_beside(config: RunConfig) -> tuple[Sequence[HfConfig], bool]:
 
 
 def refuse_numbers(arguments: argparse.Namespace, *, may_be_zero: Collection[str]) -> None:
-    """Refuse numbers that none of the options means.
+    """Refuse numbers that no option accepts.
 
     Args:
-        arguments: of the command line.
-        may_be_zero: names of those that may be 0; all others are above.
+        arguments: Arguments of the command line.
+        may_be_zero: names of options that may be 0; all others are larger.
 
     Raises:
-        ConfigError: one is negative, 0, infinite or none, or a share above 1.
+        ConfigError: a number is negative, 0, infinite or NaN, or a share above 1.
     """
     for name, value in vars(arguments).items():
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,6 +1,6 @@
 """Pure: a split of GPUs between learner and generators, with its bound and groups in flight.
 
-A closed form, behind one function: from a split to its rates. Letters:
+A closed form: a function from a split to its rates. Letters:
 
     G, S   groups of a step, staleness bound
     A      seconds of a learner step, and of copying its weights out for a publish
@@ -22,12 +22,12 @@ from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.size.engines import EngineSize
 from slipstream.deploy.predict.size.proposals import Proposal
 
-_AS_GOOD = 0.99  # of the most steps per hour: then the smaller bound is taken
+_AS_GOOD = 0.99  # share of the most steps per hour at which the smaller bound wins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """So many GPUs for the learner, so many engines, a bound."""
+    """GPUs of the learner, number of engines, and a bound."""
 
     learner: Proposal
     engines: int
@@ -42,14 +42,14 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What both pools do with a split, in seconds."""
+    """Rates of both pools with a split, in seconds."""
 
-    learner_s: float  # of a learner step, with the copy of its weights
-    generate_s: float  # of all engines, for the answers of a step, with their pause
-    longest_s: float  # of the longest answer
-    mean_s: float  # of an answer of mean length
-    receive_s: float  # until the last engine has new weights
-    sequences: float  # that an engine generates at a time
+    learner_s: float  # learner step, including the copy of its weights
+    generate_s: float  # a step's answers on all engines, including their pause
+    longest_s: float  # longest answer
+    mean_s: float  # answer of mean length
+    receive_s: float  # time until the last engine has new weights
+    sequences: float  # sequences that an engine generates at a time
 
 
 RatesLaw = Callable[[Split], Rates]
@@ -57,14 +57,14 @@ RatesLaw = Callable[[Split], Rates]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a step needs of the generators."""
+    """Needs of a step from the generators."""
 
     groups: int
     group_size: int
     prompt_tokens: float  # mean
     response_tokens: float  # mean
     longest_response: int
-    max_sequences: int  # of one engine
+    max_sequences: int  # limit of one engine
 
     @property
     def sequences(self) -> int:
@@ -75,7 +75,7 @@ class Demand:
 def closed_form(
     demand: Demand, law: Callable[[EngineSize], EngineLaw], publish: Callable[[Split], Cost]
 ) -> RatesLaw:
-    """Return the law of rates that this file states."""
+    """Return the law of rates stated in this file."""
 
     def rates(split: Split) -> Rates:
         cost, engine = publish(split), law(split.engine)
@@ -101,7 +101,7 @@ def closed_form(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a split is expected to do."""
+    """Expected outcome of a split."""
 
     split: Split
     rates: Rates
@@ -120,7 +120,7 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """What the step waits for."""
+        """Limiting part of the step."""
         rates, bound = self.rates, self.split.bound
         if not bound:
             return "all in turn"
@@ -133,42 +133,42 @@ class Outcome:
 
 
 def _longest_s(rates: Rates, bound: int) -> float:
-    """Return the seconds of a step that lets the longest answer be trained in time."""
+    """Return the seconds of a step in which the longest answer can be trained in time."""
     return (rates.learner_s + rates.longest_s + rates.receive_s) / (bound + 1)
 
 
 def outcome(split: Split, rates: Rates, groups: int) -> Outcome:
-    """Return the seconds of a step, and the groups in flight that suffice for them."""
+    """Return the seconds of a step, and the groups in flight that it needs."""
     if split.bound:
         step_s = max(rates.learner_s, rates.generate_s, _longest_s(rates, split.bound))
     else:
         step_s = rates.learner_s + max(rates.generate_s, rates.longest_s) + rates.receive_s
-    # Little: as many are generated as answers take of a step, and G are trained or ready.
+    # Little: groups in generation are its share of a step; G more are trained or ready
     needed = math.ceil(groups * (1 + max(rates.mean_s, rates.generate_s) / step_s))
     most = (split.bound + 1) * groups
     return Outcome(split=split, rates=rates, step_s=step_s, in_flight=min(needed, most))
 
 
 def best_splits(splits: Iterable[Split], rates: RatesLaw, groups: int) -> list[Outcome]:
-    """Return the best outcome for each number of the learner's GPUs, the fastest first.
+    """Return the best outcome for each number of the learner's GPUs, fastest first.
 
-    Of those that are about as fast the smallest bound counts, then the smallest engines. Of the
-    numbers that are about as fast as the fastest the first is that with the most time to spare in
+    Among outcomes about as fast, the smallest bound wins, then the smallest engines. Among
+    numbers of GPUs about as fast as the fastest, the first is the one with the most spare time in
     both pools.
     """
     by_learner: dict[int, list[Outcome]] = {}
     for split in splits:
         by_learner.setdefault(split.learner.gpus, []).append(outcome(split, rates(split), groups))
     best = []
-    for found in by_learner.values():
-        enough = _about_as_fast(found)
+    for outcomes in by_learner.values():
+        enough = _about_as_fast(outcomes)
         best.append(min(enough, key=lambda one: (one.split.bound, one.split.engine.ranks)))
     fastest = sorted(_about_as_fast(best), key=lambda one: one.busiest_s)
-    others = [one for one in best if one not in fastest]
+    others = [outcome for outcome in best if outcome not in fastest]
     return fastest + sorted(others, key=lambda one: one.step_s)
 
 
 def _about_as_fast(found: Sequence[Outcome]) -> list[Outcome]:
     """Return the outcomes that are about as fast as the fastest."""
-    fastest = min(one.step_s for one in found)
-    return [one for one in found if one.step_s * _AS_GOOD <= fastest]
+    fastest = min(outcome.step_s for outcome in found)
+    return [outcome for outcome in found if outcome.step_s * _AS_GOOD <= fastest]

@@ -1,7 +1,7 @@
-"""Pure: learner layouts that fit, the fewest GPUs first, the fastest of each number first.
+"""Pure: learner layouts that fit, fewest GPUs first, fastest of each number first.
 
-Of each division the cheapest way to save memory that fits is taken. Context parallelism is looked
-at where nothing fits without it.
+Each division uses the cheapest way to save memory that fits. Context parallelism is tried only if
+nothing fits without it.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.load import Table
 
-_LEAST_BYTES = 2 + 4  # of a parameter: a weight, its gradient
+_LEAST_BYTES = 2 + 4  # bytes of a parameter: a weight, its gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Proposal:
     """A layout that the learner accepts and a GPU can hold."""
 
     settings: LearnerSettings
-    memory: Sequence[MemoryPart]  # of the rank that needs most
-    host_bytes: float  # of the host that needs most
+    memory: Sequence[MemoryPart]  # rank that needs most
+    host_bytes: float  # host that needs most
     step: Sequence[Figure]  # in seconds
 
     @property
@@ -60,7 +60,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be trained, on what. ``host_bytes`` of 0 is no limit."""
+    """Training work and its hardware. ``host_bytes`` of 0 is no limit."""
 
     hf: HfConfig
     table: Table
@@ -72,9 +72,9 @@ class Question:
 
 
 def gpu_counts(most: int, gpus_per_host: int) -> list[int]:
-    """Return the numbers of GPUs to look at, on one host and then of whole hosts.
+    """Return the numbers of GPUs to try, within one host and then whole hosts.
 
-    Of GPUs of a host, and of hosts, the numbers are 2^a and 3 x 2^a.
+    Numbers of GPUs of a host, and of hosts, are 2^a and 3 x 2^a.
     """
     numbers = sorted({times << a for a in range(most.bit_length()) for times in (1, 3)})
     on_one = [count for count in numbers if count < gpus_per_host]
@@ -82,7 +82,7 @@ def gpu_counts(most: int, gpus_per_host: int) -> list[int]:
 
 
 def proposals(question: Question, gpus: int) -> list[Proposal]:
-    """Return the layouts on so many GPUs that fit, the fastest first."""
+    """Return the layouts that fit on this many GPUs, fastest first."""
     found: list[Proposal] = []
     for context in context_sizes():
         for division in divisions(
@@ -97,13 +97,13 @@ def proposals(question: Question, gpus: int) -> list[Proposal]:
 
 
 def _proposal(question: Question, division: Division) -> Proposal | None:
-    """Return a division with the first way to save memory with which it fits, if any."""
+    """Return a division with the first way to save memory that makes it fit, if any."""
     if _certainly_too_large(question, division):
         return None
     for saving in savings(question.hf, question.base):
         settings = accepted(question.table, question.hf, division, saving)
         if settings is None:
-            return None  # by its sizes; no way of saving changes that
+            return None  # refused for its sizes; no way to save memory changes that
         memory = _memory(question, settings)
         if total_bytes(memory) > question.cluster.available_bytes:
             continue
@@ -138,7 +138,7 @@ def _certainly_too_large(question: Question, division: Division) -> bool:
 
 
 def host_bytes(hf: HfConfig, settings: LearnerSettings, gpus_per_host: int) -> float:
-    """Return what the ranks of the host that needs most keep in its memory.
+    """Return the host memory of the ranks on the host that needs most.
 
     ::
 
