@@ -18,10 +18,10 @@ from slipstream.wire.settings.sections import model_folder
 def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> bool:
     """Print every process with its host, environment and command, then the memory per GPU.
 
-    Processes that are many and differ in their number alone are printed once.
+    Processes that differ only in their number are printed once.
 
     Returns:
-        True if everything fits into the memory of a GPU, as far as that can be told.
+        True if everything fits into the memory of a GPU, as far as can be estimated.
 
     Raises:
         ConfigError: [algo] names no algorithm that this run can train.
@@ -88,7 +88,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
 
 
 def _alike(plans: Sequence[RolePlan]) -> list[list[RolePlan]]:
-    """Return the processes in their order, those of one kind on one host together."""
+    """Return the processes in order, grouped by kind and host."""
     grouped: dict[tuple[str, str, bool], list[RolePlan]] = {}
     for plan in plans:
         key = plan.host, kind_of(plan.name), plan.gpus is None

@@ -1,4 +1,4 @@
-"""Compares what learner, SGLang and transformers compute of the same tokens.
+"""Compares the outputs of learner, SGLang and transformers for the same tokens.
 
-Called by `slipstream align` alone.
+Used only by `slipstream align`.
 """

@@ -1,6 +1,6 @@
-"""Pure: where two implementations of a model part.
+"""Pure: the points where two implementations of a model differ.
 
-Shapes: T tokens; H channels; k experts of a token.
+Shapes: T tokens; H channels; k experts per token.
 """
 
 import re
@@ -17,7 +17,7 @@ _POINT = re.compile(r"layer (\d+) (\w+)")
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """How far two implementations are apart at one point."""
+    """Difference of two implementations at one point."""
 
     point: str
     value: float  # see ``difference``
@@ -25,17 +25,17 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One implementation beside another."""
+    """Comparison of two implementations."""
 
     one: str
     other: str
-    points: tuple[Difference, ...]  # in the order in which a token passes them
-    alone: tuple[str, ...] = ()  # points that one of them has and the other lacks
+    points: tuple[Difference, ...]  # in the order of a token's passage
+    alone: tuple[str, ...] = ()  # points of only one implementation
 
     @property
     def first_apart(self) -> Difference | None:
-        """The first point that differs by more than is tolerated."""
-        return next((one for one in self.points if not one.is_within), None)
+        """First point with a difference above the tolerance."""
+        return next((point for point in self.points if not point.is_within), None)
 
 
 def compare(
@@ -44,12 +44,12 @@ def compare(
     *,
     tolerance: float,
 ) -> Comparison:
-    """Compare two implementations at the points that both have.
+    """Compare two implementations at their common points.
 
     Args:
-        one: its name and its arrays by point.
-        other: the same of another.
-        tolerance: the largest difference, see ``difference``.
+        one: Name, and arrays by point.
+        other: The same of the other implementation.
+        tolerance: Largest accepted difference, see ``difference``.
     """
     shared = sorted(one[1].keys() & other[1].keys(), key=_place)
     found = [(name, difference(name, one[1][name], other[1][name])) for name in shared]
@@ -62,11 +62,11 @@ def compare(
 
 
 def difference(name: str, one: _ARRAY, other: _ARRAY) -> float:
-    """Return how far apart two arrays of a point are.
+    """Return the difference of two arrays of a point.
 
-    Of log-probabilities the largest difference, in nats; of experts the share of tokens for which
-    others were chosen; of outputs [T, H] the root mean square of the difference, as a share of
-    that of the second. Infinite where the shapes differ, or a number is none.
+    Log-probabilities: the largest difference, in nats. Experts: the share of tokens with other
+    experts. Outputs [T, H]: the root mean square of the difference, as a share of that of the
+    second array. Infinite if the shapes differ, or a number is not finite.
     """
     if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
         return float("inf")
@@ -80,9 +80,9 @@ def difference(name: str, one: _ARRAY, other: _ARRAY) -> float:
 
 
 def whole(ranks: Sequence[Mapping[str, _ARRAY]], num_tokens: int) -> dict[str, _ARRAY]:
-    """Put together what the ranks of a learner recorded of their tokens.
+    """Put together the ranks' records of their tokens.
 
-    A point of which a token is missing is left out.
+    A point with a missing token is left out.
     """
     found: dict[str, _ARRAY] = {}
     seen: dict[str, set[int]] = {}

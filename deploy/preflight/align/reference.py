@@ -1,4 +1,4 @@
-"""What transformers computes of given tokens.
+"""Outputs of transformers for given tokens.
 
 Usage: python -m slipstream.deploy.preflight.align.reference MODEL FOLDER TYPE
 Reads FOLDER/tokens.json and writes FOLDER/transformers.npz; TYPE is that of the weights. Started by
@@ -20,7 +20,7 @@ _ARRAY = np.ndarray[Any, Any]
 
 
 def main(model_folder: str, folder: Path, dtype: str) -> None:
-    """Record a model."""
+    """Record a model's outputs."""
     from transformers import AutoModelForCausalLM
 
     found: dict[str, list[_ARRAY]] = {}

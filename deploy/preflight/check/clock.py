@@ -1,4 +1,4 @@
-"""How far the clock of another host is off."""
+"""Clock offset of another host."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from slipstream.deploy.preflight.check.facts import Fact, ok, warn
 
 _READINGS = 5
-_MOST_OFFSET_S = 1.0  # records of several hosts are put in order by their times
+_MOST_OFFSET_S = 1.0  # limit, because records of several hosts are ordered by time
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """A clock against this host's: off by ``offset_s``, give or take half a round trip."""
+    """Offset of a clock from this host's clock, within half a round trip."""
 
     offset_s: float
     round_trip_s: float
@@ -24,12 +24,12 @@ def measure(
     now: Callable[[], float] = time.time,
     seconds: Callable[[], float] = time.perf_counter,
 ) -> Offset:
-    """Return the offset of a clock, by the quickest of a few readings.
+    """Return the offset of a clock, from the quickest of a few readings.
 
     Args:
-        read: returns the unix time of the other host.
-        now: the unix time here.
-        seconds: of a clock that only grows.
+        read: Returns the unix time of the other host.
+        now: Unix time of this host.
+        seconds: Seconds of a monotonic clock.
     """
     found = []
     for _ in range(_READINGS):

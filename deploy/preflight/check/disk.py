@@ -1,4 +1,4 @@
-"""The disk of a run: how quickly it syncs, and whether the checkpoints fit on it."""
+"""The disk of a run: its sync time, and room for the checkpoints."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.wire.models.hf_config import HfConfig
 
 _SYNCS, _BLOCK_BYTES = 7, 4096
-_SLOW_SYNC_S = 0.02  # every commit of the broker waits for one
+_SLOW_SYNC_S = 0.02  # every commit of the broker waits for a sync
 _MIB = 2**20
 
 
@@ -22,7 +22,7 @@ _MIB = 2**20
 class SeenDisk:
     """The disk of a run folder."""
 
-    folder: Path  # that exists
+    folder: Path  # nearest existing folder
     sync_s: float  # median
     free_bytes: int
 
@@ -46,7 +46,7 @@ def see_disk(folder: Path) -> SeenDisk:
 
 
 def judge_sync(seen: SeenDisk) -> Fact:
-    """Return how long a commit waits for the disk; a slow one is no failure."""
+    """Return a commit's wait for the disk; a slow disk is no failure."""
     found = f"{1e3 * seen.sync_s:.1f} ms for {_BLOCK_BYTES // 1024} KiB in {seen.folder}"
     if seen.sync_s > _SLOW_SYNC_S:
         limit = (
@@ -60,9 +60,9 @@ def judge_space(free_bytes: int, one_bytes: int, count: int) -> Fact:
     """Return whether the checkpoints fit.
 
     Args:
-        free_bytes: on the disk.
-        one_bytes: size of a checkpoint.
-        count: that are there at a time.
+        free_bytes: Free bytes on the disk.
+        one_bytes: Size of a checkpoint.
+        count: Largest number of checkpoints at a time.
     """
     need = count * one_bytes
     setting = "run.dir, checkpoint.keep_last"
@@ -76,14 +76,14 @@ def judge_space(free_bytes: int, one_bytes: int, count: int) -> Fact:
 def observe_disk(
     config: RunConfig, hf: HfConfig, *, has_checkpoints: bool, on_gpu: bool, has_critic: bool
 ) -> list[Fact]:
-    """Return the facts of the disk that a run folder would be on.
+    """Return the facts of a run folder's disk.
 
     Args:
-        config: of the run.
+        config: The run.
         hf: the policy's architecture.
-        has_checkpoints: the learner is on this host; else the broker's store alone.
-        on_gpu: the learner is on a GPU.
-        has_critic: whether it trains a critic.
+        has_checkpoints: True with the learner on this host; else only the broker's store is here.
+        on_gpu: True if the learner is on a GPU.
+        has_critic: True if the learner trains a critic.
     """
     try:
         seen = see_disk(config.run.folder)

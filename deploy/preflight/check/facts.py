@@ -1,4 +1,4 @@
-"""Pure: one fact about a run before it starts, and the exit code of several."""
+"""Pure: one fact about a run before its start, and the exit code of several facts."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -10,12 +10,12 @@ _EXIT_CODES: dict[Outcome, int] = {"ok": 0, "warn": 1, "fail": 2}
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, how good that is for the run, and the setting that changes it."""
+    """A finding, its outcome for the run, and the setting that changes it."""
 
     outcome: Outcome
     name: str
     found: str
-    setting: str = ""  # empty where none does
+    setting: str = ""  # empty if no setting changes it
 
     @property
     def line(self) -> str:
@@ -29,22 +29,22 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of one host."""
 
     host: str
-    roles: tuple[str, ...]  # processes of the run that are to be there
+    roles: tuple[str, ...]  # planned processes of the run on the host
     facts: tuple[Fact, ...]
 
 
 def ok(name: str, found: str, setting: str = "") -> Fact:
-    """Return a fact that is as the run needs it."""
+    """Return a fact that meets the run's needs."""
     return Fact(outcome="ok", name=name, found=found, setting=setting)
 
 
 def warn(name: str, found: str, setting: str = "") -> Fact:
-    """Return a fact with which the run starts, but perhaps not as it was meant."""
+    """Return a fact with which the run starts, but perhaps not as intended."""
     return Fact(outcome="warn", name=name, found=found, setting=setting)
 
 
 def fail(name: str, found: str, setting: str = "") -> Fact:
-    """Return a fact with which the run does not start, or does not get far."""
+    """Return a fact with which the run does not start, or fails early."""
     return Fact(outcome="fail", name=name, found=found, setting=setting)
 
 

@@ -1,4 +1,4 @@
-"""The keys of a run: that of this host, and those that the broker knows."""
+"""The keys of a run: this host's key, and the keys known to the broker."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,15 +14,15 @@ _SETTING = "run.key_file"
 
 
 def judge_key(key: ClientKey, names: Collection[str], known: Sequence[Holder] | None) -> Fact:
-    """Return whether a host's key admits the processes there.
+    """Return whether a host's key admits its processes.
 
     Args:
-        key: of the host.
-        names: of the processes that prove it.
-        known: the keys that the broker knows; None where its folder is on another host.
+        key: The host's key.
+        names: Names of the processes that prove it.
+        known: keys known to the broker; None if its folder is on another host.
     """
     name = "key file"
-    wanted = {key_role(one) for one in names if one != "broker"}
+    wanted = {key_role(process) for process in names if process != "broker"}
     if not any(admits(key.role, role) for role in wanted):
         expected = " or ".join(sorted(wanted)) or "none: no role here needs one"
         return fail(
@@ -32,7 +32,7 @@ def judge_key(key: ClientKey, names: Collection[str], known: Sequence[Holder] | 
         return ok(
             name, f"{key.name}, of the role {key.role}; the broker's keys are not here", _SETTING
         )
-    if not any((one.public, one.role) == (key.public, key.role) for one in known):
+    if not any((holder.public, holder.role) == (key.public, key.role) for holder in known):
         return fail(
             name, f"{key.name} is unknown to the broker, or revoked (broker.keys)", _SETTING
         )
@@ -43,15 +43,15 @@ def judge_keys(folder: Path, known: Sequence[Holder]) -> Fact:
     """Return whether roles on other hosts can connect to this broker.
 
     Args:
-        folder: of its keys.
-        known: the keys in it.
+        folder: Folder of the broker's keys.
+        known: Keys in the folder.
     """
     if not known:
         made = (
             "no key admits a role on another host; slipstream keys make NAME --role ROLE makes one"
         )
         return warn("broker keys", f"{folder}: {made}", "broker.keys")
-    shown = ", ".join(f"{one.name} ({one.role})" for one in known)
+    shown = ", ".join(f"{holder.name} ({holder.role})" for holder in known)
     return ok("broker keys", f"{folder}: {shown}", "broker.keys")
 
 
@@ -59,9 +59,9 @@ def observe_keys(config: RunConfig, names: Collection[str], *, made_by_run: bool
     """Return the facts of the keys on this host.
 
     Args:
-        config: of the run.
-        names: of the processes here.
-        made_by_run: the run makes the keys of its hosts itself.
+        config: The run.
+        names: Names of the processes here.
+        made_by_run: True if the run makes the keys of its hosts.
     """
     if made_by_run:
         return []

@@ -1,4 +1,4 @@
-"""Versions of the libraries that roles on different hosts must agree on, and flash-attn."""
+"""Versions of libraries that must agree between hosts, and flash-attn."""
 
 import importlib
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ _EXTRAS = {"learner": "learner", "generator": "generators"}
 
 
 def installed() -> dict[str, str]:
-    """Return the versions that are installed here, by package; of NCCL for whichever CUDA."""
+    """Return the installed versions by package; NCCL for any CUDA version."""
     found: dict[str, str] = {}
     for name in (*_PACKAGES, *_NCCL):
         with suppress(PackageNotFoundError):
@@ -30,8 +30,8 @@ def judge_installed(found: Mapping[str, str], kinds: Collection[str]) -> Fact:
     """Return whether a host has the libraries of its processes.
 
     Args:
-        found: versions by package.
-        kinds: of the processes there.
+        found: Installed versions by package.
+        kinds: Kinds of the processes there.
     """
     missing = [
         (package, kind)
@@ -56,18 +56,20 @@ def judge_versions(
     collective: bool,
     on_gpu: bool,
 ) -> Fact:
-    """Return whether a host has the versions of the learner's host; builds of a release are equal.
+    """Return whether a host has the learner host's versions; builds of a release are equal.
 
     Args:
-        ours: of the learner's host, by package.
-        theirs: of the other host.
-        kinds: of the processes there.
-        collective: the learner's weights, or gradients, go there in a collective.
-        on_gpu: over NCCL.
+        ours: Versions of the learner's host, by package.
+        theirs: Versions of the other host.
+        kinds: Kinds of the processes there.
+        collective: True if weights or gradients go there in a collective.
+        on_gpu: True for NCCL.
     """
     needed = {"torch"} | ({"nccl"} if on_gpu and collective else set())
     needed |= {"megatron-core"} if "learner" in kinds else set()
-    here, there = ({n: v.partition("+")[0] for n, v in one.items()} for one in (ours, theirs))
+    here, there = (
+        {n: v.partition("+")[0] for n, v in versions.items()} for versions in (ours, theirs)
+    )
     wrong = [
         f"{name} is {there.get(name, 'missing')} here, {here.get(name, 'missing')} on the learner's"
         for name in sorted(needed)
@@ -85,8 +87,8 @@ def judge_flash_attn(failure: str, *, on_gpu: bool) -> Fact:
     """Return whether the learner's attention has its kernel.
 
     Args:
-        failure: why flash-attn cannot be imported; empty if it can.
-        on_gpu: the learner is on a GPU.
+        failure: import error of flash-attn; empty without one.
+        on_gpu: True if the learner is on a GPU.
     """
     if not on_gpu:
         return ok("flash-attn", "is not used on a CPU", "generators.device")
@@ -96,9 +98,9 @@ def judge_flash_attn(failure: str, *, on_gpu: bool) -> Fact:
 
 
 def import_failure(module: str) -> str:
-    """Return why a module cannot be imported here; empty if it can."""
+    """Return the import error of a module on this host; empty without one."""
     try:
         importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:  # a build for another torch or CUDA
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
         return str(error) or type(error).__name__
     return ""

@@ -15,7 +15,7 @@ from slipstream.wire.process.gpus import usable_gpus
 
 _SHARED = Path("/dev/shm")  # noqa: S108 the kernel's shared memory
 _QUERY = "index,uuid,name,memory.total,memory.free,driver_version"
-_ANSWER_S = 60.0  # of a driver that may hang
+_ANSWER_S = 60.0  # limit for a hanging driver
 _MIB = 2**20
 
 
@@ -32,9 +32,9 @@ class SeenGpu:
 
 
 def read_gpus(listing: str) -> list[SeenGpu]:
-    """Return the GPUs in what nvidia-smi prints (CSV without header and units).
+    """Return the GPUs in the output of nvidia-smi (CSV without header and units).
 
-    Lines of another form, such as those of a GPU without memory of its own, are left out.
+    Other lines, such as those of a GPU without memory of its own, are left out.
     """
     found = []
     for line in listing.splitlines():
@@ -50,7 +50,7 @@ def read_gpus(listing: str) -> list[SeenGpu]:
 
 
 def see_gpus() -> list[SeenGpu]:
-    """Return the GPUs that this process may use, as the driver describes them, without CUDA."""
+    """Return the usable GPUs of this process, as the driver describes them, without CUDA."""
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(  # noqa: S603 a fixed command
@@ -69,14 +69,14 @@ def see_gpus() -> list[SeenGpu]:
 def judge_gpus(
     seen: Sequence[SeenGpu], num_usable: int, need: int, *, wanted: bool, nccl: str
 ) -> list[Fact]:
-    """Return whether a host has the GPUs that its processes need.
+    """Return whether a host has the GPUs of its processes.
 
     Args:
-        seen: as the driver describes them.
-        num_usable: that this process may use; some may be described by no driver.
-        need: number of GPUs of the processes here.
-        wanted: the engines here run on GPUs.
-        nccl: its installed version; empty without one.
+        seen: GPUs as the driver describes them.
+        num_usable: Usable GPUs of this process; the driver may not describe all.
+        need: Number of GPUs of the processes here.
+        wanted: True if the engines here run on GPUs.
+        nccl: Installed version of NCCL; empty without one.
     """
     setting = "generators.device, learner.ranks, generators.count"
     if not wanted:
@@ -100,14 +100,14 @@ def judge_gpus(
 def judge_memory(
     name: str, parts: Sequence[MemoryPart], total_bytes: int, free_bytes: int, setting: str
 ) -> Fact:
-    """Return whether an estimate fits into memory: a failure if not even into an empty one.
+    """Return whether an estimate fits into memory: a failure if it exceeds the total.
 
     Args:
-        name: of the memory.
-        parts: of the estimate.
-        total_bytes: that there are.
-        free_bytes: of these, now.
-        setting: that changes the estimate.
+        name: Name of the memory.
+        parts: Parts of the estimate.
+        total_bytes: Size of the memory.
+        free_bytes: Free part of it now.
+        setting: Setting that changes the estimate.
     """
     need = sum(part.num_bytes for part in parts)
     shown = ", ".join(f"{part.what} {part.num_bytes / GIB:.2f}" for part in parts) or "nothing"
@@ -120,13 +120,13 @@ def judge_memory(
 
 
 def host_memory_now() -> tuple[int, int]:
-    """Return the memory of this host and what of it is available, in bytes."""
+    """Return the total and available memory of this host, in bytes."""
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
 
 
 def shared_memory_now() -> tuple[int, int] | None:
-    """Return the size of /dev/shm and its free part, in bytes; None where there is none."""
+    """Return the size of /dev/shm and its free part, in bytes; None without /dev/shm."""
     if not _SHARED.is_dir():
         return None
     usage = shutil.disk_usage(_SHARED)

@@ -1,6 +1,6 @@
-"""Several hosts that meet in a store of torch's: the first one asks, the others answer.
+"""Several hosts that meet in a torch store: the first host asks, the others answer.
 
-What is asked names no code to run: each host looks at itself by its own settings.
+Questions name no code to run: each host looks at itself by its own settings.
 """
 
 import time
@@ -25,12 +25,12 @@ from slipstream.wire.settings.rendezvous import Address
 
 _T = TypeVar("_T")
 _POLL_S, _CONNECT_S = 0.1, 0.5
-_READ_S = 30.0  # for the other hosts to read the end
+_READ_S = 30.0  # time for the other hosts to read the end
 _REPORTS = "reports"
 
 
 class Mailbox:
-    """Texts by name in the store, each written once."""
+    """Texts by name in the store; each is written once."""
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store
@@ -39,16 +39,16 @@ class Mailbox:
         """Write a text.
 
         Raises:
-            PeerLostError: the process that holds the store is gone.
+            PeerLostError: the process with the store is gone.
         """
         self._ask(lambda: self._store.set(name, text.decode()))
 
     def get(self, name: str) -> bytes:
-        """Return a text that is there; raises as ``put``."""
+        """Return an existing text; raises as ``put``."""
         return bytes(self._ask(lambda: self._store.get(name)))
 
     def first_of(self, names: Sequence[str], limit_s: float) -> str:
-        """Return the first of these names that is there, empty after a while; raises as ``put``."""
+        """Return the first existing name, or empty after a while; raises as ``put``."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             for name in names:
@@ -65,15 +65,15 @@ class Mailbox:
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first host asks of another one."""
+    """A question from the first host to another one."""
 
-    name: str  # of the process in whose place a program is asked
+    name: str  # name of the process whose host's program is asked
     request: msgspec.Raw
     limit_s: float
 
 
 class FirstHost:
-    """The first of several hosts, which holds the store and asks the others."""
+    """The first of several hosts: holds the store and asks the others."""
 
     is_cluster = False
 
@@ -87,13 +87,13 @@ class FirstHost:
         """Listen for the other hosts.
 
         Args:
-            config: of the run, with the addresses at which it listens.
-            plans: of its processes on all hosts.
-            rendezvous: where the hosts meet.
-            progress: called with what the programs of this host are about.
+            config: The run, with its listening addresses.
+            plans: Plans of its processes on all hosts.
+            rendezvous: Address where the hosts meet.
+            progress: Function called with what the programs of this host are doing.
 
         Raises:
-            ConfigError: the address cannot be listened at.
+            ConfigError: this host cannot listen at the address.
         """
         self.config = config
         hosts = config.deploy.hosts
@@ -112,7 +112,7 @@ class FirstHost:
         )
         others = [plan for plan in plans if plan.host != hosts[0]]
         self._nodes = {plan.host: hosts.index(plan.host) for plan in others}
-        self._present: set[int] = set()  # that have answered
+        self._present: set[int] = set()  # nodes that have answered
         self._num_asked = dict.fromkeys(self._nodes, 0)
         self.posts: Sequence[Post] = [
             *self._local.posts,
@@ -139,7 +139,7 @@ class FirstHost:
         return ask
 
     def tell(self, reports: Sequence[HostReport]) -> None:
-        """Give the other hosts the reports, and wait until they have them."""
+        """Send the reports to the other hosts, and wait until they have read them."""
         self._mail.put(_REPORTS, msgspec.json.encode(reports))
         for node in self._present:
             self._mail.first_of((f"gone/{node}",), _READ_S)
@@ -156,17 +156,17 @@ def answer_first_host(
     rendezvous: Address,
     progress: Callable[[str], None],
 ) -> list[HostReport]:
-    """Answer what the first host asks, with this host's own settings; return its reports.
+    """Answer the first host's questions with this host's own settings; return its reports.
 
     Args:
-        config: of the run.
-        plans: of its processes on all hosts.
-        node: number of this host in deploy.hosts.
-        rendezvous: where the first host listens.
-        progress: called with what the programs of this host are about.
+        config: The run.
+        plans: Plans of its processes on all hosts.
+        node: Number of this host in deploy.hosts.
+        rendezvous: Address of the first host.
+        progress: Function called with what the programs of this host are doing.
 
     Raises:
-        PeerLostError: the first host is not there, or has ended.
+        PeerLostError: the first host is missing, or has ended.
     """
     limit_s = config.learner.learner.rendezvous_timeout_s
     mail = Mailbox(_connected(rendezvous, limit_s))
@@ -176,7 +176,7 @@ def answer_first_host(
         return _answered(mail, places, node, limit_s)
     finally:
         places.close()
-        with suppress(PeerLostError):  # it has ended
+        with suppress(PeerLostError):  # the first host has ended
             mail.put(f"gone/{node}", b"")
 
 
@@ -209,7 +209,7 @@ def _answered(mail: Mailbox, places: LocalPlaces, node: int, limit_s: float) -> 
             )
         question = msgspec.json.decode(mail.get(key), type=Question)
         request: Request = msgspec.json.decode(question.request, type=Request)
-        if isinstance(request, Begin):  # settings name code to run: nobody else's are taken
+        if isinstance(request, Begin):  # settings name code to run: only this host's own are used
             known = tuple(role for role in request.roles if role in asks)
             request = msgspec.structs.replace(request, settings=own_settings, roles=known)
         if question.name not in asks:

@@ -1,4 +1,4 @@
-"""The model folder of a host: what is in it, and whether it is that of the learner's host."""
+"""A host's model folder: its contents, and whether it equals that of the learner's host."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _SETTING = "run.model"
 
 
 def observe_model(folder: Path, hf: HfConfig) -> tuple[list[Fact], dict[str, str]]:
-    """Return the facts of a model folder, and digests of its parts, by what they are of."""
+    """Return the facts of a model folder, and digests by part."""
     from slipstream.learner.model.hf_tensors import HfTensors  # torch
     from slipstream.weightbus.agent.weight_files import check_weight_files  # safetensors
 
@@ -36,7 +36,7 @@ def observe_model(folder: Path, hf: HfConfig) -> tuple[list[Fact], dict[str, str
 
 
 def judge_models(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Fact:
-    """Return whether a host has the model of the learner's host; both are digests by part."""
+    """Return whether a host has the learner host's model; both are digests by part."""
     wrong = [
         f"{name} is {theirs.get(name, 'missing')[:12]} here, {digest[:12]} on the learner's"
         for name, digest in ours.items()

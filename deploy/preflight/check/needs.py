@@ -1,4 +1,4 @@
-"""What a host must have installed to run every role of a run, told at once and by extra."""
+"""Libraries that a host needs to run every role of a run, reported at once by extra."""
 
 import shutil
 from importlib.util import find_spec
@@ -10,10 +10,10 @@ from slipstream.wire.process.extras import missing_marks, refuse_missing
 
 
 def refuse_without_extras(config: RunConfig) -> None:
-    """Check that this host can run every role of a run, before anything is made.
+    """Check that this host can run every role of a run, before creating anything.
 
     Raises:
-        ConfigError: something is not installed; naming all of it and the extras that bring it.
+        ConfigError: something is not installed; names all of it and the extras that bring it.
     """
     missing = missing_marks("learner", "generators")
     if not config.broker.broker.redis.url and not _has_redis_server():

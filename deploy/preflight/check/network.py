@@ -1,4 +1,4 @@
-"""Addresses and ports that a run listens at, and the interface that collectives take."""
+"""Listening addresses and ports of a run, and the interface of collectives."""
 
 import errno
 import os
@@ -13,36 +13,36 @@ from slipstream.deploy.launch.plan import kind_of
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok
 from slipstream.weightbus.net.interfaces import interface_variables, is_loopback
 
-_EVERY = ("0.0.0.0", "::")  # noqa: S104 nothing is bound here for longer than a moment
+_EVERY = ("0.0.0.0", "::")  # noqa: S104 ports are bound only for a moment
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Where a process of a run is to listen."""
+    """A planned listener of a process."""
 
     name: str
     setting: str
     host: str
-    port: int  # 0 is one of the system's choice
-    count: int = 1  # of neighboring ports
+    port: int  # 0 for the system's choice
+    count: int = 1  # number of neighboring ports
 
 
 @dataclass(frozen=True, slots=True)
 class SeenListener:
-    """A listener as this host would have it."""
+    """A listener as tried on this host."""
 
     wanted: Listener
-    interface: str  # that has the address; empty if none
-    why_not: str = ""  # it cannot listen there; empty if it can
-    addresses: Mapping[str, str] | None = None  # of this host by interface, where that is the cause
+    interface: str  # interface with the address; empty without one
+    why_not: str = ""  # reason why it cannot listen; empty if it can
+    addresses: Mapping[str, str] | None = None  # interface -> address, if it explains a failure
 
 
 def listeners_of(config: RunConfig, roles: Collection[str]) -> list[Listener]:
-    """Return where processes are to listen beside Unix sockets.
+    """Return the planned listeners of processes, except Unix sockets.
 
     Args:
-        config: of the run.
-        roles: the processes, by name.
+        config: The run.
+        roles: Names of the processes.
     """
     found = []
     broker, bus = config.broker.broker, config.learner.weightbus
@@ -53,7 +53,7 @@ def listeners_of(config: RunConfig, roles: Collection[str]) -> list[Listener]:
             page = broker.dashboard
             settings = "broker.dashboard.host, broker.dashboard.port"
             found.append(Listener("dashboard", settings, page.host, page.port))
-    if "learner" in roles:  # node 0 of it
+    if "learner" in roles:  # the learner's node 0
         if bus.listen:
             found.append(_listener("weightbus.listen", bus.listen, count=2))
         found.append(Listener("weightbus.host", "weightbus.host", bus.host, 0))
@@ -66,7 +66,7 @@ def _listener(setting: str, endpoint: str, *, count: int = 1) -> Listener:
 
 
 def see_listener(wanted: Listener) -> SeenListener:
-    """Try whether a process could listen there now."""
+    """Try to listen there now."""
     interface = "every interface" if wanted.host in _EVERY else towards(wanted.host, {})
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -98,19 +98,19 @@ def _refused(
 
 def _own_addresses() -> dict[str, str]:
     return {
-        name: one.address
+        name: address.address
         for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == socket.AF_INET
+        for address in addresses
+        if address.family == socket.AF_INET
     }
 
 
 def towards(host: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return the interface that gloo takes towards a host; empty if none leads there.
+    """Return the interface that gloo uses towards a host; empty if no interface leads there.
 
     Args:
-        host: an address, or a name.
-        environment: in which the user may name an interface; None is this process's.
+        host: Address or name.
+        environment: Variables that may name an interface; None for this process's.
     """
     if environment is None:
         environment = os.environ  # noqa: TID251 gloo has no setting of ours
@@ -119,7 +119,7 @@ def towards(host: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def judge_listener(seen: SeenListener) -> Fact:
-    """Return whether a process can listen where the settings want it, and on which interface."""
+    """Return whether a process can listen as the settings say, and on which interface."""
     wanted = seen.wanted
     shown = f"{wanted.host}:{wanted.port}" if wanted.port else wanted.host
     if seen.why_not:
@@ -133,12 +133,12 @@ def judge_listener(seen: SeenListener) -> Fact:
 
 
 def judge_interface(host: str, chosen: str, present: Collection[str]) -> Fact:
-    """Return the interface that gloo and NCCL take.
+    """Return the interface of gloo and NCCL.
 
     Args:
         host: weightbus.host.
-        chosen: the interface; empty if none leads to the host.
-        present: the interfaces of this host.
+        chosen: Interface; empty if no interface leads to the host.
+        present: Interfaces of this host.
     """
     name = "interface"
     if not chosen:
@@ -157,9 +157,9 @@ def observe_network(config: RunConfig, roles: Collection[str], *, in_cluster: bo
     """Return the facts of this host's network.
 
     Args:
-        config: of the run.
-        roles: the processes that are to be here, by name.
-        in_cluster: nothing of the run goes over loopback, whatever weightbus.host is.
+        config: The run.
+        roles: Names of the planned processes here.
+        in_cluster: True if the run never uses loopback, regardless of weightbus.host.
     """
     host = config.learner.weightbus.host
     is_used = not (in_cluster and is_loopback(host))

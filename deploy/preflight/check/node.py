@@ -1,8 +1,8 @@
-"""Looks at one host: reads requests on standard input, a line of JSON each, and answers them.
+"""Looks at one host: answers requests from standard input, each a line of JSON.
 
     python -m slipstream.deploy.preflight.check.node
 
-It ends with its input, and writes nothing else to standard output.
+It ends with its input, and writes nothing but answers to standard output.
 """
 
 import importlib
@@ -82,34 +82,34 @@ _GPU_SETTINGS = "run.model, learner.tensor_parallel, learner.max_tokens_per_micr
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """One host, as the run would use it."""
+    """One host as the run uses it."""
 
     config: RunConfig
     roles: tuple[str, ...]
     keys_by_run: bool
     hf: HfConfig
-    frozen: list[HfConfig]  # policies of the learner beside its own
+    frozen: list[HfConfig]  # frozen policies of the learner
     has_critic: bool
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Roles that are to be here."""
+        """Planned roles here."""
         return frozenset(map(kind_of, self.roles))
 
     @property
     def on_gpu(self) -> bool:
-        """True if engines run on GPUs here, and so does the learner."""
+        """True if engines and learner run on GPUs here."""
         return self.config.generators.device == "cuda"
 
     @property
     def learner_ranks(self) -> int:
-        """Ranks of the learner that are to be here."""
+        """Planned ranks of the learner here."""
         nodes = sum(kind_of(role) == "learner" for role in self.roles)
         return nodes * self.config.learner.layout.ranks_per_node
 
     @property
     def engines(self) -> int:
-        """Engines that are to be here."""
+        """Planned engines here."""
         return sum(kind_of(role) == "generator" for role in self.roles)
 
 
@@ -134,7 +134,7 @@ def _view(begin: Begin) -> _View:
 
 
 def _facts(view: _View) -> list[Fact]:
-    """Return the facts of this host, those of one part after the other."""
+    """Return the facts of this host, part by part."""
     config, kinds = view.config, view.kinds
     facts = observe_network(config, view.roles, in_cluster=view.keys_by_run)
     facts += observe_keys(config, view.roles, made_by_run=view.keys_by_run)
@@ -229,7 +229,7 @@ def _gpus(view: _View) -> list[Fact]:
 def _observed(begin: Begin) -> Observed:
     hostname = socket.gethostname()
     libraries = judge_installed(installed(), frozenset(map(kind_of, begin.roles)))
-    if libraries.outcome == "fail":  # without them little else can be looked at
+    if libraries.outcome == "fail":  # without them little else can be observed
         return Observed(hostname=hostname, facts=(libraries,))
     try:
         view = _view(begin)
@@ -248,7 +248,7 @@ def _observed(begin: Begin) -> Observed:
 
 
 class _Node:
-    """What this host was asked so far."""
+    """State of the requests so far."""
 
     def __init__(self) -> None:
         self._begin: Begin | None = None
@@ -295,7 +295,7 @@ class _Node:
 
 
 def main() -> int:
-    """Answer requests until the input ends; a signal to end raises SystemExit."""
+    """Answer requests until the input ends; SIGTERM raises SystemExit."""
     signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too

@@ -1,4 +1,4 @@
-"""Settings that other libraries read: Megatron's, SGLang's, and those of trackers."""
+"""Settings for other libraries: Megatron, SGLang, and trackers."""
 
 import asyncio
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ _OURS = "tensorboard"  # a dependency
 
 
 def observe_trackers(config: RunConfig) -> list[Fact]:
-    """Look for the packages of logging.trackers, which the broker imports."""
+    """Look for the packages of logging.trackers, imported by the broker."""
     named = config.broker.logging.trackers
     missing = [name for name in named if name != _OURS and find_spec(name) is None]
     if missing:
@@ -25,7 +25,7 @@ def observe_trackers(config: RunConfig) -> list[Fact]:
 
 
 def observe_megatron(config: RunConfig, hf: HfConfig) -> list[Fact]:
-    """Hold [learner.megatron] against Megatron's configuration."""
+    """Compare [learner.megatron] with Megatron's configuration."""
     extra = config.learner.learner.megatron
     if not extra:
         return []
@@ -39,7 +39,7 @@ def observe_megatron(config: RunConfig, hf: HfConfig) -> list[Fact]:
 
 
 def observe_engine(config: RunConfig) -> list[Fact]:
-    """Hold [generators.sglang] against SGLang's settings."""
+    """Compare [generators.sglang] with SGLang's settings."""
     extra = config.generators.generators.sglang
     if not extra:
         return []
@@ -49,7 +49,7 @@ def observe_engine(config: RunConfig) -> list[Fact]:
 
 
 def observe_environment(config: RunConfig) -> list[Fact]:
-    """Load the environment as a generator does, where it runs beside generators."""
+    """Load the environment as a generator does, if it runs on the generators' hosts."""
     settings = config.generators.environment
     if not settings.function or settings.servers:
         return []

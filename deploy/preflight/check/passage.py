@@ -1,7 +1,7 @@
-"""Bytes from the learner's host to another one, in the way in which weights would travel.
+"""Bytes from the learner's host to another one, transferred as weights would be.
 
-gloo and NCCL open a real group of two ranks. Over tcp the relay's listener is used, and both sides
-prove keys. `weightbus.timeout_s` bounds every wait.
+gloo and NCCL open a real group of two ranks. tcp uses the relay's listener, and both sides prove
+keys. `weightbus.timeout_s` bounds every wait.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from slipstream.wire.messages.weightbus import BulkDoor
 
 NUM_BYTES = 16 << 20
 _GROUP = "check"
-_OWN = "check"  # name of the key of the host that receives
+_OWN = "check"  # name of the receiving host's key
 
 
 class Sender(Protocol):
-    """A host that listens for one other."""
+    """A host that listens for one other host."""
 
     invitation: Invitation
 
     def send(self) -> Passage:
-        """Send, and give up listening."""
+        """Send, and stop listening."""
 
 
 def open_sender(request: Listen, timeout_s: float) -> Sender:
-    """Listen on this host for one other.
+    """Listen on this host for one other host.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: this host cannot listen at the address.
     """
     if request.way == "tcp":
         return _TcpSender(request, timeout_s)
@@ -81,7 +81,7 @@ class _GroupSender:
 
 
 def _prepare(address: str) -> str:
-    """Have gloo and NCCL take the interface that leads to an address; return it."""
+    """Make gloo and NCCL use the interface that leads to an address; return it."""
     environment = os.environ  # noqa: TID251 gloo and NCCL have no setting
     environment.update({**NCCL_ENVIRONMENT, **interface_variables(address, environment)})
     return towards(address)
@@ -99,7 +99,7 @@ def _passed(store: TCPStore, rank: int, backend: str, interface: str, timeout_s:
         start_s = time.monotonic()
         groups.broadcast(flat, group, timeout_s=timeout_s)
         seconds = time.monotonic() - start_s
-        # Rank 0 stays until the other one has everything: its store ends with it.
+        # rank 0 stays until rank 1 has everything: its store ends with it
         groups.pass_first_byte(group, device, timeout_s=timeout_s)
     except (RuntimeError, PublishError) as error:
         return Passage(interface=interface, failure=_first_sentence(error))
@@ -143,7 +143,7 @@ class _TcpSender:
                 for part in (b"hello", bytes(NUM_BYTES)):
                     peer, *_ = await self._bulk.recv_multipart()
                     await self._bulk.send_multipart([peer, part])
-                await self._bulk.recv_multipart()  # it has them
+                await self._bulk.recv_multipart()  # the other host has the bytes
         except TimeoutError:
             why = f"nobody came within {self._timeout_s:g} s"
             return Passage(interface=self._interface, failure=why)
@@ -182,5 +182,5 @@ async def _receive_over_tcp(request: Receive, timeout_s: float) -> Passage:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return what torch says first; what follows is of a single attempt."""
+    """Return the first sentence of torch; the rest describes a single attempt."""
     return str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""What the program of a host is asked, and answers: one line of JSON each."""
+"""Requests to a host's program, and its answers: one line of JSON each."""
 
 from typing import Literal, TypeAlias
 
@@ -6,16 +6,16 @@ import msgspec
 
 from slipstream.deploy.preflight.check.facts import Fact
 
-Way = Literal["gloo", "nccl", "tcp", "disk"]  # in which tensors travel
+Way = Literal["gloo", "nccl", "tcp", "disk"]  # transport of tensors
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run, and which of its processes are to be on this host. Comes first."""
 
-    settings: str  # all of them, in TOML, as the processes there read them
+    settings: str  # all settings, in TOML, as the processes there read them
     roles: tuple[str, ...]
-    keys_by_run: bool = False  # the run makes the keys of its hosts itself
-    receives: bool = False  # Receive follows: no deadline runs yet while torch is loaded
+    keys_by_run: bool = False  # the run makes the keys of its hosts
+    receives: bool = False  # Receive follows: torch is loaded before any deadline runs
 
 
 class Observe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -30,8 +30,8 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Listen for one other host, which is to get weights. Answered with Invitation."""
 
     way: Way
-    address: str  # of this host
-    public_key: str  # of the other one; gloo and NCCL know none
+    address: str  # address of this host
+    public_key: str  # key of the other host; unused by gloo and NCCL
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,11 +51,11 @@ Request: TypeAlias = Begin | Observe | ReadClock | Listen | Send | Receive
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What hosts of a run are compared by."""
+    """Properties in which the hosts of a run are compared."""
 
     device: Literal["cpu", "cuda"]
-    libraries: dict[str, str]  # versions by package, without those that are missing
-    model: dict[str, str]  # digests by what they are of
+    libraries: dict[str, str]  # versions by package, without missing ones
+    model: dict[str, str]  # digests by part
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -63,7 +63,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     hostname: str
     facts: tuple[Fact, ...]
-    card: Card | None = None  # None where the settings cannot be used there
+    card: Card | None = None  # None if the settings cannot be used there
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -77,16 +77,16 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     address: str
     port: int
-    key: str = ""  # that it proves
+    key: str = ""  # key that the host proves
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How sending or receiving went."""
 
-    interface: str  # that leads to the other host
+    interface: str  # interface towards the other host
     num_bytes: int = 0
     seconds: float = 0.0
-    failure: str = ""  # empty if it went well
+    failure: str = ""  # empty on success
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

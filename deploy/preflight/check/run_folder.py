@@ -17,19 +17,19 @@ KINDS = ("broker", "generator", "learner", "reward-worker")
 
 @dataclass(frozen=True, slots=True)
 class SeenFolder:
-    """The folder that a run would have."""
+    """The planned folder of a run."""
 
     folder: Path
     exists: bool
     is_running: bool
-    free_name: str  # that a new run would get
-    step: int | None  # of the newest checkpoint, None without one
+    free_name: str  # name that a new run would get
+    step: int | None  # step of the newest checkpoint; None without one
     has_ledger: bool
-    unwritable: str = ""  # the folder that would have to be written and cannot be
+    unwritable: str = ""  # required folder that cannot be written; else empty
 
 
 def see_folder(run: RunSection) -> SeenFolder:
-    """Look at the folder of a run; nothing is written."""
+    """Look at the folder of a run without writing."""
     folder, parent = run.folder, nearest_folder(run.folder)
     newest = newest_checkpoint(folder)
     return SeenFolder(
@@ -44,7 +44,7 @@ def see_folder(run: RunSection) -> SeenFolder:
 
 
 def judge_folder(seen: SeenFolder) -> Fact:
-    """Return whether a new run gets its name, and what is resumable under it."""
+    """Return whether a new run gets its name, and what can be resumed under it."""
     name = "run folder"
     if seen.unwritable:
         return fail(name, f"{seen.folder}: {seen.unwritable} cannot be written", "run.dir")
@@ -61,11 +61,11 @@ def judge_folder(seen: SeenFolder) -> Fact:
 
 
 def judge_roles(names: Iterable[str], deploy: DeploySection) -> Fact:
-    """Return the processes of a run, and which of those that settings name are none of them.
+    """Return the processes of a run, and unknown ones named in settings.
 
     Args:
-        names: of its processes.
-        deploy: the section, whose tables are by role or process.
+        names: Names of its processes.
+        deploy: section with tables by role or process.
     """
     found = list(names)
     by_role: dict[str, Mapping[str, object]] = {

@@ -1,4 +1,4 @@
-"""The Redis of a run: a server of the user's, or the program of a private one."""
+"""The Redis of a run: the user's server, or the program of a private server."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ _SETTING = "broker.redis.url"
 
 
 def judge_persistence(seen: Persistence | None) -> Fact:
-    """Return whether a server keeps what it acknowledged; None if it does not say so."""
+    """Return whether a server keeps acknowledged data; None if it does not say."""
     name = "Redis persistence"
     if seen is None:
         return warn(name, "unknown: CONFIG is not permitted to this user", "broker.redis.username")
@@ -31,7 +31,7 @@ def judge_persistence(seen: Persistence | None) -> Fact:
 
 
 def observe_store(settings: BrokerSettings) -> list[Fact]:
-    """Return the facts of the store that a broker here would have."""
+    """Return the facts of a broker's store on this host."""
     try:
         if settings.broker.redis.url:
             return asyncio.run(_ask(settings))

@@ -1,4 +1,4 @@
-"""Asks every host of a run, compares the answers, and has the learner's host send to the others."""
+"""Asks every host of a run, compares the answers, and sends from the learner's host to others."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -41,14 +41,14 @@ _MB = 1e6
 
 
 class Places(Protocol):
-    """Where the processes of a run are to be."""
+    """Planned places of a run's processes."""
 
     config: RunConfig
     """The run, with the addresses of its hosts."""
     posts: Sequence[Post]
-    """One for each process, the broker first."""
+    """One per process, the broker first."""
     is_cluster: bool
-    """True if the run makes keys for its hosts, and every role reaches the others over TCP."""
+    """True if the run makes keys for its hosts, and all roles are connected over TCP."""
 
     def close(self) -> None:
         """End the programs and give up the places."""
@@ -63,7 +63,7 @@ class _Host:
 
     @property
     def lead(self) -> Post:
-        """The post whose program looks at the host: the learner's, which has its GPUs."""
+        """Post whose program looks at the host: the learner's if present, which has the GPUs."""
         return min(self.posts, key=lambda post: kind_of(post.name) != "learner")
 
     @property
@@ -82,13 +82,13 @@ class _Host:
 
 
 def way_to(kind: str, device: str, bus: WeightBusSection, *, is_far: bool) -> Way:
-    """Pure: return how tensors reach a process from the learner's host.
+    """Pure: return the transport of tensors from the learner's host to a process.
 
     Args:
-        kind: learner (gradients of its other nodes), or generator (weights).
-        device: of the process, cpu or cuda.
-        bus: the weight bus.
-        is_far: it is on another host, or reaches the learner over TCP all the same.
+        kind: Learner (gradients of its other nodes) or generator (weights).
+        device: Device of the process, cpu or cuda.
+        bus: Section of the weight bus.
+        is_far: True if it is on another host, or reaches the learner over TCP anyway.
     """
     transport = chosen(bus.transport)
     if is_far and TRANSPORTS[transport].why_not_from_afar(bus.host):
@@ -108,11 +108,11 @@ def judge_passage(
     """Return whether bytes reached a host.
 
     Args:
-        sent: as the learner's host saw it.
-        received: as the other one did.
-        way: that they took.
-        kind: of the process there: generator, or learner.
-        from_to: the two hosts, each with its address.
+        sent: Result on the learner's host.
+        received: Result on the other host.
+        way: Transport of the bytes.
+        kind: Kind of the process there: generator or learner.
+        from_to: Names of the two hosts, with addresses.
     """
     here, there = from_to
     name = "weights" if kind == "generator" else "gradients"
@@ -132,11 +132,11 @@ def judge_passage(
 
 
 def survey(places: Places, progress: Callable[[str], None]) -> list[HostReport]:
-    """Look at every host of a run; return their facts.
+    """Look at every host of a run; return the reports.
 
     Args:
-        places: of its processes.
-        progress: called with what is under way.
+        places: Places of its processes.
+        progress: Called with the current activity.
     """
     hosts: dict[str, _Host] = {}
     for post in places.posts:
@@ -158,12 +158,12 @@ class _Survey:
         self._threads = threads
         self._progress = progress
         self._bus = places.config.learner.weightbus
-        # The longest that a program waits for others while it shows no sign of life.
+        # longest silent wait of a program for others
         self._limit_s = max(self._bus.timeout_s, places.config.broker.reward.timeout_s)
         self._settings = resolved_text(places.config)
 
     def run(self) -> None:
-        """Add to every host what is found."""
+        """Add the findings to every host."""
         count = len(self._hosts)
         self._progress(f"looking at {count} host{'s' if count > 1 else ''}")
         for done in [self._threads.submit(self._observe, host) for host in self._hosts]:
@@ -197,10 +197,10 @@ class _Survey:
         self._ask(post, request, Clock)
 
     def _ask(self, post: Post, request: Request, kind: type[_A]) -> _A:
-        """Return an answer of a kind.
+        """Return an answer of the expected kind.
 
         Raises:
-            SlipstreamError: there is none, or the host refused with its reason.
+            SlipstreamError: no answer came, or the host refused with a reason.
         """
         text = post.ask(msgspec.json.encode(request), self._limit_s)
         answer = msgspec.json.decode(text, type=Answer)
@@ -246,7 +246,7 @@ class _Survey:
         return way_to(kind, device, self._bus, is_far=is_far)
 
     def _pass_to(self, host: _Host, learner: _Host) -> None:
-        """Have the learner's host send to one process of each kind on another host."""
+        """Send from the learner's host to one process of each kind on another host."""
         if host.card is None or learner.card is None:
             return
         sender = learner.lead
@@ -281,7 +281,7 @@ class _Survey:
         return judge_passage(sent, received, way=way, kind=kind, from_to=from_to)
 
     def _address(self, sender: Post, way: Way, kind: str) -> str:
-        """Return the address at which the learner's host is to be reached."""
+        """Return the address of the learner's host for the receiver."""
         if kind == "generator" and way != "tcp":
             return self._bus.host
         if kind == "generator" and self._bus.listen:
