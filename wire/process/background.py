@@ -1,4 +1,4 @@
-"""An event loop on its own thread: the learner's sockets are served while it trains."""
+"""An event loop on its own thread: serves the learner's sockets while it trains."""
 
 import asyncio
 import threading
@@ -38,11 +38,11 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the caller; ``check`` raises its error."""
+        """Run a coroutine in the background; ``check`` raises its error."""
         self.run(self._start(coroutine))
 
     def check(self) -> None:
-        """Raise the error that ended a started coroutine, if one did."""
+        """Raise the error that ended a started coroutine, if any."""
         if self._failure is not None:
             raise self._failure
 

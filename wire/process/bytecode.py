@@ -1,7 +1,7 @@
-"""Bytecode of a role and of what it starts: written once, read by every later start.
+"""Bytecode of a role and its children: written once, read by every later start.
 
-Containers often set ``PYTHONDONTWRITEBYTECODE``. Where libraries came without bytecode, every start
-of every process then compiles torch and SGLang from source, which doubles its time.
+Containers often set ``PYTHONDONTWRITEBYTECODE``. If libraries have no bytecode, every process then
+compiles torch and SGLang from source at every start, which doubles its time.
 """
 
 import importlib.util
@@ -13,14 +13,14 @@ from pathlib import Path
 
 _FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
 _PREFIX = "PYTHONPYCACHEPREFIX"
-_LIBRARIES = ("msgspec", "torch", "sglang")  # installed apart, perhaps
+_LIBRARIES = ("msgspec", "torch", "sglang")  # possibly installed separately
 
 
 def write_bytecode() -> None:
     """Let this process and its children write bytecode.
 
-    It lies beside the sources, as always; in a private folder below the temporary one if libraries
-    have none and cannot be written to. A role's temporary folder is that of its run.
+    The place is next to the sources, as usual, or a private folder below the temporary one if
+    libraries have no bytecode and cannot be written to. Each run has its own temporary folder.
     """
     sys.dont_write_bytecode = False
     os.environ.pop(_FORBIDDEN, None)  # noqa: TID251 children inherit it
@@ -31,9 +31,9 @@ def write_bytecode() -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Make a folder that this user alone may write to; return whether it is one.
+    """Make a folder that only this user may write to; return whether it is one.
 
-    Bytecode is code: a folder that somebody else made in a shared place is not used.
+    Bytecode is code: a folder made by another user in a shared place is not used.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What processes on several hosts are called, and compare before they begin."""
+"""Names of processes on several hosts, and their comparison before they begin."""
 
 import json
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ _MOST_DIFFERENCES = 3  # in one line
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return in what another node differs from node 0, the most telling first; empty if in nothing.
+    """Return how another node differs from node 0, most telling first; empty if it does not.
 
     Args:
-        ours: of node 0.
-        theirs: of the other node.
+        ours: Settings of node 0.
+        theirs: Settings of the other node.
     """
     names = [*ours, *(name for name in theirs if name not in ours)]
     found = [
@@ -35,7 +35,7 @@ def flat(name: str, value: object) -> dict[str, str]:
 
 
 def node_named(node: int, ranks: range, host: str = "") -> str:
-    """Return a node as it is called in logs, with its ranks and its host if that is known."""
+    """Return a node's name for logs, with its ranks and, if known, its host."""
     first, *others = ranks
     text = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
     return f"node {node} ({f'host {host}, ' if host else ''}{text})"

@@ -1,4 +1,4 @@
-"""The command line that all roles share."""
+"""The common command line of all roles."""
 
 import argparse
 import errno
@@ -29,15 +29,15 @@ OVERRIDES_HELP = "settings that win over the file's, such as learner.lr=1e-6"
 _Error = TypeVar("_Error", bound=BaseException)
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
-EXIT_SUPERSEDED = 3  # another process does this one's work: do not restart it
+EXIT_SUPERSEDED = 3  # another process does this work: do not restart this one
 EXIT_INTERRUPTED = 130
-_MADE_BETWEEN_SEARCHES = 50_000  # objects; at Python's 700 searches take a sixth of all imports
+_MADE_BETWEEN_SEARCHES = 50_000  # objects; at Python's 700, searches take a sixth of all imports
 
 
 def role_parser(
     prog: str, description: str, examples: Sequence[str], *, needs_config: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options that every role takes."""
+    """Return a parser with the common options of all roles."""
     epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -66,7 +66,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 class _ShowVersion(argparse.Action):
-    """Looks the version up once it is asked for."""
+    """Looks the version up only when asked."""
 
     @override
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
@@ -88,7 +88,7 @@ def add_health(parser: argparse.ArgumentParser) -> None:
 
 
 def port(text: str) -> int:
-    """Return a port of a command line; 0 is one that the system chooses, or none."""
+    """Return a port of a command line; 0 for none, or for the system's choice."""
     if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"a port is 0 to {MAX_PORT}, not {text!r}")
     return int(text)
@@ -112,7 +112,7 @@ def load_arguments(arguments: argparse.Namespace) -> Table:
 
 
 def log_settings(table: Table) -> LoggingSection:
-    """Return [logging], of which every role reads how to write its log.
+    """Return [logging], the log settings of every role.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -122,10 +122,10 @@ def log_settings(table: Table) -> LoggingSection:
 
 @contextmanager
 def naming_places(arguments: argparse.Namespace) -> Iterator[None]:
-    """Add to a ConfigError where its setting was written: a line of the file, or the command line.
+    """Add to a ConfigError where its setting was written: a file's line, or the command line.
 
     Args:
-        arguments: with the settings file and overrides, if the command takes any.
+        arguments: Arguments, perhaps with a settings file and overrides.
     """
     try:
         yield
@@ -142,14 +142,14 @@ def _placed(error: SlipstreamError, arguments: argparse.Namespace) -> str:
 
 
 def settings_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Return the part of a command line that names settings, for a process that shares them."""
+    """Return the settings part of a command line, for a process with the same settings."""
     return ["--config", str(arguments.config), *arguments.overrides]
 
 
 def run_role(body: Callable[[], int]) -> int:
     """Run a role's body; a known error becomes one clear line and a failing exit code.
 
-    A library that is not installed is one: the line names the extra that brings it.
+    A missing library is a known error: the line names the extra that brings it.
     """
     keep_last_words_from_children()
     write_bytecode()
@@ -203,10 +203,10 @@ def _report(error: SlipstreamError) -> int:
 
 
 def refuse_settings(error: SlipstreamError, arguments: argparse.Namespace | None = None) -> int:
-    """Print why settings were refused and where they were written; return the exit code for it."""
+    """Print why settings were refused and where they were written; return the exit code."""
     text = str(error) if arguments is None else _placed(error, arguments)
     leave_last_words(text)
-    with suppress(OSError):  # a log on a disk that is full
+    with suppress(OSError):  # a log on a full disk
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     return EXIT_BAD_SETTINGS

@@ -1,7 +1,7 @@
-"""The environment of a child: named variables, and no secret by accident.
+"""The environment of a child: named variables, without secrets by accident.
 
-A shell that starts runs often holds keys (WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY). Code of
-others, or of a large library, gets the variables needed to find files and to use the machine.
+A shell that starts runs often holds keys (WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY). Foreign
+code and large libraries get only the variables needed to find files and use the machine.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ _PREFIXES = (
     *("LC_", "PYTHON", "MALLOC_", "TOKENIZERS_", "CUDA_", "NVIDIA_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
 )
-_NO_PROXY = ("no_proxy", "NO_PROXY")  # read in this order by whoever takes one alone
+_NO_PROXY = ("no_proxy", "NO_PROXY")  # order in which programs that use only one read them
 _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS")
 
@@ -36,10 +36,10 @@ def handed_on(
     """Return the part of an environment that a child gets.
 
     Args:
-        environment: of this process.
-        named: further variables, chosen by the user; they may be secrets.
-        prefixes: of further variables, unless their last word marks them as secret.
-        setting: where ``named`` comes from.
+        environment: Variables of this process.
+        named: additional variables chosen by the user; may be secrets.
+        prefixes: Prefixes of additional variables, without those whose last word is a secret's.
+        setting: Name of the setting with ``named``.
 
     Raises:
         ConfigError: a named variable is not set.
@@ -57,7 +57,7 @@ def handed_on(
 
 
 def sparing_this_host(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment whose proxies are not asked for addresses of this host."""
+    """Return an environment in which addresses of this host bypass proxies."""
     given = [environment[name] for name in _NO_PROXY if environment.get(name)]
     spared = "*" if "*" in given else ",".join((*given, *_THIS_HOST))
     return {**environment, **dict.fromkeys(_NO_PROXY, spared)}

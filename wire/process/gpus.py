@@ -1,4 +1,4 @@
-"""GPUs this process may use, found without CUDA: a count must not create a context."""
+"""GPUs that this process may use, found without CUDA: a count must not create a context."""
 
 import os
 import re
@@ -7,30 +7,30 @@ from functools import cache
 from pathlib import Path
 
 _PROC, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
-_LOOK_S = 60.0  # a driver that hangs must not hang a command
+_LOOK_S = 60.0  # limit for a hanging driver
 _LISTED = re.compile(r"^GPU (\d+): .*\(UUID: (\S+)\)$", re.MULTILINE)
-_SHOWN = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", re.MULTILINE)  # ? where it is not known
+_SHOWN = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", re.MULTILINE)  # ? if unknown
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def usable_gpus(proc: Path = _PROC, devices: Path = _DEVICES) -> tuple[str, ...]:
     """Return the GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it.
 
-    That variable, where it is set, chooses among the host's GPUs; else it is all of them, by
-    their numbers. ``proc`` and ``devices`` are where the driver shows them.
+    The variable chooses among the host's GPUs; if it is not set, all are usable, by number. The
+    driver's folders are ``proc`` and ``devices``.
     """
     host = gpus_of_host(proc, devices)
     return chosen_gpus(os.environ.get(_VARIABLE), host)  # noqa: TID251 CUDA has no other
 
 
 def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
-    """Return the GPUs CUDA takes from ``variable``: all before the first that is none.
+    """Return the GPUs that CUDA takes from ``variable``: all before the first invalid name.
 
     Args:
-        variable: CUDA_VISIBLE_DEVICES; None if it is not set.
-        host: the GPUs of the host, UUID by number, empty where it is unknown. CUDA takes the
-            beginning of a UUID too. Names of GPUs without a known UUID, and of parts of a GPU
-            (MIG), are taken as they are.
+        variable: CUDA_VISIBLE_DEVICES; None if not set.
+        host: The GPUs of the host, UUID by number; empty if unknown. CUDA also accepts the
+            beginning of a UUID. Names of GPUs without a known UUID, and of parts of a GPU (MIG),
+            are accepted unchecked.
     """
     if variable is None:
         return tuple(host)
@@ -52,8 +52,8 @@ def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
 def gpus_of_host(proc: Path = _PROC, devices: Path = _DEVICES) -> dict[str, str]:
     """Return the UUIDs of this host's GPUs by number, as the driver lists them.
 
-    Where its program is not there or hidden, they are those that the driver shows in /proc, else
-    their devices are counted, whose UUIDs are unknown; containers may hide any of these.
+    If its program is missing or hidden, they come from /proc, or else their devices are counted,
+    without UUIDs; containers may hide any of these.
     """
     command = ["nvidia-smi", "-L"]
     try:
@@ -66,7 +66,7 @@ def gpus_of_host(proc: Path = _PROC, devices: Path = _DEVICES) -> dict[str, str]
         listed = dict(_LISTED.findall(done.stdout)) if done.returncode == 0 else {}
     if listed:
         return listed
-    if proc.is_dir():  # a folder for each, whose names are their places on the bus, as CUDA counts
+    if proc.is_dir():  # one folder per GPU, named by its place on the bus, as CUDA counts
         uuids = [_uuid_in(folder / "information") for folder in sorted(proc.iterdir())]
     else:
         uuids = [""] * len(list(devices.glob("nvidia[0-9]*")))

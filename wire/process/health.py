@@ -1,7 +1,7 @@
-"""Health of a role, for probes of the host that it runs on.
+"""Health of a role, for probes on its host.
 
-`GET /health/live` is 200 while the role's main loop makes progress, `/health/ready` once the role
-does its work and until it is asked to end, both 503 with the reason otherwise; `/health` has both.
+`GET /health/live` is 200 while the role's main loop makes progress, `/health/ready` from the start
+of its work until it is asked to end; both are 503 with the reason otherwise; `/health` has both.
 They are served by broker/listening/health_port.py.
 
 As a program it is a probe: `python -m slipstream.wire.process.health --port 8081 ready`.
@@ -17,8 +17,8 @@ from contextlib import closing, contextmanager
 from typing import Literal, NamedTuple
 
 HOST = "127.0.0.1"
-_LONGEST_GAP_S = 5.0  # longer gaps are time in which this process did not run either
-EXCHANGE_S = 5.0  # a request may take no longer to arrive, nor its answer to leave
+_LONGEST_GAP_S = 5.0  # longer gaps are time in which this process did not run
+EXCHANGE_S = 5.0  # longest time for a request to arrive, and for its answer to leave
 _MAX_ANSWER_BYTES = 65_536
 MAX_PORT = 65_535
 
@@ -26,18 +26,18 @@ State = Literal["starting", "running", "ended"]
 
 
 class Observation(NamedTuple):
-    """A role as its health is judged."""
+    """State of a role for the judgment of its health."""
 
-    state: State  # of its main loop
+    state: State  # state of its main loop
     idle_s: float  # since the last sign of progress; before the main loop, since the start
-    missing: str  # what it waits for before it does its work; empty is nothing
-    is_draining: bool  # it was asked to end
+    missing: str  # condition that its work still waits for; empty if it waits for none
+    is_draining: bool  # asked to end
 
 
 def why_not_live(seen: Observation, stuck_s: float) -> str:
-    """Return why a role does not work any more, empty if it does.
+    """Return why a role no longer works; empty if it works.
 
-    While it starts, other limits apply. Without ``stuck_s`` (0) only the end of its loop counts.
+    Other limits apply at its start. With a ``stuck_s`` of 0 only the end of its loop counts.
     """
     if seen.state == "ended":
         return "its main loop has ended"
@@ -47,7 +47,7 @@ def why_not_live(seen: Observation, stuck_s: float) -> str:
 
 
 def why_not_ready(seen: Observation, stuck_s: float) -> str:
-    """Return why a role does not do its work now, empty if it does."""
+    """Return why a role does not work now; empty if it works."""
     if seen.is_draining:
         return "it was asked to end"
     if why := why_not_live(seen, stuck_s):
@@ -63,11 +63,11 @@ class Health:
     def __init__(
         self, role: str = "", *, stuck_s: float = 0.0, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start as a role whose main loop has not begun.
+        """Start before the role's main loop.
 
         Args:
-            role: its name, for the answers.
-            stuck_s: seconds without progress after which a role that runs is not live; 0 is never.
+            role: Name for the answers.
+            stuck_s: seconds without progress until a running role is not live; 0 for never.
             now: monotonic seconds.
         """
         self.role = role
@@ -78,25 +78,25 @@ class Health:
         self._missing: Callable[[], str] = str
         self._signs: Callable[[], object] = object
         self._is_draining: Callable[[], bool] = bool
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._seen: object = None
         self._observed_s = now()
         self._idle_s = 0.0
 
     def waits_for(self, what: str) -> None:
-        """Say what a role that starts waits for, as in "waits for WHAT"."""
+        """Set what a starting role waits for, as in "waits for WHAT"."""
         self._waits_for = f"it waits for {what}"
 
     def drains_when(self, is_draining: Callable[[], bool]) -> None:
-        """Ask ``is_draining`` whether the role was told to end; any thread may call it."""
+        """Use ``is_draining`` to ask if the role should end; any thread may call it."""
         self._is_draining = is_draining
 
     def begins(self, signs: Callable[[], object], missing: Callable[[], str] = str) -> None:
         """Judge the role by its main loop from now on.
 
         Args:
-            signs: changes, and does so only, when the loop makes progress; any thread may call it.
-            missing: why the role does not do its work now, empty if it does; the same.
+            signs: Value that changes only when the loop makes progress; any thread may call it.
+            missing: Reason why the role does not work now, or empty; any thread may call it.
         """
         with self._lock:
             self._signs, self._missing = signs, missing
@@ -105,7 +105,7 @@ class Health:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Report the end of the main loop with the end of the block."""
+        """Report the end of the main loop at the end of the block."""
         try:
             yield
         finally:
@@ -115,7 +115,7 @@ class Health:
     def main_loop(
         self, signs: Callable[[], object], missing: Callable[[], str] = str
     ) -> Iterator[None]:
-        """Judge the role by its main loop, which is the block: ``begins``, then ``ending``."""
+        """Judge the role by its main loop, the block: ``begins``, then ``ending``."""
         self.begins(signs, missing)
         with self.ending():
             yield
@@ -158,10 +158,10 @@ def received(
     is_whole: Callable[[bytes], bool],
     timeout_s: float = EXCHANGE_S,
 ) -> bytes:
-    """Return what a peer sends until it is whole, ends, is ``most`` bytes or more.
+    """Return a peer's data until it is whole, ends, or has ``most`` bytes or more.
 
     Raises:
-        TimeoutError: this took more than ``timeout_s``.
+        TimeoutError: the data took longer than ``timeout_s``.
     """
     until_s = time.monotonic() + timeout_s
     data = b""
@@ -181,7 +181,7 @@ def received(
 
 
 def probe(port: int, kind: str, *, timeout_s: float) -> tuple[bool, str]:
-    """Ask a role of this host; return whether it is live or ready, and its answer as one line."""
+    """Ask a role on this host; return whether it is live or ready, and its answer in a line."""
     try:
         with closing(socket.create_connection((HOST, port), timeout_s)) as connection:
             connection.sendall(f"GET /health/{kind} HTTP/1.0\r\n\r\n".encode())
@@ -197,7 +197,7 @@ def probe(port: int, kind: str, *, timeout_s: float) -> tuple[bool, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Probe; print the answer; return 0 if it is yes, else 1."""
+    """Probe; print the answer; return 0 for yes, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.wire.process.health",
         description="Ask a role on this host that was started with --health PORT.",

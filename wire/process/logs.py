@@ -19,7 +19,7 @@ def start_logging(role: str, settings: LoggingSection | None = None) -> None:
 
     Args:
         role: name of this process.
-        settings: level and format; None is their defaults.
+        settings: level and format; None for their defaults.
     """
     settings = settings or LoggingSection()
     handler = logging.StreamHandler(sys.stderr)

@@ -1,8 +1,8 @@
 """Waits for another process for as long as it shows activity.
 
 The speed of a machine decides how long something takes, never whether it works. So a wait for a
-process on this host is over when that process has shown no sign of life for a while, not after a
-fixed time; its parent notices at once that it has ended. Waits of more than ten seconds are logged.
+process on this host ends after a time without a sign of life of that process, not after a fixed
+time; its parent notices its end at once. Waits of more than ten seconds are logged.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _log = logging.getLogger(__name__)
-_OBSERVE_S = 1.0  # between two observations
-_LONGEST_GAP_S = 5.0  # longer gaps are time in which the waiter did not run either
-_LEAST_SHARE = 0.01  # of a core: a process that only polls uses less
-AT_MOST = 20  # times the limit, for a process that is busy without progress
-END_AT_MOST = 6  # the same, for a process that should end
+_OBSERVE_S = 1.0  # time between two observations
+_LONGEST_GAP_S = 5.0  # longer gaps are time in which the waiter did not run
+_LEAST_SHARE = 0.01  # share of a core; a process that only polls uses less
+AT_MOST = 20  # multiple of the limit, for a process that is busy without progress
+END_AT_MOST = 6  # the same for a process that should end
 _LOG_FIRST_S = 10.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -27,7 +27,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Signs(NamedTuple):
     """Counters that grow while a process works."""
 
-    cpu_s: float  # of it and its descendants
+    cpu_s: float  # total of the process and its descendants
     page_ins: int  # pages read from files
     log_bytes: int
 
@@ -48,11 +48,11 @@ class Patience:
         """Start to wait.
 
         Args:
-            what: for, as in "waiting for WHAT".
-            limit_s: without a sign of life.
-            signs: of the process that is waited for; None if it shows none: then ``limit_s`` of
-                this process's own running time end the wait.
-            at_most: times ``limit_s``: then it has failed, even if it is busy.
+            what: Awaited event, as in "waiting for WHAT".
+            limit_s: Limit without a sign of life.
+            signs: Signs of the awaited process; None if it shows none: then the wait ends after
+                ``limit_s`` of this process's own running time.
+            at_most: Multiple of ``limit_s`` after which even a busy process has failed.
             log: called with a line about the wait, first after ten seconds.
             now: monotonic seconds.
         """
@@ -66,7 +66,7 @@ class Patience:
         self._seen = signs() if signs is not None else None
         self._next_line_s = _LOG_FIRST_S
         self.waited_s = 0.0
-        self.idle_s = 0.0  # since the last sign of life
+        self.idle_s = 0.0  # time since the last sign of life
 
     def is_over(self) -> bool:
         """True if waiting longer is useless."""
@@ -102,11 +102,10 @@ class Patience:
 
 
 class Silence:
-    """How long a peer has said nothing, in this process's own running time.
+    """Silence of a peer, in this process's own running time.
 
-    A process that did not run could not read what came meanwhile. So call ``is_over`` often, and
-    only once all that was waiting has been read: of a gap between two calls ``look_s`` count at
-    most.
+    A process that did not run could not read its messages. So call ``is_over`` often, and only
+    after reading everything that has arrived: a gap between calls counts for at most ``look_s``.
     """
 
     def __init__(
@@ -163,9 +162,9 @@ def signs_of(
     """Return a function that observes processes, their descendants and their log.
 
     Args:
-        pids: of the processes as they are now; one that has ended counts as idle.
-        log_file: which may not exist yet.
-        alone: without their descendants.
+        pids: Current processes; an ended one counts as idle.
+        log_file: Log of the processes; may not exist yet.
+        alone: True to leave out descendants.
     """
 
     def observe() -> Signs:
@@ -180,7 +179,7 @@ def signs_of(
 
 
 def _is_alive(before: Signs, seen: Signs, idle_s: float) -> bool:
-    if seen.cpu_s < before.cpu_s:  # one of them has ended or was replaced
+    if seen.cpu_s < before.cpu_s:  # a process has ended or was replaced
         return True
     if seen.page_ins != before.page_ins or seen.log_bytes != before.log_bytes:
         return True
@@ -188,7 +187,7 @@ def _is_alive(before: Signs, seen: Signs, idle_s: float) -> bool:
 
 
 def _with_descendants(pids: Collection[int]) -> set[int]:
-    """Return processes with all that they started (on Linux; elsewhere them alone)."""
+    """Return processes and all their descendants (on Linux; elsewhere only the processes)."""
     found: set[int] = set()
     left = list(pids)
     while left:
@@ -204,7 +203,7 @@ def _with_descendants(pids: Collection[int]) -> set[int]:
 
 
 def _use_of(pid: int) -> tuple[float, int]:
-    """Return CPU seconds and pages read, also of its children that have ended; 0 without it."""
+    """Return CPU seconds and pages read, including ended children; 0 for a missing process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

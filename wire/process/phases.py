@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WAIT = "wait"
-ACT = "act"  # of a generator: environments answer all of its trajectories
-PHASE_TIME = "time/phase/"  # before the name of a phase, in a learner step's figures
+ACT = "act"  # phase of a generator: environments answer all of its trajectories
+PHASE_TIME = "time/phase/"  # prefix of a phase's name in a learner step's figures
 
 
 _OPEN_S = 1.0
@@ -20,11 +20,11 @@ class PhaseClock:
         self._phase = WAIT
         self._since = now()
         self._seconds: dict[str, float] = {WAIT: 0.0}
-        self._around = ""  # the phase around one that is not settled
-        self.num_changes = 0  # of phase
+        self._around = ""  # phase around an unsettled one
+        self.num_changes = 0  # number of phase changes
 
     def enter(self, phase: str) -> str:
-        """Switch to ``phase`` and return the phase that ends."""
+        """Switch to ``phase`` and return the previous phase."""
         now = self._now()
         before = self._phase
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
@@ -33,17 +33,18 @@ class PhaseClock:
         return before
 
     def enter_within(self, phase: str) -> None:
-        """Switch to ``phase``, of which ``settle`` says later how much of the time it had.
+        """Switch to ``phase``; a later ``settle`` states its share of the time.
 
-        The rest is of the phase before. Until then a second of it is nobody's: ``seconds`` never
-        takes back what it has counted. Without ``settle`` all of it is of ``phase``.
+        The rest belongs to the previous phase. Until then one second belongs to no phase:
+        ``seconds`` never takes back what it has counted. Without ``settle`` all of it
+        belongs to ``phase``.
         """
         around = self._around if phase == self._phase else self._phase
         self.enter(phase)
         self._around = around
 
     def settle(self, seconds: float) -> None:
-        """Count this much since ``enter_within``, at most, and return to the phase before."""
+        """Count at most this much since ``enter_within``; return to the previous phase."""
         around = self._around
         if not around:
             return
@@ -63,7 +64,7 @@ class PhaseClock:
             self.enter(before)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds spent so far in each phase, the current one included."""
+        """Return the seconds in each phase so far, including the current one."""
         seconds = dict(self._seconds)
         phase, since = self._phase, self._since
         nobodys = _OPEN_S if self._around else 0.0

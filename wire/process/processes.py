@@ -1,4 +1,4 @@
-"""Starting and ending child processes: a child dies with its parent, none is orphaned."""
+"""Starting and ending child processes: a child dies with its parent, without orphans."""
 
 import ctypes
 import fcntl
@@ -16,7 +16,7 @@ LIFELINE_VARIABLE = (
     "SLIPSTREAM_LIFELINE"  # descriptor; its end of file ends processes that outlive a role
 )
 _PR_SET_PDEATHSIG = 1
-_ENOUGH_DESCRIPTORS = 1 << 20  # where there is no limit
+_ENOUGH_DESCRIPTORS = 1 << 20  # number without a limit
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -24,7 +24,7 @@ def die_with_parent(parent_pid: int) -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the call
+    if os.getppid() != parent_pid:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -34,7 +34,7 @@ def bound_to_me(cores: Collection[int] = ()) -> Callable[[], None]:
     Call it on the main thread only: the kernel watches the thread that forked.
 
     Args:
-        cores: where the child and its own children may run; empty leaves them free.
+        cores: Cores for the child and its own children; empty for all.
     """
     parent_pid = os.getpid()
 
@@ -47,10 +47,10 @@ def bound_to_me(cores: Collection[int] = ()) -> Callable[[], None]:
 
 
 def raise_descriptor_limit(least: int) -> int:
-    """Let this process open as many files as its hard limit allows; return how many.
+    """Raise the number of open files to the hard limit; return that number.
 
     Raises:
-        ConfigError: fewer than ``least``.
+        ConfigError: the limit is below ``least``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < least:
@@ -66,14 +66,14 @@ def raise_descriptor_limit(least: int) -> int:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock on a file; the kernel lets go of it when this process ends.
+    """Hold the lock on a file; the kernel releases it when this process ends.
 
     Args:
-        path: of the file, which is made. It holds the id of the process that has the lock.
-        what: the exclusive activity, for the error.
+        path: File to create; holds the id of the process with the lock.
+        what: Exclusive activity, for the error.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     with path.open("a+") as file:
         try:
@@ -103,15 +103,15 @@ def is_locked(path: Path) -> bool:
 
 
 def keep_folder(folder: Path) -> None:
-    """Lock a folder until this process ends, for every process that sees it, in any container."""
+    """Lock a folder until this process ends; processes in any container see the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
-    os.set_inheritable(descriptor, True)  # by the program that may replace this one
-    with suppress(OSError):  # a file system without such locks: nobody removes it as abandoned
+    os.set_inheritable(descriptor, True)  # inherited by the program that may replace this one
+    with suppress(OSError):  # no such locks here: nothing is removed as abandoned
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def remove_abandoned(folder: Path, remove: Callable[[Path], None]) -> None:
-    """Call ``remove`` with a folder that a process had locked, if none has any more."""
+    """Call ``remove`` with a folder that was locked by a process and no longer is."""
     with suppress(OSError), ExitStack() as closing:
         descriptor = os.open(folder, os.O_RDONLY)
         closing.callback(os.close, descriptor)

@@ -1,4 +1,4 @@
-"""Log lines that others can cause, as often as they like."""
+"""Log lines that others can cause as often as they like."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ _EVERY_S = 60.0
 
 
 class Rarely:
-    """Logs at most one line a minute, with how many there were since the last one."""
+    """Logs at most one line a minute, with the number of lines since the last one."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Rarely:
             self._log.log(self._level, line + "%s", *arguments, since)
 
     def num_due(self) -> int:
-        """Count one; return how many there were since the last line, 0 if none is due."""
+        """Count a line; return the number since the last logged line, 0 if no line is due."""
         self._num += 1
         now_s = self._now()
         if now_s < self._again_s:

@@ -1,4 +1,4 @@
-"""Jobs beside each other, until the first of them ends; none outlives the block that runs it."""
+"""Parallel jobs until the first of them ends; no job outlives the block that runs it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -25,7 +25,7 @@ async def first_ended(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
     """Wait until a task ends; return the ended ones.
 
     Raises:
-        BaseException: raised by one of them.
+        BaseException: raised by an ended task.
     """
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -35,10 +35,10 @@ async def first_ended(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
 
 
 async def run_until(*jobs: Job) -> None:
-    """Run jobs until the first ends, and cancel the others.
+    """Run jobs until the first ends; cancel the others.
 
     Raises:
-        BaseException: raised by the first one.
+        BaseException: raised by the first job.
     """
     async with running(*jobs) as tasks:
         await first_ended(*tasks)

@@ -1,4 +1,4 @@
-"""What asks a process to stop: SIGINT, SIGTERM, or SIGHUP, as when its terminal is closed."""
+"""Signals that stop a process: SIGINT, SIGTERM, or SIGHUP, sent by a closing terminal."""
 
 import asyncio
 import signal
@@ -7,13 +7,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return those that stop this process: all but a SIGHUP that it ignores, as under nohup."""
+    """Return the signals that stop this process: all but an ignored SIGHUP (nohup)."""
     ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [one for one in STOP_SIGNALS if one is not signal.SIGHUP or not ignores]
+    return [signum for signum in STOP_SIGNALS if signum is not signal.SIGHUP or not ignores]
 
 
 def count_once(signum: int) -> None:
-    """Ignore SIGHUP from now on if this is one: shell and kernel both send it for one terminal."""
+    """Ignore SIGHUP after the first one: shell and kernel both send it for one terminal."""
     if signum == signal.SIGHUP:
         signal.signal(signum, signal.SIG_IGN)
 

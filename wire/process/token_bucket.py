@@ -1,4 +1,4 @@
-"""A token bucket: so many a second in the long run, and a burst."""
+"""A token bucket: a rate in the long run, and a burst."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class TokenBucket:
     per_s: float
     burst: float
     since_s: float
-    tokens: float = -1.0  # left at ``since_s``; -1 is a full bucket
+    tokens: float = -1.0  # left at ``since_s``; -1 for a full bucket
 
     def __post_init__(self) -> None:
         """Fill a new bucket."""
@@ -18,7 +18,7 @@ class TokenBucket:
             self.tokens = self.burst
 
     def refill(self, now_s: float) -> float:
-        """Add the tokens that came back by now; return how many there are."""
+        """Add the tokens of the time until now; return their number."""
         gained = (now_s - self.since_s) * self.per_s
         self.tokens = min(self.burst, self.tokens + gained)
         self.since_s = now_s

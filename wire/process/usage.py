@@ -11,9 +11,9 @@ from pathlib import Path
 from slipstream.wire.process.gpus import gpus_of_host
 
 _log = logging.getLogger(__name__)
-_EVERY_S = 5.0  # a look at /proc costs a millisecond or so
-_ASK_S = 10.0  # for nvidia-smi, and between two questions
-_MAX_PROCESSES = 1_000  # of one tree
+_EVERY_S = 5.0  # a look at /proc costs about a millisecond
+_ASK_S = 10.0  # limit for nvidia-smi, and time between two questions
+_MAX_PROCESSES = 1_000  # limit for one tree
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIB = 1 << 20
@@ -22,7 +22,7 @@ _GPUS = "--query-gpu=uuid,utilization.gpu"
 
 
 class ProcessUsage:
-    """Readings of this process and all below it, renewed every few seconds."""
+    """Readings of this process and all its descendants, renewed every few seconds."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class ProcessUsage:
         """Take the first reading.
 
         Args:
-            gpus: ask the driver too, from a short-lived thread: not where processes are forked.
-            root: id of the uppermost process; None is this one.
-            proc: where the system shows processes.
+            gpus: ask the driver too, from a short-lived thread; not for processes that fork.
+            root: id of the uppermost process; None for this one.
+            proc: folder in which the system shows processes.
             now: clock in seconds.
         """
         self._gpus = gpus
@@ -55,10 +55,10 @@ class ProcessUsage:
     def gauges(self) -> dict[str, float]:
         """Return the newest readings by name.
 
-        ``cpu_cores`` is CPU seconds per second since the reading before, ``memory_bytes`` resident
-        memory, in which what several processes share counts for each. With GPUs that show their
-        processes: ``gpu_bytes`` of them, and ``gpu_busy``, the mean share of the time that these
-        GPUs were busy, for whomever.
+        ``cpu_cores`` is CPU seconds per second since the previous reading, ``memory_bytes``
+        resident memory, in which memory shared by processes counts for each. With GPUs that show
+        their processes: ``gpu_bytes`` of these processes, and ``gpu_busy``, the mean share of the
+        time that their GPUs were busy, for any process.
         """
         now_s = self._now()
         if now_s - self._at_s >= _EVERY_S:
@@ -78,7 +78,7 @@ class ProcessUsage:
         return sum(cpu_s for cpu_s, _ in found), sum(memory for _, memory in found)
 
     def _ask(self) -> None:
-        """Ask the driver, in a thread; a host without GPUs is asked once and never again."""
+        """Ask the driver, in a thread; a host without GPUs is asked only once."""
         if not gpus_of_host():
             return  # and keep the lock
         try:
@@ -91,7 +91,7 @@ class ProcessUsage:
 
 
 def tree_of(root: int, proc: Path) -> tuple[int, ...]:
-    """Return a process and its descendants, as far as the system tells them."""
+    """Return a process and its descendants, as far as the system shows them."""
     found, waiting = [root], [root]
     while waiting and len(found) < _MAX_PROCESSES:
         for task in _names(proc / str(waiting.pop()) / "task"):
@@ -105,10 +105,10 @@ def tree_of(root: int, proc: Path) -> tuple[int, ...]:
 
 
 def gpu_gauges(pids: Iterable[int], apps: str, gpus: str) -> dict[str, float]:
-    """Return what processes use of GPUs; nothing if the driver does not know these processes.
+    """Return what processes use of GPUs; empty if the driver does not know these processes.
 
     Args:
-        pids: of the processes.
+        pids: Processes.
         apps: lines of process, UUID of a GPU, MiB.
         gpus: lines of UUID, percent of the last second or less that the GPU was busy.
 
@@ -124,9 +124,11 @@ def gpu_gauges(pids: Iterable[int], apps: str, gpus: str) -> dict[str, float]:
     shares = [_known(busy.get(uuid, "")) for uuid in {uuid for uuid, _ in used}]
     gauges: dict[str, float] = {}
     if None not in memory:
-        gauges["gpu_bytes"] = _MIB * sum(one for one in memory if one is not None)
+        gauges["gpu_bytes"] = _MIB * sum(size for size in memory if size is not None)
     if shares and None not in shares:
-        gauges["gpu_busy"] = sum(one for one in shares if one is not None) / len(shares) / 100.0
+        gauges["gpu_busy"] = (
+            sum(share for share in shares if share is not None) / len(shares) / 100.0
+        )
     return gauges
 
 
@@ -140,7 +142,7 @@ def _rows(text: str, count: int) -> list[list[str]]:
 
 
 def _known(text: str) -> float | None:
-    """Return a number; None for what the driver does not tell, as [N/A]."""
+    """Return a number; None for an unknown value such as [N/A]."""
     try:
         return float(text)
     except ValueError:
@@ -155,7 +157,7 @@ def _names(folder: Path) -> list[Path]:
 
 
 def _usage_of(file: Path) -> tuple[float, int]:
-    """Return CPU seconds, with those of children that ended, and resident bytes; 0 of one gone."""
+    """Return CPU seconds, with ended children, and resident bytes; 0 for a missing process."""
     try:
         fields = file.read_text(errors="replace").rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) * _TICK_S, int(fields[21]) * _PAGE_BYTES

@@ -1,8 +1,8 @@
-"""Text of others, made safe to show: no terminal obeys it, no log takes a part for a line."""
+"""Foreign text, made safe to show: no terminal obeys it, no log splits it into lines."""
 
 
 def visible(text: str) -> str:
-    """Return text that no terminal obeys: control characters but line ends become symbols."""
+    """Return text that no terminal obeys: control characters except line ends become symbols."""
     if text.isprintable():
         return text
     return "".join(
@@ -11,7 +11,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str, *, most: int) -> str:
-    """Return text of others as one short line: line ends and control characters become spaces."""
+    """Return foreign text as one short line: line ends and control characters become spaces."""
     return "".join(char if char.isprintable() else " " for char in text[:most])
 
 
