@@ -40,7 +40,7 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
         run: The section as the user wrote it.
         upload: URL of the run's checkpoints in remote storage; empty without.
         wanted: A run folder, a checkpoint folder, or "auto": the newest of NAME, NAME-2, ... that
-            has started and not ended. If "auto" finds nothing, the result is None and a run starts.
+            has started and not ended. With "auto" and no such run, returns None: a run starts.
 
     Raises:
         ConfigError: the folder named holds no checkpoint, or its run is complete.

@@ -13,7 +13,7 @@ class Gpu:
     name: str
     memory_gib: float
     hbm_bytes_s: float
-    nvlink_bytes_s: float  # to GPUs of the same host; PCIe without NVLink
+    nvlink_bytes_s: float  # bandwidth to GPUs of the same host; PCIe without NVLink
     peak_flops: float  # bfloat16, without sparsity
 
 

@@ -1,6 +1,6 @@
 """Pure: the memory of one learner rank, part by part, with the formula of each.
 
-All ranks of one pipeline stage hold as much. Numbers of parameters are exact; activations follow
+All ranks of one pipeline stage hold equal amounts. Parameter counts are exact; activations follow
 Korthikanti et al. (arXiv:2205.05198) with these families' projections, gated MLP and flash
 attention, and no dropout.
 
@@ -9,7 +9,7 @@ attention, and no dropout.
     e   bytes of a weight and of an activation: 2 (bfloat16) or 4 (float32)
     d   ranks that a distributed optimizer divides its state over; d' for experts
     T   tokens of a microbatch on a rank of context parallelism
-    L   layers of the rank, of which a passes are in flight when the first backward pass begins
+    L   layers of the rank; a of their passes are in flight when the first backward pass begins
     A   elements that a layer keeps of a token
     V, h, t   vocabulary, hidden size, tensor parallelism
 """
