@@ -21,24 +21,24 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What can stand on the command line of one command."""
+    """Words and options that one command takes."""
 
     text: str
     options: Sequence[Option]
-    words: tuple[str, ...] = ()  # that its positions take
+    words: tuple[str, ...] = ()  # choices of its positions
     takes_run: bool = False
     commands: Mapping[str, "Command"] = field(default_factory=dict)
 
 
 def command_of(parser: argparse.ArgumentParser, text: str = "") -> Command:
-    """Return what a parser takes."""
+    """Return the words and options of a parser."""
     options: list[Option] = []
     words: list[str] = []
     takes_run = False
     commands: dict[str, Command] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            texts = {one.dest: one.help or "" for one in action._choices_actions}
+            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
             commands = {name: command_of(p, texts[name]) for name, p in action.choices.items()}
             continue
         choices = tuple(map(str, action.choices or ()))
@@ -56,7 +56,7 @@ def script(shell: str, programs: Mapping[str, Command]) -> str:
 
     Args:
         shell: one of SHELLS.
-        programs: by name; ``slipstream`` has commands, the others are one.
+        programs: commands by name; ``slipstream`` has subcommands.
     """
     return SHELLS[shell](programs)
 
@@ -95,7 +95,7 @@ def _zsh(programs: Mapping[str, Command]) -> str:
 
 
 def _function(programs: Mapping[str, Command]) -> Iterator[str]:
-    """Yield the function: what it leaves empty is completed as the name of a file."""
+    """Yield the function; file names complete what it leaves empty."""
     tops = [*programs[MAIN].commands, *_names(programs[MAIN])]
     yield f"""_slipstream() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
@@ -116,7 +116,7 @@ def _function(programs: Mapping[str, Command]) -> Iterator[str]:
     fi
     case "$command $before" in"""
     for name, command in _leaves(programs).items():
-        free = [one for one in command.options if one.has_value and not one.choices]
+        free = [option for option in command.options if option.has_value and not option.choices]
         if patterns := [f'"{name} {flag}"' for option in free for flag in option.names]:
             yield f"        {' | '.join(patterns)}) return ;;"
         for option in command.options:
@@ -160,10 +160,10 @@ def _fish(programs: Mapping[str, Command]) -> str:
         if not command.commands:
             lines += _fish_lines(program, "", command)
             continue
-        for name, one in command.commands.items():
-            text = _fish_text(one.text)
+        for name, subcommand in command.commands.items():
+            text = _fish_text(subcommand.text)
             lines.append(f"complete -c {program} -n __fish_use_subcommand -f -a {name} -d {text}")
-            lines += _fish_lines(program, f"__fish_seen_subcommand_from {name}", one)
+            lines += _fish_lines(program, f"__fish_seen_subcommand_from {name}", subcommand)
         lines += _fish_lines(program, "__fish_use_subcommand", command)
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from slipstream.wire.process.visible import visible
 
 _log = logging.getLogger(__name__)
-_WIDEST = 10_000  # columns of a table that is read by a program
+_WIDEST = 10_000  # columns of a table for programs
 
 
 def make_console(
@@ -25,21 +25,21 @@ def make_console(
 ) -> Console:
     """Return a console that reads no markup or emoji codes and shows control characters as text.
 
-    Prompts, answers, names and reasons come from other processes and hosts. Whatever draws them
-    needs no care of its own. Where it is no terminal and no width is chosen, tables are as wide as
-    they need: what reads them can search a line, and nothing is cut.
+    Prompts, answers, names and reasons come from other processes and hosts; code that draws them
+    needs no care. Without a terminal and a chosen width, tables are as wide as necessary:
+    programs can search whole lines, and nothing is cut.
 
     Args:
-        outlives_screen: go on in silence where it cannot be written to any more, instead of ending
-            the process: its pipe or terminal was closed, or its disk is full.
-        options: of rich.
+        outlives_screen: Continue in silence, instead of ending the process, once output fails: its
+            pipe or terminal was closed, or its disk is full.
+        options: Options of rich.
     """
     kind = _OutlivingConsole if outlives_screen else _VisibleConsole
     return kind(markup=False, emoji=False, **options)
 
 
 class _VisibleConsole(Console):
-    """Control codes are rich's own, and in no text."""
+    """Shows only rich's own control codes; those in texts become visible."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 as rich has them
         super().__init__(**options)
@@ -48,7 +48,7 @@ class _VisibleConsole(Console):
 
     @override
     def print(self, *objects: Any, **options: Any) -> None:
-        tables = [one for one in objects if isinstance(one, Table)] if self._widens else []
+        tables = [item for item in objects if isinstance(item, Table)] if self._widens else []
         if not tables:
             super().print(*objects, **options)
             return
@@ -74,7 +74,7 @@ class _VisibleConsole(Console):
 
 
 class _OutlivingConsole(_VisibleConsole):
-    """Goes on in silence once it cannot be written to."""
+    """Continues in silence once it cannot be written to."""
 
     @override
     def _write_buffer(self) -> None:

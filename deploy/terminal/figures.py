@@ -7,8 +7,8 @@ from rich.table import Table
 
 from slipstream.wire.messages.status import RunStatus
 
-_NEWEST_STEPS = 20  # that tell how long a step takes
-MEMBER_COLORS = {  # by the state of an engine on the weight bus
+_NEWEST_STEPS = 20  # steps that predict the time of a step
+MEMBER_COLORS = {  # colors by state of an engine on the weight bus
     "current": "green",
     "behind": "yellow",
     "receiving": "cyan",

@@ -51,9 +51,9 @@ class TerminalView:
 
 
 class Show:
-    """Draws a run: the screen on a terminal, else a line now and then, which files keep.
+    """Draws a run: the screen on a terminal, else a line now and then, kept in files.
 
-    The page's address holds its token: it is shown on a terminal alone.
+    The page's address contains its token, so only a terminal shows it.
     """
 
     def __init__(

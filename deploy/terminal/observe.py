@@ -16,12 +16,12 @@ from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection, run_section
 
 _OLD_S = 3.0  # an older answer is marked as such
-_GONE_S = 30.0  # then the view gives advice
+_GONE_S = 30.0  # age at which the view gives advice
 _NO_OUTCOME = "unknown: no broker answers, and nobody wrote how it ended (it was killed)"
 
 
 def run_of_folder(folder: Path) -> RunSection:
-    """Return [run] of a run folder, wherever it lies by now and whoever calls."""
+    """Return [run] of a run folder at its present place, for any caller."""
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} is not a run folder: no {SETTINGS} in it")
     table = load_table(folder / SETTINGS)
@@ -43,7 +43,7 @@ def dashboard_address(run: RunSection) -> str:
 
 
 def page_line(run: RunSection, *, is_terminal: bool) -> str:
-    """Return a line with the page's address; its token is for a terminal alone."""
+    """Return a line with the page's address; only a terminal shows its token."""
     place = run.folder / PAGE_ADDRESS
     if is_terminal or not place.exists():
         return f"dashboard {dashboard_address(run)}"
@@ -53,7 +53,7 @@ def page_line(run: RunSection, *, is_terminal: bool) -> str:
 def trouble_of(error: str, age_s: float, outcome: str) -> str:
     """Return the reason why the shown state is out of date; empty if it is not.
 
-    ``error`` is of the newest request to the broker, ``age_s`` the age of its newest answer.
+    ``error`` is that of the newest request to the broker, ``age_s`` the age of its newest answer.
     """
     if not error and age_s < _OLD_S:
         return ""
@@ -84,7 +84,7 @@ def outcome_of(run: RunSection) -> str:
 def saved_status(run: RunSection, stored: StoredState | None) -> RunStatus | None:
     """Return the newest state that the broker of a run wrote, with the run's outcome.
 
-    Without an outcome in the summary nobody ended the run in order: the outcome says so.
+    Without an outcome in the summary the run did not end cleanly: the outcome says so.
     """
     if stored is None:
         return None

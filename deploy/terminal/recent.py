@@ -15,8 +15,8 @@ from slipstream.wire.errors import PeerLostError
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.settings.sections import RunSection
 
-_NOW_S = 10.0  # over which a share of now is taken
-_MAX_STATES = 64  # of that time, however often the run is polled
+_NOW_S = 10.0  # window of a present share
+_MAX_STATES = 64  # states in that window, however often the run is polled
 _EVALUATE_S = 5.0
 
 
@@ -34,9 +34,9 @@ class Recent:
         """Start with the saved history, or with nothing.
 
         Args:
-            written: by the broker of the run.
+            written: History saved by the run's broker.
             high_water_bytes: broker.high_water_bytes.
-            fsync: how the store is synced; empty is not known.
+            fsync: how the store is synced; empty if unknown.
             now: unix time that never goes back; the default is such a clock.
         """
         self._high_water_bytes = high_water_bytes

@@ -28,11 +28,11 @@ from slipstream.wire.messages.status import GONE_S, SILENT_S, RoleStatus, RunSta
 from slipstream.wire.process.visible import visible
 
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-_BARS = 4  # of staleness, on a screen that is not high
+_BARS = 4  # bars of staleness on a low screen
 _HIGH = 32  # lines
-_NEWS = 5  # lines of one piece of news
+_NEWS = 5  # lines of one message
 ALL = 10_000  # lines: nothing is cut
-_WIDE = 110  # columns from which on phases are shown
+_WIDE = 110  # columns needed for phases
 _BY_LAG = (  # figure of a learner step, its label, digits
     ("staleness/mismatch_kl", "mismatch KL", 5),
     ("staleness/ess", "ESS", 3),
@@ -184,7 +184,7 @@ def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
 def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Text], list[Text]]:
     """Return a line per process, and below them its engine's answers and its time by phase.
 
-    Processes in trouble are first of their kind. Nothing is below where it fits beside.
+    Processes in trouble come first in their kind. If all details fit on lines, nothing is below.
     """
     roles = [role for role in status.roles if role.phase_seconds or role.role in _ORDER]
     roles.sort(

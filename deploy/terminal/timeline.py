@@ -30,17 +30,17 @@ from slipstream.wire.messages.weightbus import PUBLISH_PHASES, PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME, WAIT
 
 _PROMPT_CHARS = 80
-_MOST_TURNS = 64  # of one trajectory whose tokens are named
-_COUNT_EVERY_S = 0.5  # at most so often a counter is written
+_MOST_TURNS = 64  # turns of a trajectory with listed tokens
+_COUNT_EVERY_S = 0.5  # shortest time between two counters
 _LEARNER, _BUS, _BROKER = "learner", "weight bus", "broker"
-_FIRST = {_LEARNER: 0, _BUS: 1, _BROKER: 2}  # then come the generators
+_FIRST = {_LEARNER: 0, _BUS: 1, _BROKER: 2}  # generators come next
 _PHASES = ("commit", "export", "checkpoint", WAIT, "fetch", "pack", "proximal", "train")
 Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted."""
+    """Activity with a duration."""
 
     process: str
     lane: str
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a moment, or counts as they were then."""
+    """Event at a moment, or counts at that moment."""
 
     process: str
     name: str
@@ -77,7 +77,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Item:
-    """A group that siblings are missing of."""
+    """A group with missing siblings."""
 
     prompt: str
     missing: set[int]
@@ -94,12 +94,12 @@ class TrailReader:
         self._now_s = 0.0
         self._items: dict[int, _Item] = {}
         self._leases: dict[int, _Lease] = {}
-        self._lanes: dict[str, set[int]] = {}  # taken, by process
-        self._free_s: float | None = None  # since when the learner has been done with a step
+        self._lanes: dict[str, set[int]] = {}  # process -> taken lanes
+        self._free_s: float | None = None  # time when the learner finished its last step
         self._counted_s = 0.0
 
     def add(self, at_s: float, event: LedgerEvent) -> None:
-        """Take in the next event; a clock that was set back is held."""
+        """Process the next event; time never goes back, even if the clock does."""
         self._now_s = max(self._now_s, at_s)
         match event:
             case Issued() | Requeued():
@@ -145,7 +145,7 @@ class TrailReader:
             case Sealed(step=step):
                 self._mark(_LEARNER, f"a checkpoint holds step {step}")
             case _:
-                pass  # scores, evaluations, letters: no lane of theirs
+                pass  # scores, evaluations, letters have no lane
 
     def close(self) -> None:
         """End open spans at the last event."""
@@ -173,7 +173,7 @@ class TrailReader:
         self._keep(Span(lease.process, lane, name, lease.start_s, self._now_s, args))
 
     def _add_trajectory(self, lease: _Lease, header: TrajectoryHeader) -> None:
-        """Count a sibling that has come; one of several turns has a span within its lease's."""
+        """Count a finished sibling; several turns become a span within the lease's span."""
         lease.tokens += header.num_response_tokens
         lease.args["version"] = header.oldest_version.label
         if not header.turns:
@@ -203,8 +203,8 @@ class TrailReader:
 def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
     """Yield the learner's phases between two commits, a lane per phase.
 
-    The learner reports how long it was in each phase, and is always in one. Phases that take turns,
-    a minibatch at a time, are drawn as one span each, in the order in which they start.
+    The learner reports its time in each phase, and is always in one phase. Phases that alternate
+    within a step, such as minibatches, are drawn as one span each, in the order of their start.
     """
     told = {
         name.removeprefix(PHASE_TIME): seconds
@@ -225,7 +225,7 @@ def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> I
 def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
     """Yield each publish with its phases, and the arrivals at each generator.
 
-    Publishes that overlap are on lanes of their own.
+    Overlapping publishes get separate lanes.
     """
     busy_until: dict[str, list[float]] = {}
 
