@@ -1,4 +1,4 @@
-"""Docker compose: every role a service on one host, beside a Redis server of its own.
+"""Docker compose: each role is a service on one host, next to a private Redis server.
 
 All services share one network without published ports, and a folder of Unix sockets, so no role
 needs a key. The password of Redis is a file that `prepare.sh` makes.
@@ -42,11 +42,11 @@ def render_compose(
 
     Args:
         config: the run.
-        there: its settings, as they hold in the containers.
-        out: where the files will be.
-        folder: where relative paths of the settings begin.
-        user: of all processes, UID:GID; it owns the secrets.
-        gpus: of the host.
+        there: Settings in the containers.
+        out: Folder of the files.
+        folder: Base of relative paths in the settings.
+        user: User of all processes, UID:GID; owns the secrets.
+        gpus: GPUs of the host.
 
     Raises:
         ConfigError: there are not enough GPUs, or the learner is on several nodes.
@@ -73,7 +73,7 @@ def render_compose(
         raise ConfigError(f"compose takes no path with a colon, got {odd[0]} (run.dir, --out, ...)")
     if out == folder:
         raise ConfigError(f"every role is shown {folder}: give a folder within it as --out")
-    hidden: Yaml = [str(out)] if out.is_relative_to(folder) else []  # with the password
+    hidden: Yaml = [str(out)] if out.is_relative_to(folder) else []  # folder with the password
     restarts = f"on-failure:{config.deploy.max_restarts}" if config.deploy.max_restarts else "no"
     numbers = iter(range(_HEALTH, 65_536))
 
@@ -174,7 +174,7 @@ def _literal(value: Yaml) -> Yaml:
         case str():
             return value.replace("$", "$$")
         case list():
-            return [_literal(one) for one in value]
+            return [_literal(item) for item in value]
         case dict():
-            return {key: _literal(one) for key, one in value.items()}
+            return {key: _literal(item) for key, item in value.items()}
     return value

@@ -27,13 +27,13 @@ _RUN, _SHARED, _KEYS, _SECRET, _SETTINGS, _SOCKETS = (
     "/run/slipstream",
 )
 _BAD_SETTINGS, _SUPERSEDED = 2, 3
-_RESTARTS = 20  # of the learner, which resumes each time
+_RESTARTS = 20  # limit for the learner, which resumes each time
 _METRIC = "slipstream_lack_of_ready_groups"
 _COPY_KEYS = "install -m 0600 /run/secret/* /run/keys/"
 _COPY_KEY_OF_NODE = """key=role.key
 [ "$NODE" = 0 ] || key=part.key
 install -m 0600 "/run/secret/$key" /run/keys/role.key"""
-_NAME_WAIT_S = 60  # for a pod's own name to be known; the learner would refuse it as a setting
+_NAME_WAIT_S = 60  # wait until a pod's own name is known; the learner would refuse an unknown one
 _TOLD_TO_END = f"""\
 asked=0 learner=''
 trap 'asked={128 + signal.SIGTERM}; [ -z "$learner" ] || kill -TERM "$learner"' TERM
@@ -353,23 +353,23 @@ class Rendering:
             )
         pod = self._pod(
             "learner",
-            # A learner that saved as it was evicted ends with 0, which would complete its Job.
+            # a learner that saved at its eviction exits with 0, which would complete its Job
             ["sh", "-c", _TOLD_TO_END, "sh", *command],
             grace_s=self._settings.learner_grace_s,
             gpus=len(first.gpus),
             restarts="Never",
-            probed=nodes == 1,  # rank 0 alone tells its health
+            probed=nodes == 1,  # only rank 0 serves health
             environment=several,
             keys_script=before,
         )
-        refused: Object = {  # its settings are, or another learner has its place
+        refused: Object = {  # bad settings, or another learner in its place
             "containerName": "learner",
             "operator": "In",
             "values": [_BAD_SETTINGS, _SUPERSEDED],
         }
         evicted: Object = {"type": "DisruptionTarget", "status": "True"}
         rules: list[Yaml] = [{"action": "FailJob", "onExitCodes": refused}]
-        if nodes == 1:  # that its node went away is no fault of the learner's
+        if nodes == 1:  # a lost node is no fault of the learner
             rules.append({"action": "Ignore", "onPodConditions": [evicted]})
         job: Object = {
             "backoffLimit": _RESTARTS if nodes == 1 else 0,
@@ -379,14 +379,14 @@ class Rendering:
             "podFailurePolicy": {"rules": rules},
             "template": pod,
         }
-        # An eviction waits for nobody: the learner saves and resumes elsewhere.
+        # an eviction does not wait: the learner saves and resumes elsewhere
         budget = self._budget("learner", {"maxUnavailable": 1})
         if nodes == 1:
             return [self._object("batch/v1", "Job", "learner", spec=job), budget]
         final: Object = {
             "name": "refused",
             "action": "FailJobSet",
-            "onJobFailureReasons": ["PodFailurePolicy"],  # of the rule above
+            "onJobFailureReasons": ["PodFailurePolicy"],  # reason of the rule above
         }
         jobs: Object = {
             "failurePolicy": {"maxRestarts": _RESTARTS, "rules": [final]},
@@ -422,9 +422,9 @@ class Rendering:
         return objects
 
     def _autoscaler(self, count: int) -> Object:
-        """Return what adds generators while few groups are ready.
+        """Return the autoscaler that adds generators while few groups are ready.
 
-        An autoscaler adds where a metric is above its target, so the metric is what lacks.
+        An autoscaler adds while a metric is above its target, so the metric is the lack of groups.
         """
         return self._object(
             *("autoscaling/v2", "HorizontalPodAutoscaler", "generator"),
@@ -520,7 +520,7 @@ class Rendering:
             policy(
                 "broker",
                 {"from": peers(*others), "ports": [{"port": _BROKER}]},
-                {"from": everywhere, "ports": [{"port": _PAGE}]},  # it asks for a token
+                {"from": everywhere, "ports": [{"port": _PAGE}]},  # the page asks for a token
             ),
             policy("learner", *learner),
             policy("generator", *generator),

@@ -1,4 +1,4 @@
-"""Which roles a run has on which of several equal nodes, counted from 0."""
+"""Roles of a run on several equal nodes, numbered from 0."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from slipstream.wire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node, and the GPUs of it that a process may use; none on a CPU."""
+    """A node, and its GPUs for a process; empty on a CPU."""
 
     node: int
     gpus: tuple[int, ...] = ()
@@ -24,30 +24,30 @@ class Place:
 class Layout:
     """The processes of a run on nodes.
 
-    Broker and reward workers are on the first, the learner from it on, generators where GPUs are
-    left, and after that.
+    Broker and reward workers are on the first node, the learner on the first nodes, generators on
+    the remaining GPUs and on further nodes.
     """
 
-    learner: tuple[Place, ...]  # by node of the learner
+    learner: tuple[Place, ...]  # places by node of the learner
     generators: tuple[Place, ...]
     reward_workers: int
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are needed."""
+        """Number of nodes."""
         return 1 + max(place.node for place in (*self.learner, *self.generators))
 
 
 def layout_of(
     config: RunConfig, *, gpus_per_node: int, generators_per_node: int, setting: str
 ) -> Layout:
-    """Return where the processes of a run go.
+    """Return the places of a run's processes.
 
     Args:
         config: the run.
-        gpus_per_node: of every node; of no effect on CPUs.
-        generators_per_node: where generators.device is cpu.
-        setting: that gives the number of GPUs.
+        gpus_per_node: GPUs of every node; no effect on CPUs.
+        generators_per_node: Generators on each node if generators.device is cpu.
+        setting: Setting with the number of GPUs.
 
     Raises:
         ConfigError: a node has too few GPUs for the learner's ranks on it, or for an engine, or
@@ -81,7 +81,7 @@ def layout_of(
 
 
 def _engines(nodes: int, ranks: int, num_gpus: int, size: int) -> Iterator[Place]:
-    """Yield places of engines: beside the learner's ranks first, then on further nodes."""
+    """Yield places of engines: first on the learner's nodes, then on further nodes."""
     node = 0
     while True:
         first = ranks if node < nodes else 0

@@ -1,4 +1,4 @@
-"""The settings file beside rendered files. Settings hold no secret."""
+"""The settings file among rendered files. Settings hold no secret."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def elsewhere(path: Path, overrides: Sequence[str], there: Sequence[str]) -> Tab
 
     Args:
         path: settings file.
-        overrides: of the command line.
+        overrides: Overrides of the command line.
         there: settings that differ on those machines.
 
     Raises:

@@ -25,11 +25,11 @@ def render_slurm(config: RunConfig, *, out: Path, folder: Path) -> dict[str, str
 
     Args:
         config: the run.
-        out: where the files will be, on a file system that every node sees.
-        folder: where relative paths of the settings begin.
+        out: Folder of the files, on a file system that every node sees.
+        folder: Base of relative paths in the settings.
 
     Raises:
-        ConfigError: the run does not fit on such nodes, or an option is none for a script.
+        ConfigError: the run does not fit on such nodes, or an option is invalid in a script.
     """
     slurm = config.deploy.slurm
     layout = layout_of(

@@ -43,7 +43,7 @@ def _item(value: Yaml) -> list[str]:
 
 
 def _is_block(text: str) -> bool:
-    """True if a text can stand as it is, line by line."""
+    """True if a text can be written unchanged, line by line."""
     lines = text.split("\n")
     return (
         len(lines) > 1
