@@ -343,13 +343,13 @@ def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
     members = sorted(status.members, key=lambda one: (one.state == "current", _natural(one.name)))
     held = [
         Text.assemble(
-            f"{visible(one.name)[:16]:16} ",
-            (f"{one.state:10}", MEMBER_COLORS[one.state]),
-            f"{one.version.label if one.version else 'none':8}",
-            f"{one.transport:11}",
-            f"for {age(max(0.0, now_s - one.since_s))}",
-            (f"  {visible(one.reason)}" if one.reason else "", "yellow"),
+            f"{visible(member.name)[:16]:16} ",
+            (f"{member.state:10}", MEMBER_COLORS[member.state]),
+            f"{member.version.label if member.version else 'none':8}",
+            f"{member.transport:11}",
+            f"for {age(max(0.0, now_s - member.since_s))}",
+            (f"  {visible(member.reason)}" if member.reason else "", "yellow"),
         )
-        for one in members
+        for member in members
     ]
     return [publish, *held]
