@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from slipstream.wire.process.stopping import STOP_SIGNALS, count_once, heeded_signals
 
 _log = logging.getLogger(__name__)
-_MOST_SIGNALS = 1024  # that are looked at
+_MOST_SIGNALS = 1024  # counted
 
 
 class StopRequest:

@@ -146,9 +146,7 @@ class FolderTrail(Trail):
         self._size = sum(_HEAD.size + len(data) for _, _, data in records)
         if newest and self._size < self._segment_bytes:
             self._file = newest[0].open("r+b")
-            self._file.truncate(
-                self._size
-            )  # a record that was cut off, or zeros after a power loss
+            self._file.truncate(self._size)  # a record that was cut off, or zeros
             self._file.seek(self._size)
         self._noted: list[bytes] = []
 

@@ -230,9 +230,7 @@ class SglangEngine:
             raise EngineError(f"SGLang {_PARSE}: unexpected answer, {error}") from error
         calls: list[dict[str, Json]] = [
             {
-                "id": secrets.token_hex(5)[
-                    1:
-                ],  # nine characters, which Mistral's templates ask for
+                "id": secrets.token_hex(5)[1:],  # nine characters, for Mistral's templates
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.parameters},
             }

@@ -149,7 +149,7 @@ def keep_every_character(module: ModuleType) -> None:
             except Exception:  # noqa: BLE001 what cannot be read raises anything
                 return []
             finally:
-                log.setLevel(logging.CRITICAL + 1)  # it says of each part what it says of all
+                log.setLevel(logging.CRITICAL + 1)  # lines about parts repeat the first one
             return [Call(one.name or "", one.parameters) for one in found.calls]
 
         owners = detector, sys.modules[type(detector).__module__]
@@ -167,12 +167,12 @@ def keep_every_character(module: ModuleType) -> None:
         first = next(iter(written), "") or (tag and tag[0]) or "["
         marks = Marks(opener or first, opening, closing)
 
-        calling = {re.split(r"[(.\\]", one)[0] for one in opening if _CALLING.search(one)}
+        calling = {re.split(r"[(.\\]", mark)[0] for mark in opening if _CALLING.search(mark)}
         begins = {opener, *calling} - {""}
 
         def looks_like_call(part: str) -> bool:
             bare = part.lstrip(SEPARATORS)
-            return any(one in part for one in begins) or bool(detector.has_tool_call(bare))
+            return any(mark in part for mark in begins) or bool(detector.has_tool_call(bare))
 
         try:
             found = read_reply(full_text, read, looks_like_call, marks)

@@ -131,7 +131,7 @@ def _reading(
     parts = _most(text, read, marks)
     calls = [part.call for part in parts if part.call is not None]
     kept = [part for part in parts if part.text.strip(SEPARATORS) or not calls]
-    opens = [bool(marks.opener) and one.text.rstrip().endswith(marks.opener) for one in kept[:-1]]
+    opens = [bool(marks.opener) and part.text.rstrip().endswith(marks.opener) for part in kept[:-1]]
     unread = [
         part.text
         for part, opens_the_next in zip(kept, [*opens, False], strict=False)

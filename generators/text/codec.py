@@ -73,12 +73,12 @@ class TextCodec:
         for file in ("config.json", "generation_config.json"):
             ids = read_json(folder / file).get(f"{name}_id")
             given = ids if isinstance(ids, list) else [] if ids is None else [ids]
-            if wrong := [one for one in given if type(one) is not int]:
+            if wrong := [number for number in given if type(number) is not int]:
                 raise ConfigError(
                     f"{folder / file}: {name}_id must be a token's number or a list of them, got "
                     f"{wrong[0]!r} (run.model)"
                 )
-            found.update(one for one in given if one >= 0)  # -1 is none
+            found.update(number for number in given if number >= 0)  # -1: no token
         named = token_text(read_json(folder / "tokenizer_config.json").get(name))
         known = (self._tokenizer.token_to_id(text) for text in (named or "", *more))
         return found | {one for one in known if one is not None}

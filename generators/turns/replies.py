@@ -25,10 +25,10 @@ class ParsedReply(NamedTuple):
 
 
 class _Before(NamedTuple):
-    text: str  # of the prompt, which a parser must see before a reply
-    thought: str  # that comes back of it
+    text: str  # end of the prompt that a parser must see before a reply
+    thought: str  # part of it that comes back as a thought
     rest: str
-    is_closed: bool  # its thought is
+    is_closed: bool  # True where its thought is
 
 
 class ReplyParser:
