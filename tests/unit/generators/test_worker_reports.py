@@ -131,6 +131,7 @@ class TwoCalls(TurnSampler):
     """Calls the engine twice; in between it waits for ``answers``."""
 
     def __init__(self) -> None:
+        self.differences = Differences()
         self.calling, self.answers = asyncio.Event(), asyncio.Event()
         self.end_call = asyncio.Event()
 
@@ -155,6 +156,7 @@ class Ends(TurnSampler):
 
     def __init__(self, *errors: EnvironmentFailedError) -> None:
         self.errors = list(errors)
+        self.differences = Differences()
 
     @override
     async def run(
