@@ -1,6 +1,7 @@
 """One learner step: policies, advantages, losses, optimizer.
 
 Takes packed batches, returns figures; the package batches supplies the batches.
-Imported by deploy.predict.size, deploy.preflight, learner.checkpoints, learner.launch,
-learner.loop, learner.main, learner.starting_policy, learner.tools.align and learner.tools.measure.
+Imported by deploy.config, deploy.predict.size, deploy.preflight, learner.checkpoints,
+learner.launch, learner.loop, learner.main, learner.starting_policy, learner.tools.align and
+learner.tools.measure.
 """
