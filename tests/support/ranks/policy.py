@@ -171,11 +171,7 @@ def algorithms(reference: Path) -> dict[str, dict[str, object]]:
             "entropy_bonus": 0.01,
             "data": {"zero_variance": "mask"},
         },
-        "group": {
-            "preset": "grpo",
-            "whiten": "group",
-            "kl": {**penalty, "reference": f"file://{reference}"},
-        },
+        "group": {"preset": "grpo", "whiten": "group", "kl": penalty},
         "taught": {
             "preset": "distill",
             "advantage": "grpo",

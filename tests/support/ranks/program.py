@@ -70,9 +70,7 @@ def settings_of(
 ) -> LearnerSettings:
     """Return settings of a learner of the model in a folder, with answers of up to ``longest``."""
     return LearnerSettings(
-        run=RunSection(
-            model=str(folder), seed=seed, routing_replay=replay, cache_dir=f"{folder}-cache"
-        ),
+        run=RunSection(model=str(folder), seed=seed, routing_replay=replay),
         learner=learner,
         algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
         sampling=SamplingSection(max_response_tokens=longest),
