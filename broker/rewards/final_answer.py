@@ -56,7 +56,7 @@ def marked_answer(text: str, *, hashes: bool = True) -> str | None:
 
     Args:
         text: after the thought.
-        hashes: ``####`` is a mark, but before a word, as of a heading.
+        hashes: ``####`` is a mark, but before a word (a heading) and at the end of such a line.
     """
     boxes = list(_BOX.finditer(text))
     if boxes:
@@ -65,9 +65,15 @@ def marked_answer(text: str, *, hashes: bool = True) -> str | None:
     if opened:
         inside, closed, _ = rest.partition(ANSWER_ENDS)
         return inside.strip() if closed else ""
-    _, marked, rest = text.rpartition(_HASHES) if hashes else ("", "", "")
-    is_mark = marked and not _HEADING.match(rest)
-    return rest.strip().partition("\n")[0] if is_mark else None
+    below = ""  # nearest line below that is not blank: a mark may end its own line
+    for line in reversed(text.splitlines() if hashes else []):
+        inner = line.rstrip("# \t")  # without the hashes that close a heading
+        if _HASHES in line:
+            rest = inner.rpartition(_HASHES)[2] if _HASHES in inner else below
+            if not _HEADING.match(rest):
+                return rest.strip()
+        below = line if line.strip() else below
+    return None
 
 
 def _braced(text: str) -> str:

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -59,6 +60,7 @@ _OTHER_NUMBER = re.compile(  # "half of it is 5", "5 million"
     re.DOTALL | re.IGNORECASE,
 )
 _DELIMITED = re.compile(r"(?<!\\)(?:\$.*(?<!\\)\$|\\boxed\s*\{|\\\(|\\\[)", re.DOTALL)
+_EXPONENT = re.compile(r"[+-]?\d{1,40}(?:\.\d{1,40})?[eE][+-]?\d{1,2}")
 _TRUTH_S = 5.0  # CPU seconds to read a ground truth
 _MAX_EXPONENT_DIGITS = 4
 _BRACKETS = {"{": 1, "(": 1, "}": -1, ")": -1}
@@ -80,7 +82,7 @@ def read_truths(prompt: Prompt) -> list[list[Any]]:
         raise ValueError(f"ground_truth holds what is neither text nor a number: {truth!r:.200}")
     try:
         with _time_limit(_TRUTH_S):
-            truths = [_truth_readings(str(one)) for one in given]
+            truths = [_truth_readings(_written_out(one)) for one in given]
     except (_TooLong, RecursionError) as error:
         raise ValueError(f"ground_truth cannot be evaluated: {truth!r:.200}") from error
     if not truths or not all(truths):
@@ -88,6 +90,14 @@ def read_truths(prompt: Prompt) -> list[list[Any]]:
             f"ground_truth holds no mathematics, or a number in other words: {truth!r:.200}"
         )
     return [reading for readings in truths for reading in readings]
+
+
+def _written_out(truth: str | float) -> str:
+    """Return text, of a number without an exponent: math-verify reads a product with e."""
+    text = repr(truth) if isinstance(truth, float) else str(truth)
+    if _EXPONENT.fullmatch(text.strip()) is None:
+        return text
+    return format(Decimal(text.strip()), "f")
 
 
 @reads(read_truths)
