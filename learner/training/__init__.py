@@ -1,7 +1,6 @@
 """One learner step: policies, advantages, losses, optimizer.
 
-Takes packed batches, returns figures; the package batches supplies the batches.
+Takes packed batches, returns figures; the package batches makes batches.
 Imported by deploy.config, deploy.predict.size, deploy.preflight, learner.checkpoints,
-learner.launch, learner.loop, learner.main, learner.starting_policy, learner.tools.align and
-learner.tools.measure.
+learner.launch, learner.loop, learner.main, learner.starting_policy and learner.tools.
 """
