@@ -37,7 +37,7 @@ class Habit(NamedTuple):
 
 
 def habits_of(path: Path) -> Iterator[Habit]:
-    """Yield the habits in a module: beginnings of comments and of `Args:`, loop names, phrases."""
+    """Yield the habits in a module, and its public classes."""
     source, name = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
     before = 0  # line of the comment before: a comment of several lines begins once
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -52,6 +52,9 @@ def habits_of(path: Path) -> Iterator[Habit]:
             Habit("phrases", f"{name}:{line}", found[0]) for found in PHRASES.finditer(text)
         )
     tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield Habit("classes", f"{name}:{node.lineno}", node.name)
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             for target in ast.walk(node.target):
@@ -67,21 +70,16 @@ def habits_of(path: Path) -> Iterator[Habit]:
                     yield Habit("arguments", place, entry[0].strip())
 
 
-def habits() -> Iterator[Habit]:
-    """Yield those of the product, and public classes whose name another module uses too."""
-    classes: list[tuple[str, str]] = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield from habits_of(path)
-            body = ast.parse(path.read_text("utf-8")).body
-            place = path.relative_to(ROOT).as_posix()
-            classes += [
-                (node.name, f"{place}:{node.lineno}")
-                for node in body
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-            ]
-    times = Counter(name for name, _ in classes)
-    yield from (Habit("classes", place, name) for name, place in classes if times[name] > 1)
+def habits() -> list[Habit]:
+    """Return those of the product; of public classes, those whose name another module uses too."""
+    found = [
+        habit
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for habit in habits_of(path)
+    ]
+    times = Counter(habit.text for habit in found if habit.kind == "classes")
+    return [habit for habit in found if habit.kind != "classes" or times[habit.text] > 1]
 
 
 def main() -> int:
@@ -90,7 +88,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="keep the counts of now")
     parser.add_argument("--show", nargs=2, metavar=("KIND", "PATH"), help="list what is counted")
     arguments = parser.parse_args()
-    all_of_them = list(habits())
+    all_of_them = habits()
     if arguments.show is not None:
         kind, start = arguments.show
         for habit in all_of_them:

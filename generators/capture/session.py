@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import TypeVar
 
 import msgspec
@@ -339,7 +340,7 @@ class CaptureSession:
         shared, before = -1, ""
         for known in self._newest:
             written = self._written_of(known, True)
-            at = _num_shared(written, now)
+            at = len(commonprefix([written, now]))  # noqa: RUF071 characters, not paths
             if at == len(now):
                 return  # it is asked again
             if at > shared:
@@ -365,13 +366,6 @@ class CaptureSession:
         rest = prompt[len(longest) :]
         said = [*reply.prompt_ids, *reply.completion.token_ids]
         return [*said, *(self._encode(rest) if rest else [])]
-
-
-def _num_shared(text: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    differing = (place for place, (one, another) in pairs if one != another)
-    return next(differing, min(len(text), len(other)))
 
 
 def _num_replies(messages: Sequence[Mapping[str, Json]]) -> int:
