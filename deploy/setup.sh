@@ -31,9 +31,9 @@ rehearsal)
     ;;
 esac
 constraints=deploy/constraints-${1:-cpu}.txt
-pins="$constraints deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
+pins="$constraints deploy/setup/requirements-cpu.txt deploy/setup/requirements-cpu-nodeps.txt"
 [ "$target" != setup-gpu ] || pins=$(echo deploy/locks/gpu-*.txt deploy/locks/flash-attn.txt)
-programs="deploy/setup.sh deploy/uv_sources.py deploy/download_size.py deploy/torchvision_operators.py"
+programs="deploy/setup.sh deploy/setup/uv_sources.py deploy/setup/download_size.py deploy/setup/torchvision_operators.py"
 # shellcheck disable=SC2086
 stamp=$({ cat $pins pyproject.toml $programs && echo "$target ${FLASH_ATTN:-}"; } |
     sha256sum | cut -d' ' -f1)
@@ -125,7 +125,7 @@ find_uv() { # which works here, and where it is to look
         with_pip --quiet -c "$constraints" uv || return 1
     fi
     words=$("$uv" --version 2>>"$log") || return 1
-    "$new" deploy/uv_sources.py >"$venv/uv-sources" 2>>"$log" || return 1
+    "$new" deploy/setup/uv_sources.py >"$venv/uv-sources" 2>>"$log" || return 1
     mapfile -t sources <"$venv/uv-sources"
     by=$(cut -d' ' -f1,2 <<<"$words")
 }
@@ -189,7 +189,7 @@ size_of_torch() { # to download, as far as the index says it
     local lock=$venv/pylock.toml
     [ "$by" != pip ] && printf 'torch\ntorchvision\n' | "$uv" pip compile --quiet --python "$new" \
         "${sources[@]}" -c "$constraints" --format pylock.toml -o "$lock" - >>"$log" 2>&1 &&
-        "$new" deploy/download_size.py "$lock" 2>>"$log" || echo 'gigabytes where that is a CUDA build'
+        "$new" deploy/setup/download_size.py "$lock" 2>>"$log" || echo 'gigabytes where that is a CUDA build'
 }
 compile() { # once, so that no role does at its start
     local began=$SECONDS
@@ -219,12 +219,12 @@ if [ "$target" = setup-gpu ]; then
     compile "4 of 4"
 else
     install_torch
-    install "2 of 5, libraries" -c "$constraints" -r deploy/requirements-cpu.txt
+    install "2 of 5, libraries" -c "$constraints" -r deploy/setup/requirements-cpu.txt
     install "3 of 5, sglang without its CUDA requirements" \
-        --no-deps -c "$constraints" -r deploy/requirements-cpu-nodeps.txt
+        --no-deps -c "$constraints" -r deploy/setup/requirements-cpu-nodeps.txt
     install "4 of 5, slipstream" --no-deps --no-build-isolation --editable .
     compile "5 of 5"
-    "$new" deploy/torchvision_operators.py >>"$log" 2>&1 || { part=torchvision && failed; }
+    "$new" deploy/setup/torchvision_operators.py >>"$log" 2>&1 || { part=torchvision && failed; }
 fi
 echo "$stamp" >"$venv/.slipstream-setup"
 echo "setup: done in $((SECONDS - started)) s"

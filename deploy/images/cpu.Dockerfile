@@ -7,7 +7,7 @@ FROM ${BASE} AS build
 ARG TORCH_INDEX
 RUN test -n "$TORCH_INDEX" || { echo "give --build-arg TORCH_INDEX=URL, the index of torch for CPUs"; exit 1; }
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY deploy/locks/cpu-3.11.txt deploy/constraints-cpu.txt deploy/torchvision_operators.py /build/
+COPY deploy/locks/cpu-3.11.txt deploy/constraints-cpu.txt deploy/setup/torchvision_operators.py /build/
 RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN pip install --no-deps --require-hashes -r /build/cpu-3.11.txt

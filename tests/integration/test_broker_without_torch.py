@@ -47,7 +47,7 @@ for name in ("slipstream.broker", "slipstream.algos", "broker", "algos"):
 
 def install(python: Path, *words: str | Path) -> None:
     """Install by uv, which takes a tenth of pip's CPU; test_wheel.py has pip install a wheel."""
-    program = [sys.executable, ROOT / "deploy" / "uv_sources.py"]
+    program = [sys.executable, ROOT / "deploy" / "setup" / "uv_sources.py"]
     sources = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     command = [
         UV,

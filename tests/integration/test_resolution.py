@@ -26,8 +26,8 @@ DEPLOY, LOCKS = ROOT / "deploy", ROOT / "deploy" / "locks"
 UV = shutil.which("uv") or ROOT / ".venv" / "bin" / "uv"
 INDEX = "https://pypi.org/simple"  # the default of pip and uv
 PLATFORM = ("--python-platform", "x86_64-manylinux_2_35")
-CPU = (os.fspath(DEPLOY / "requirements-cpu.txt"), "torch", "torchvision")
-NODEPS = ("--no-deps", os.fspath(DEPLOY / "requirements-cpu-nodeps.txt"))
+CPU = (os.fspath(DEPLOY / "setup" / "requirements-cpu.txt"), "torch", "torchvision")
+NODEPS = ("--no-deps", os.fspath(DEPLOY / "setup" / "requirements-cpu-nodeps.txt"))
 GPU_EXTRAS = (
     *("learner", "cluster", "redis-server", "storage"),
     *("generators", "data", "rewards", "sandbox"),

@@ -31,10 +31,8 @@ def checkout(tmp_path: Path) -> Path:
     """The script, with requirements of a few bytes."""
     folder = tmp_path / "a folder"
     (folder / "tests" / "support").mkdir(parents=True)
-    scripts = [ROOT / "deploy" / "setup.sh", *(ROOT / "deploy").glob("*.py")]
-    (folder / "deploy").mkdir()
-    for script in scripts:
-        shutil.copy(script, folder / "deploy")
+    shutil.copytree(ROOT / "deploy" / "setup", folder / "deploy" / "setup")
+    shutil.copy(ROOT / "deploy" / "setup.sh", folder / "deploy")
     shutil.copy(ROOT / "tests" / "support" / "package_index.py", folder / "tests" / "support")
     (folder / "backend.py").write_text(BACKEND)
     (folder / "pyproject.toml").write_text(
@@ -42,8 +40,8 @@ def checkout(tmp_path: Path) -> Path:
         '[project]\nname = "slipstream"\nversion = "0.1.0"\n'
     )
     (folder / "deploy" / "constraints-cpu.txt").write_text("torch==2.13.0\ntorchvision==0.28.0\n")
-    (folder / "deploy" / "requirements-cpu.txt").write_text("torch\nlibrary\n")
-    (folder / "deploy" / "requirements-cpu-nodeps.txt").write_text("sglang\n")
+    (folder / "deploy" / "setup" / "requirements-cpu.txt").write_text("torch\nlibrary\n")
+    (folder / "deploy" / "setup" / "requirements-cpu-nodeps.txt").write_text("sglang\n")
     return folder
 
 

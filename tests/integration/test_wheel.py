@@ -37,9 +37,9 @@ SCORE = "slipstream.broker.rewards.exact_match:score"
 CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printed
     "slipstream": (2, "required: COMMAND"),
     "slipstream --version": (0, "slipstream "),
-    "slipstream completion bash": (0, "complete -o default"),
-    "slipstream completion zsh": (0, "bashcompinit"),
-    "slipstream completion fish": (0, "__fish_use_subcommand"),
+    "slipstream completion bash": (0, "complete -o bashdefault"),
+    "slipstream completion zsh": (0, "compdef _shtab_slipstream"),
+    "slipstream completion fish": (0, "complete -c slipstream"),
     "slipstream statsu": (2, "did you mean status?"),
     "start-learner --version": (0, "start-learner "),
     "slipstream quickstart": (2, BOTH),

@@ -35,6 +35,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "safetensors": ("learner", "generators"),
     "sentencepiece": ("conversion",),
     "sglang": ("generators",),
+    "shtab": (BASE,),
     "tensorboard": (BASE,),
     "tokenizers": ("learner", "generators"),
     "tomli_w": (BASE,),

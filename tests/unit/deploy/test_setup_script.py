@@ -12,14 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.download_size import download_bytes
+from slipstream.deploy.setup.download_size import download_bytes
 
 ROOT = Path(__file__).parents[3]
-FILES = (
-    *("setup.sh", "uv_sources.py", "download_size.py", "torchvision_operators.py"),
-    *("constraints-cpu.txt", "constraints-rehearsal.txt", "requirements-cpu.txt"),
-)
-NODEPS = "requirements-cpu-nodeps.txt"
+FILES = ("setup.sh", "constraints-cpu.txt", "constraints-rehearsal.txt")
+NODEPS = "setup/requirements-cpu-nodeps.txt"
 
 
 def fake_python(path: Path, words: str) -> Path:
@@ -33,8 +30,8 @@ def fake_python(path: Path, words: str) -> Path:
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the script reads, in a folder with a space."""
     folder = tmp_path / "a folder"
-    (folder / "deploy").mkdir(parents=True)
-    for name in (*FILES, NODEPS):
+    shutil.copytree(ROOT / "deploy" / "setup", folder / "deploy" / "setup")
+    for name in FILES:
         shutil.copy(ROOT / "deploy" / name, folder / "deploy" / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "deploy" / "locks", folder / "deploy" / "locks")

@@ -1,7 +1,7 @@
 from itertools import permutations
 from pathlib import Path
 
-from slipstream.deploy.uv_sources import options
+from slipstream.deploy.setup.uv_sources import options
 
 
 def test_uv_uses_the_index_and_links_of_pip(tmp_path: Path):

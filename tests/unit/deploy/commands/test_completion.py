@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.completion import programs
+from slipstream.deploy.commands.completion import ROLES, SHELLS, script
 from slipstream.deploy.main import COMMANDS, make_parser
-from slipstream.deploy.terminal.completion import SHELLS, script
 
 ASK = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
-_slipstream
+function="_shtab_${1##*/}"
+"${function//-/_}" "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
@@ -20,10 +20,10 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture(scope="module")
 def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
-    (folder / "complete.bash").write_text(script("bash", programs(make_parser)))
+    (folder / "complete.bash").write_text(script("bash", make_parser))
     for name in ("demo", "demo-2", "other run"):
         (folder / "runs" / name).mkdir(parents=True)
-    (folder / "runs" / "demo.txt").touch()
+    (folder / "run.toml").touch()
     return folder
 
 
@@ -35,7 +35,7 @@ def offered(folder: Path, *words: str) -> list[str]:
 
 
 def test_commands_are_offered(bash: Path):
-    assert set(offered(bash, "slipstream", "")) == {*COMMANDS, "--help", "--version"}
+    assert set(COMMANDS) <= set(offered(bash, "slipstream", ""))
     assert offered(bash, "slipstream", "da") == ["dashboard", "data"]
 
 
@@ -47,9 +47,9 @@ def test_commands_are_offered(bash: Path):
         (["show", "runs/demo", "--ev"], ["--eval"]),
         (["dead-letters", "re"], ["retry"]),
         (["status", "runs/d"], ["runs/demo", "runs/demo-2"]),
-        (["export", "runs/o"], ["runs/other\\ run"]),
+        (["export", "runs/o"], ["runs/other run"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
-        (["run", "--config", ""], []),  # names of files, by the shell itself
+        (["run", "--config", "run."], ["run.toml"]),
         (["data", "c"], ["check"]),
     ],
 )
@@ -62,23 +62,8 @@ def test_programs_of_roles_are_completed(bash: Path):
     assert offered(bash, "/usr/bin/start-learner", "--resume", "") == ["auto"]
 
 
-def test_scripts_name_every_command_and_program():
-    known = programs(make_parser)
-    for shell in SHELLS:
-        text = script(shell, known)
-        assert text.endswith("\n")
-        for command in COMMANDS:
-            assert command in text, (shell, command)
-        for program in known:
-            assert program in text, (shell, program)
-
-
-def test_fish_gets_a_line_for_each_option():
-    lines = script("fish", programs(make_parser)).splitlines()
-    seen = "complete -c slipstream -n '__fish_seen_subcommand_from"
-    assert f"{seen} top' -l json -d 'print the figures once, for programs'" in lines
-    assert any(line.startswith(f"{seen} run' -l on -x -a 'local ray hosts' -d") for line in lines)
-    assert f"{seen} top' -a '(for run in runs/*/; string trim --right --chars=/ -- $run; end)'" in (
-        lines
-    )
-    assert all(line.count("'") % 2 == 0 for line in lines if "\\'" not in line)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_scripts_name_every_command_and_program(shell: str):
+    text = script(shell, make_parser)
+    assert text.endswith("\n")
+    assert all(name in text for name in (*COMMANDS, *ROLES))

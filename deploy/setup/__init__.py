@@ -1,0 +1,1 @@
+"""Programs and requirements of setup.sh, which run before anything is installed."""
