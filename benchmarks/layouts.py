@@ -1,6 +1,6 @@
 """Which layout for which model: the planned memory of the rank that needs most.
 
-docs/parallelism.md has this table. Nothing is measured here: `slipstream memory --measure` does so
+docs/parallelism.md has this table. Nothing is measured here: `slipstream plan --measure` does so
 on a CPU, and tests compare it with the plan.
 
     python -m benchmarks.layouts

@@ -38,7 +38,7 @@ class DeploySection(Section, frozen=True, kw_only=True):
     gpus_per_host: AtLeast0 = 0
     """GPUs of each host; 0 is the number on this host."""
     gpu_memory_gib: Positive = 80.0
-    """Memory of one GPU, for what --dry-run, `slipstream memory` and `slipstream plan` estimate."""
+    """Memory of one GPU, for what --dry-run and `slipstream plan` estimate."""
     share_gpus: bool = False
     """Let generators run on the learner's GPUs when there are not enough of them."""
     cores: dict[str, tuple[AtLeast0, ...]] = msgspec.field(default_factory=dict)

@@ -15,7 +15,7 @@ import aiohttp
 
 from benchmarks.scale.recipes import GB, Recipe, Recipes, fewest_gpus, memory_of, recipes
 from benchmarks.sglang_server import sglang_server
-from slipstream.deploy.commands.memory import RSS, MeasuredRank, measured
+from slipstream.deploy.commands.plan.memory import RSS, MeasuredRank, measured
 from slipstream.deploy.config import run_config
 from slipstream.deploy.predict.memory.gpu import kv_bytes_per_token
 from slipstream.deploy.predict.memory.offloaded import KINDS

@@ -25,7 +25,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """What is known now."""
 
     state: Literal["computing", "known", "failed"]
-    advice: msgspec.Raw = msgspec.Raw(b"null")  # as `slipstream advise --json` prints it
+    advice: msgspec.Raw = msgspec.Raw(b"null")  # as `slipstream plan --advise --json` prints it
     reason: str = ""  # why there is none
     age_s: float = 0.0
 

@@ -76,7 +76,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
-    title = "learner, a rank of the stage that needs most: slipstream memory has all stages"
+    title = "learner, a rank of the stage that needs most: slipstream plan --memory has all stages"
     fits = _print_parts(title, learner, available, console)
     of_engine = generator[:2] if shared else generator
     fits &= _print_parts("generator", of_engine, available, console)

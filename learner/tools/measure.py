@@ -3,7 +3,7 @@
 Usage: python -m slipstream.learner.tools.measure SETTINGS.toml FOLDER RANK [section.key=value ...]
 All ranks meet in FOLDER and write FOLDER/RANK.json. Weights are random: only config.json of
 run.model is read. Layers that [learner.megatron] divides are divided evenly, as in the estimate.
-Started by `slipstream memory --measure`; needs no GPU and uses none.
+Started by `slipstream plan --measure`; needs no GPU and uses none.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The estimate of a learner's memory beside what its ranks hold, on the CPU.
 
-Through `slipstream memory --measure`: each rank builds its part of the model and does one update.
+Through `slipstream plan --measure`: each rank builds its part of the model and does one update.
 """
 
 import json

@@ -601,7 +601,7 @@ _LAYOUT = Group(
             remark=(
                 "the learner is Megatron-Core: it replicates weights where FSDP divides them, so "
                 "a large model needs `learner.tensor_parallel` or `pipeline_parallel` "
-                "(`slipstream memory run.toml`)"
+                "(`slipstream plan run.toml --memory`)"
             ),
         ),
     ),

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands import plan
-from slipstream.deploy.commands.options import take_config
+from slipstream.deploy.commands.plan import command, sizing
 from slipstream.wire.errors import ConfigError
 
 SETTINGS = """
@@ -33,41 +32,37 @@ def settings(tmp_path: Path) -> Path:
 
 def arguments(settings: Path, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    plan.add_arguments(parser)
-    found = parser.parse_args([*words, str(settings)])
-    take_config(parser, found)
-    return found
+    command.add_arguments(parser)
+    parser.set_defaults(parser=parser)
+    return parser.parse_args([*words, "--config", str(settings)])
 
 
 def test_it_says_what_fits_and_how_to_split(
     settings: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "100")
-    assert plan.main(arguments(settings, *MODEL, "--gpu", "H100", "--gpus", "16")) == 0
+    assert command.main(arguments(settings, *MODEL, "--gpu", "H100", "--gpus", "16")) == 0
     printed = capsys.readouterr().out
     assert "parameters: 30,532,122,624" in printed
     assert "does NOT fit in 76" in printed  # one rank for all, as the file has it
     assert "the fewest GPUs first: 3 at least" in printed
     assert max(map(len, printed.splitlines())) <= 100
-    lines = plan.settings_lines(
-        plan.answer(
-            plan.asked_of(arguments(settings, *MODEL, "--gpu", "H100", "--gpus", "16"))
-        ).splits[0]
-    )
+    asked = sizing.asked_of(arguments(settings, *MODEL, "--gpu", "H100", "--gpus", "16"))
+    lines = sizing.settings_lines(sizing.answer(asked).splits[0])
     assert all(line in printed for line in lines)
 
 
 def test_the_settings_that_it_names_can_be_used(settings: Path):
     found = arguments(settings, *MODEL, "--gpus", "16")
-    lines = plan.settings_lines(plan.answer(plan.asked_of(found)).splits[0])
+    lines = sizing.settings_lines(sizing.answer(sizing.asked_of(found)).splits[0])
     again = [line.replace(" = ", "=") for line in lines]
-    asked = plan.asked_of(arguments(settings, *MODEL, *again))
+    asked = sizing.asked_of(arguments(settings, *MODEL, *again))
     assert asked.gpus <= 16
     assert asked.config.learner.learner.distributed_optimizer
 
 
 def test_json_has_numbers_with_their_laws(settings: Path, capsys: pytest.CaptureFixture[str]):
-    assert plan.main(arguments(settings, *MODEL, "--gpus", "16", "--json")) == 0
+    assert command.main(arguments(settings, *MODEL, "--gpus", "16", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"][0]["value"] == 30_532_122_624
     assert found["fewest_learner_gpus"] == min(one["gpus"] for one in found["layouts"])
@@ -89,11 +84,20 @@ def test_what_cannot_be_planned_is_refused_by_its_option(settings: Path):
         (("--mean-response", "5000"), r"--mean-response is 5000: expected at most 3,072"),
     ]:
         with pytest.raises(ConfigError, match=told):
-            plan.main(arguments(settings, *MODEL, *words))
+            command.main(arguments(settings, *MODEL, *words))
 
 
 def test_a_model_without_a_config_is_refused(settings: Path):
     with pytest.raises(ConfigError, match=r"no config.json in none: .* \(run.model\)"):
-        plan.main(arguments(settings))
+        command.main(arguments(settings))
     with pytest.raises(ConfigError, match=r"--model is 'nowhere'"):
-        plan.main(arguments(settings, "--model", "nowhere"))
+        command.main(arguments(settings, "--model", "nowhere"))
+
+
+def test_the_file_may_be_among_the_words(settings: Path, capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    parser.set_defaults(parser=parser)
+    words = [str(settings), "--gpus", "16", *MODEL, "--json"]
+    assert command.main(parser.parse_args(words)) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == 16

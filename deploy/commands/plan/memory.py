@@ -1,9 +1,8 @@
-"""`slipstream memory`: the memory of each of the learner's ranks, estimated or measured.
+"""Memory of each of the learner's ranks, estimated or measured.
 
-Prints what a rank of each pipeline stage holds, kind by kind with its formula, and whether that
-fits a GPU of deploy.gpu_memory_gib. With --measure the ranks are started on this host's CPU: they
-build model and optimizer with random weights as the settings divide them, do one update, and what
-they hold is printed beside the estimate. Generators are not looked at: `slipstream run --dry-run`.
+The estimate has a column for each pipeline stage, kind by kind with its formula. To measure, the
+ranks are started on this host's CPU: they build model and optimizer with random weights as the
+settings divide them, and do one update. Generators are not covered: `slipstream run --dry-run`.
 """
 
 import argparse
@@ -17,8 +16,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.deploy.commands.options import add_config, add_json, add_overrides
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.ranks import run_ranks
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import (
@@ -28,23 +26,16 @@ from slipstream.deploy.predict.memory.learner_rank import (
     total_bytes,
 )
 from slipstream.deploy.predict.memory.offloaded import KINDS
-from slipstream.deploy.predict.size.options import policies_beside
+from slipstream.deploy.predict.size.options import policies_beside, run_and_shape
 from slipstream.deploy.terminal.console import make_console
 from slipstream.learner.model.division import refuse_layout
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.hf_config import HfConfig, load_hf_config
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.command_line import print_json
-from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import model_folder
 
 if TYPE_CHECKING:
     from slipstream.learner.tools.measure import Measured
 
-EXAMPLES = """examples:
-  slipstream memory run.toml                               by pipeline stage and kind
-  slipstream memory run.toml learner.pipeline_parallel=2   with other settings
-  slipstream memory run.toml --measure                     a small model, on this host's CPU
-"""
 RSS = "process (RSS)"
 _LETTERS = (
     "N parameters of the rank: D without experts, E of experts; d, d' ranks that share the state "
@@ -63,25 +54,14 @@ class MeasuredRank(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, float]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
-    add_config(parser, required=True)
-    parser.add_argument(
-        "--measure", action="store_true", help="start the ranks on this CPU and measure them"
-    )
-    add_json(parser)
-    add_overrides(parser)
-
-
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; the exit code is 1 if a rank does not fit its GPU."""
-    config = run_config(load_table(arguments.config, arguments.overrides))
-    model = model_folder(config.run)
-    hf = load_hf_config(model)
+    """Print the memory; the exit code is 1 if a rank does not fit its GPU."""
+    config, hf = run_and_shape(arguments)
     refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
     console = make_console()
     if arguments.measure:
-        ranks = measured(config, hf, arguments.config, arguments.overrides)
+        overrides = [*arguments.overrides, f"run.model={config.run.model}"]
+        ranks = measured(config, hf, arguments.config, overrides)
         if arguments.json:
             print_json({"ranks": ranks})
         else:
@@ -131,12 +111,12 @@ def print_measured(ranks: Sequence[MeasuredRank], console: Console) -> None:
         table.add_column(title)
     for title in ("estimated MiB", "measured MiB", "measured / estimated"):
         table.add_column(title, justify="right")
-    for one in ranks:
-        for kind, estimate in one.estimated.items():
-            found = one.measured[kind]
-            share = f"{found / estimate:.3f}" if estimate else "-"
-            row = (f"{estimate / 2**20:.2f}", f"{found / 2**20:.2f}", share)
-            table.add_row(str(one.rank), str(one.stage), kind, *row)
+    for rank in ranks:
+        for kind, estimate in rank.estimated.items():
+            held = rank.measured[kind]
+            share = f"{held / estimate:.3f}" if estimate else "-"
+            row = (f"{estimate / 2**20:.2f}", f"{held / 2**20:.2f}", share)
+            table.add_row(str(rank.rank), str(rank.stage), kind, *row)
     console.print(table)
 
 
@@ -166,7 +146,7 @@ def measured(
             msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=Measured)
             for rank in range(config.learner.learner.ranks)
         ]
-    return [beside(rank, one, stages) for rank, one in enumerate(found)]
+    return [beside(rank, holdings, stages) for rank, holdings in enumerate(found)]
 
 
 def beside(rank: int, found: "Measured", stages: Sequence[Sequence[MemoryPart]]) -> MeasuredRank:

@@ -1,10 +1,4 @@
-"""`slipstream plan`: how many GPUs a run needs, in which layout and split, with each number's law.
-
-Prints parameters, the memory of a GPU by kind for the settings as they are, the learner's layouts
-that fit (only those that it accepts), the seconds of the best one, what a publish costs, and how to
-split the GPUs between learner and generators. Nothing is measured: laws with their letters are in
-deploy/predict/, rates are those of data sheets. It needs the model's config.json, and no weights.
-"""
+"""Sizing of a run: layouts that fit, seconds of a step, splits of the GPUs, as tables or JSON."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,14 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
 from slipstream.deploy.predict.size.answer import Answer, Asked, answer
 from slipstream.deploy.predict.size.options import (
-    add_hardware,
-    add_model,
     cluster_of,
     mean_tokens,
     policies_beside,
@@ -32,12 +23,6 @@ from slipstream.deploy.predict.size.proposals import Proposal
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.process.command_line import print_json
 
-EXAMPLES = """examples:
-  slipstream plan run.toml                                 on the GPUs that the file names
-  slipstream plan run.toml --gpus 64 --gpu H100            what to do with 64 of them
-  slipstream plan run.toml --gpus 256 --gpu H20 --model DeepSeek-V3
-  slipstream plan run.toml --gpu 40 --mean-response 900    any GPU by its GiB, shorter answers
-"""
 GB = 1e9
 _PER_COUNT = 2  # layouts that are shown of each number of GPUs
 _MOST_SPLITS = 6
@@ -48,29 +33,8 @@ _LETTERS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
-    add_config(parser, required=True)
-    parser.add_argument(
-        "--gpus", type=int, help="GPUs of all pools; default those of the file's roles"
-    )
-    add_model(parser)
-    add_hardware(parser)
-    parser.add_argument(
-        "--reserve-gib",
-        type=float,
-        default=4.0,
-        help="GiB of each GPU for CUDA and NCCL, default 4",
-    )
-    parser.add_argument(
-        "--host-gb", type=float, default=0.0, help="memory of a host, default 0: no limit"
-    )
-    add_json(parser)
-    add_overrides(parser)
-
-
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Print what the settings and options ask for."""
     asked = asked_of(arguments)
     found = answer(asked)
     if arguments.json:

@@ -4,7 +4,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.deploy.commands.memory import beside, print_measured, print_stages, refuse_too_large
+from slipstream.deploy.commands.plan.memory import (
+    beside,
+    print_measured,
+    print_stages,
+    refuse_too_large,
+)
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.learner.tools.measure import Measured
 from slipstream.wire.errors import ConfigError

@@ -1,0 +1,89 @@
+"""`slipstream plan`: how many GPUs a run needs, in which layout and split, with each number's law.
+
+Prints parameters, the memory of a GPU by kind for the settings as they are, the learner's layouts
+that fit (only those that it accepts), the seconds of the best one, what a publish costs, and how to
+split the GPUs between learner and generators. Nothing is measured: laws with their letters are in
+deploy/predict/, rates are those of data sheets. It needs the model's config.json, and no weights.
+
+--memory prints what a rank of each pipeline stage of the learner holds, kind by kind, and whether
+it fits deploy.gpu_memory_gib. --measure starts the ranks on this host's CPU, with random weights,
+and prints what they hold after an update next to the estimate. --publish computes what publishing
+a version costs at the rates of the options and [weightbus]. --advise fits laws on the newest steps
+of a run, under way or ended, and plays it in virtual time with one change at a time.
+"""
+
+import argparse
+from pathlib import Path
+
+from slipstream.deploy.commands.options import (
+    RUNS,
+    add_config,
+    add_json,
+    add_overrides,
+    take_config,
+)
+from slipstream.deploy.commands.plan import advice, memory, publish, sizing
+from slipstream.deploy.predict.size.options import add_hardware, add_model
+
+EXAMPLES = """examples:
+  slipstream plan run.toml                                 on the GPUs that the file names
+  slipstream plan run.toml --gpus 64 --gpu H100            what to do with 64 of them
+  slipstream plan run.toml --gpus 256 --gpu H20 --model DeepSeek-V3
+  slipstream plan run.toml --gpu 40 --mean-response 900    any GPU by its GiB, shorter answers
+  slipstream plan run.toml --memory learner.pipeline_parallel=2
+  slipstream plan run.toml --measure                       a small model, on this host's CPU
+  slipstream plan --publish                                three sizes, 16 hosts to 32
+  slipstream plan --publish --version-gb 3.2 --learner-hosts 1 --engine-hosts 4 --nic-gb-s 0.125
+  slipstream plan --advise                                 the newest run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_config(parser, required=False)
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
+        "--memory", action="store_true", help="the learner's memory alone, by pipeline stage"
+    )
+    subject.add_argument(
+        "--measure", action="store_true", help="the same, measured: its ranks start on this CPU"
+    )
+    subject.add_argument("--publish", action="store_true", help="the cost of a publish alone")
+    subject.add_argument(
+        "--advise",
+        type=Path,
+        nargs="?",
+        const=RUNS,
+        metavar="RUN",
+        help="advice on a run; default: the newest one in runs/",
+    )
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs of all pools; default those of the file's roles"
+    )
+    add_model(parser)
+    add_hardware(parser)
+    parser.add_argument(
+        "--reserve-gib",
+        type=float,
+        default=4.0,
+        help="GiB of each GPU for CUDA and NCCL, default 4",
+    )
+    parser.add_argument(
+        "--host-gb", type=float, default=0.0, help="memory of a host, default 0: no limit"
+    )
+    publish.add_hosts(parser)
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.advise is not None:
+        return advice.main(arguments)
+    arguments.needs_config = not arguments.publish
+    take_config(arguments.parser, arguments)
+    if arguments.publish:
+        return publish.main(arguments)
+    if arguments.memory or arguments.measure:
+        return memory.main(arguments)
+    return sizing.main(arguments)

@@ -1,0 +1,128 @@
+"""Cost of publishing a version of some GB, in seconds, bytes and messages.
+
+Computed from sizes and rates that are given, not measured (deploy/predict/laws/publish_cost.py):
+what a network allows at its full rate. Hosts of the learner hold equal parts of a version. Columns
+are sizes of a version; rows name their unit.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.deploy.predict.laws.publish_cost import Cost, Setup, cost_of
+from slipstream.deploy.predict.size.options import refuse_numbers
+from slipstream.deploy.terminal.console import make_console
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.load import load_table, section
+
+GB = 1e9
+SIZES = {"8B bf16": 16.0, "235B bf16": 470.0, "671B bf16": 1342.0, "671B fp8": 671.0}  # GB
+_ROWS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
+    ("learner's stall, s", lambda c: c.stall_s),
+    ("until the last engine has it, s", lambda c: c.receive_s),
+    ("an engine's pause, s", lambda c: c.pause_s),
+    ("digests of an engine host, core-s", lambda c: c.digest_core_s),
+    ("slots of a learner host, GB", lambda c: c.slot_bytes / GB),
+    ("from each learner host, GB", lambda c: c.learner_host_bytes / GB),
+    ("from all learner hosts, GB", lambda c: c.relayed_bytes / GB),
+    ("from all engine hosts, GB", lambda c: c.forwarded_bytes / GB),
+    ("copies within engine hosts, GB", lambda c: c.copied_bytes / GB),
+    ("commands to agents", lambda c: float(c.commands)),
+    ("requests for buckets", lambda c: float(c.bucket_requests)),
+)
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """One size of a version, and what its publish costs."""
+
+    name: str
+    version_bytes: float
+    cost: Cost
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add sizes of a version, numbers of hosts and the share of bytes that travels."""
+    parser.add_argument(
+        "--version-gb",
+        type=float,
+        action="append",
+        default=[],
+        help="with --publish: size of a version, 10^9 bytes; may be given several times",
+    )
+    parser.add_argument(
+        "--learner-hosts", type=int, default=16, help="with --publish: of the learner, default 16"
+    )
+    parser.add_argument(
+        "--engine-hosts", type=int, default=32, help="with --publish: of engines, default 32"
+    )
+    parser.add_argument(
+        "--delta", type=float, default=1.0, help="with --publish: share sent as deltas, default 1"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the costs."""
+    costs = columns(arguments)
+    if arguments.json:
+        print_json(costs)
+    else:
+        print_costs(costs, make_console())
+    return 0
+
+
+def columns(arguments: argparse.Namespace) -> list[Column]:
+    """Return the cost at each size.
+
+    Raises:
+        ConfigError: A number is not finite or not above 0, or [weightbus] is wrong.
+    """
+    refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib", "engine_base_ms"})
+    if not all(0 < size < math.inf for size in arguments.version_gb):
+        raise ConfigError(f"--version-gb is {arguments.version_gb}: expected numbers above 0")
+    bus = section(load_table(arguments.config, arguments.overrides), "weightbus", WeightBusSection)
+    sizes = {f"{size:g} GB": size for size in arguments.version_gb} or SIZES
+    return [
+        Column(
+            name=name,
+            version_bytes=size * GB,
+            cost=cost_of(
+                Setup(
+                    version_bytes=size * GB,
+                    learner_hosts=arguments.learner_hosts,
+                    engine_hosts=arguments.engine_hosts,
+                    nics=arguments.nics,
+                    nic_bytes_s=arguments.nic_gb_s * GB,
+                    gpus=arguments.gpus_per_node or 8,
+                    pcie_bytes_s=arguments.pcie_gb_s * GB,
+                    fanout=bus.fanout,
+                    bucket_bytes=bus.bucket_bytes,
+                    connections=bus.connections or Setup.connections,
+                    is_staged=bus.transport != "collective",
+                    delta_share=arguments.delta,
+                )
+            ),
+        )
+        for name, size in sizes.items()
+    ]
+
+
+def print_costs(costs: Sequence[Column], console: Console) -> None:
+    """Print a row for each figure."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for column in costs:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    for what, figure in _ROWS:
+        table.add_row(what, *(_short(figure(column.cost)) for column in costs))
+    console.print(table)
+
+
+def _short(value: float) -> str:
+    """Return three digits of a number, or all of a whole one."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

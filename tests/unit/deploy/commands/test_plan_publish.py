@@ -1,0 +1,58 @@
+"""The costs of a publish as they are printed."""
+
+import argparse
+import json
+
+import pytest
+
+from slipstream.deploy.commands.plan import command
+from slipstream.wire.errors import ConfigError
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    parser.set_defaults(parser=parser)
+    return command.main(parser.parse_args(words))
+
+
+def test_without_sizes_a_few_are_printed(capsys: pytest.CaptureFixture[str]):
+    assert run("--publish", "--nics", "1") == 0
+    printed = capsys.readouterr().out
+    rows = {line[:33].strip(): line[33:].split() for line in printed.splitlines()}
+    assert rows["until the last engine has it, s"] == ["0.64", "18.8", "53.7", "26.8"]
+    assert rows["an engine's pause, s"] == ["0.04", "1.18", "3.35", "1.68"]
+    assert rows["commands to agents"] == ["64"] * 4
+
+
+def test_options_and_settings_describe_the_hosts(capsys: pytest.CaptureFixture[str]):
+    sizes = ["--publish", "--version-gb", "1", "--version-gb", "2", "--json"]
+    hosts = ["--learner-hosts", "1", "--engine-hosts", "4", "--nics", "1", "--nic-gb-s", "0.125"]
+    assert run(*sizes, *hosts, "weightbus.fanout=1") == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["name"], second["name"]) == ("1 GB", "2 GB")
+    assert first["cost"]["relayed_bytes"] == 1e9
+    assert second["cost"]["forwarded_bytes"] == 6e9
+    assert first["cost"]["receive_s"] == pytest.approx(8 + 3 * 4 * 64 * 2**20 / 0.125e9)
+
+
+def test_a_collective_is_not_staged(capsys: pytest.CaptureFixture[str]):
+    assert run("--publish", "--version-gb", "1", "--json", 'weightbus.transport="collective"') == 0
+    (column,) = json.loads(capsys.readouterr().out)
+    assert column["cost"]["commands"] > 2 * 32
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--publish --version-gb 1 --version-gb 0", "--version-gb"),
+        ("--publish --version-gb inf", "--version-gb"),
+        ("--publish --nics 0", "--nics"),
+        ("--publish --delta 0", "--delta"),
+        ("--publish --delta nan", "--delta"),
+        ("--publish weightbus.fanout=-1", "weightbus.fanout"),
+    ],
+)
+def test_numbers_that_no_network_has_are_refused(words: str, name: str):
+    with pytest.raises(ConfigError, match=name):
+        run(*words.split())
