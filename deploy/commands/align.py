@@ -7,6 +7,7 @@ All of it runs on this host's CPU. Of a run the settings are taken, with run.mod
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -27,7 +28,12 @@ from rich.text import Text
 
 from slipstream.deploy.commands.options import add_json, add_overrides
 from slipstream.deploy.launch.ranks import run_ranks
-from slipstream.deploy.preflight.align.compare import Comparison, Difference, compare, whole
+from slipstream.deploy.preflight.align.compare import (
+    PairComparison,
+    PointDifference,
+    compare,
+    whole,
+)
 from slipstream.deploy.terminal.console import make_console
 from slipstream.generators.config import generator_settings
 from slipstream.generators.tools.align import record, recording_flags
@@ -54,7 +60,7 @@ EXAMPLES = """examples:
 LEARNER, ENGINE, TRANSFORMERS = "learner", "engine", "transformers"
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 _SHORTEST = 3  # tokens of a sequence
-_MOST_TOKENS = 1 << 16  # of all sequences, whose layers' outputs are kept
+_MOST_TOKENS = 1 << 16  # all sequences: the outputs of their layers are kept
 _FEWER = 5  # tokens of each sequence than of the one before it
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
@@ -109,8 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--without engine and transformers leaves nothing to compare with")
     if arguments.tolerance is not None and not 0 <= arguments.tolerance < math.inf:
         raise ConfigError(f"--tolerance must be a number from 0, got {arguments.tolerance}")
-    for one in heeded_signals():
-        signal.signal(one, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
+    for number in heeded_signals():
+        signal.signal(number, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
     with tempfile.TemporaryDirectory(prefix="sp-align-") as name:
         folder = Path(name)
         settings_file = _settings_file(arguments.model, folder)
@@ -138,16 +144,16 @@ def main(arguments: argparse.Namespace) -> int:
                 found[ENGINE] = _of_engine(table, hf, sequences, folder, dtype)
     tolerance = _TOLERANCE[dtype] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in (LEARNER, ENGINE, TRANSFORMERS) if name in found]
-    pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
+    pairs = list(itertools.combinations(names, 2))
     results = [
-        compare((one, found[one]), (other, found[other]), tolerance=tolerance)
-        for one, other in pairs
+        compare((first, found[first]), (second, found[second]), tolerance=tolerance)
+        for first, second in pairs
     ]
     if arguments.json:
         print_json({"tolerance": tolerance, "comparisons": results})
     else:
         print_comparisons(results, tolerance, make_console())
-    return int(any(one.first_apart is not None for one in results))
+    return int(any(result.first_apart is not None for result in results))
 
 
 def _refuse_lengths(arguments: argparse.Namespace, hf: HfConfig) -> None:
@@ -166,19 +172,21 @@ def _refuse_lengths(arguments: argparse.Namespace, hf: HfConfig) -> None:
 
 def chosen_tokens(vocab_size: int, count: int, longest: int, seed: int) -> list[list[int]]:
     """Return sequences of random tokens, of unlike lengths."""
-    draw = random.Random(seed)  # noqa: S311 nobody guesses them
+    draw = random.Random(seed)  # noqa: S311 not secret
     lengths = [max(_SHORTEST, longest - _FEWER * number) for number in range(count)]
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def print_comparisons(results: Sequence[Comparison], tolerance: float, console: Console) -> None:
+def print_comparisons(
+    results: Sequence[PairComparison], tolerance: float, console: Console
+) -> None:
     """Print every point of every pair, then the verdicts."""
     table = Table(box=None, pad_edge=False)
     table.add_column("point", no_wrap=True)
     for result in results:
         table.add_column(f"{result.one} - {result.other}", justify="right")
-    values = [{one.point: one for one in result.points} for result in results]
-    for name in max((list(one) for one in values), key=len):
+    values = [{point.point: point for point in result.points} for result in results]
+    for name in max(map(list, values), key=len):
         table.add_row(name, *(_cell(points.get(name)) for points in values))
     console.print(table)
     console.print(
@@ -197,7 +205,7 @@ def print_comparisons(results: Sequence[Comparison], tolerance: float, console: 
             console.print(f"{pair}: {what}, were recorded of one alone", style="yellow")
 
 
-def _cell(point: Difference | None) -> Text:
+def _cell(point: PointDifference | None) -> Text:
     if point is None:
         return Text("-")
     text = f"{point.value:.1%}" if point.point.endswith("experts") else f"{point.value:.1e}"

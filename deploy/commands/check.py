@@ -115,11 +115,11 @@ def check(
     """Look at a run that is to be and at its hosts; return the facts.
 
     Args:
-        path: of its settings.
-        overrides: of settings.
+        path: Settings file of the run.
+        overrides: Settings that win over the file's.
         place: local, ray, or hosts.
-        signals: that end it.
-        meets: with hosts, the number of this one and where they meet.
+        signals: Signals that end the check.
+        meets: Number of this host and the meeting point, if several hosts are checked.
 
     Raises:
         StopRequestedError: one of them came.

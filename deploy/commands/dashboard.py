@@ -1,4 +1,4 @@
-"""`slipstream dashboard [RUN ...]`: the page of a run, or of several beside each other."""
+"""`slipstream dashboard [RUN ...]`: the page of a run, or a comparison of several."""
 
 import argparse
 import asyncio
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def is_folder_of_runs(folder: Path) -> bool:
-    """Return whether a folder holds runs and is none itself."""
+    """Return whether a folder holds runs and is not a run."""
     return folder.is_dir() and not is_run(folder) and bool(runs_in(folder))
 
 
@@ -145,7 +145,9 @@ def require_page(run: RunSection, broker: BrokerSection) -> None:
 
 def _end_of(stored: StoredState, outcome: str) -> str:
     """Return a run's outcome, by its summary or else by its page; empty if neither has it."""
-    return next((one for one in (outcome, stored.status.outcome) if one not in {"", "running"}), "")
+    return next(
+        (name for name in (outcome, stored.status.outcome) if name not in {"", "running"}), ""
+    )
 
 
 def shown_outcome(stored: StoredState, outcome: str) -> str:

@@ -78,11 +78,11 @@ class SourceReport:
     source: Source
     num_rows: int
     prompts: list[Prompt]
-    bad: list[tuple[str, str]]  # (row, why): ends a run, or is skipped by data.on_bad_row
+    bad: list[tuple[str, str]]  # (row, reason): ends a run, or is skipped by data.on_bad_row
     overlong: list[tuple[str, str]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # ascending
-    remarks: list[str] = field(default_factory=list)  # that end no run
-    unread: list[Reading] = field(default_factory=list)  # by rewards
+    remarks: list[str] = field(default_factory=list)  # harmless to a run
+    unread: list[Reading] = field(default_factory=list)  # rows that no reward reads
     example: str = ""
 
     @property
@@ -132,7 +132,7 @@ def data_check(words: Sequence[str], config: Path | None, model: str | None) -> 
         bad += sum(len(report.overlong) for report in reports)
     fate = "skipped" if data.on_bad_row == "skip" else "would end a run"
     verdict = f"bad rows: {bad:,} ({fate})" if bad else "no bad rows"
-    unread = sum(len(one.unread) for report in reports for one in report.unread)
+    unread = sum(len(reading.unread) for report in reports for reading in report.unread)
     if unread:
         fate = "would be tried broker.max_attempts times and dropped"
         if environment.is_named:
@@ -237,8 +237,8 @@ def _show(
     for reading in report.unread:
         console.print(Text(reading.found, style="red"), soft_wrap=True)
     for title, problems in (("bad", report.bad), ("too long", report.overlong)):
-        for row, why in problems[:_SHOWN_ROWS]:
-            console.print(Text(f"{title}: {row}: {why}"))
+        for row, reason in problems[:_SHOWN_ROWS]:
+            console.print(Text(f"{title}: {row}: {reason}"))
         if len(problems) > _SHOWN_ROWS:
             console.print(f"{title}: {len(problems) - _SHOWN_ROWS:,} more")
     title = "first prompt, as the model gets it" if in_tokens else "first prompt"

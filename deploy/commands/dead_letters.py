@@ -122,8 +122,8 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
         for group, new in handled.done.items():
             what = "dropped" if new < 0 else f"issued again as g{new}"
             console.print(f"g{group}: {what}")
-        for group, why in handled.refused.items():
-            console.print(f"g{group}: refused: {why}", style="red")
+        for group, reason in handled.refused.items():
+            console.print(f"g{group}: refused: {reason}", style="red")
     return 1 if handled.refused else 0
 
 

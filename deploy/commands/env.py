@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
         print_json({"trajectories": tried, **summary(tried)})
     else:
         screen.summarize(tried)
-    return EXIT_FAILED if any(one.failed for one in tried) else 0
+    return EXIT_FAILED if any(trajectory.failed for trajectory in tried) else 0
 
 
 def _prompts(settings: GeneratorSettings, arguments: argparse.Namespace) -> list[Prompt]:
@@ -100,24 +100,25 @@ def _prompts(settings: GeneratorSettings, arguments: argparse.Namespace) -> list
 
 def summary(tried: "Sequence[TriedTrajectory]") -> dict[str, Json]:
     """Return the mean reward, the numbers of tokens, and why some have failed."""
-    rewards = [one.reward for one in tried if one.reward is not None]
+    rewards = [each.reward for each in tried if each.reward is not None]
+    turns = [turn for each in tried for turn in each.said]
     return {
         "count": len(tried),
         "mean": sum(rewards) / len(rewards) if rewards else None,
-        "unknown_calls": sum(said.unknown_calls for one in tried for said in one.said),
-        "unreadable_calls": sum(said.unreadable_calls for one in tried for said in one.said),
-        "without_reward": sum(one.reward is None and not one.failed for one in tried),
-        "failed": dict(Counter(one.failed for one in tried if one.failed)),
+        "unknown_calls": sum(turn.unknown_calls for turn in turns),
+        "unreadable_calls": sum(turn.unreadable_calls for turn in turns),
+        "without_reward": sum(each.reward is None and not each.failed for each in tried),
+        "failed": dict(Counter(each.failed for each in tried if each.failed)),
     }
 
 
 class _Screen:
-    """Prints what is said as it is said; without a console nothing."""
+    """Live print of each message; without a console nothing is printed."""
 
     def __init__(self, console: Console | None, count: int) -> None:
         self._console = console
         self._count = count
-        self._shown: list[dict[str, Json]] = []  # of the history, as it was printed
+        self._shown: list[dict[str, Json]] = []  # history as it was printed
         self._began_s = time.monotonic()
 
     def began(self, number: int, prompt: Prompt) -> None:

@@ -82,7 +82,7 @@ def checkpoint_of(target: Path | None, *, best: bool, runs: Path = RUNS) -> Path
     """Return the checkpoint that a command line names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No checkpoint was found.
     """
     run = newest_run(runs, f"checkpoints/step-*/{INFO_FILE}") if target is None else target
     if (run / INFO_FILE).is_file():
@@ -105,14 +105,14 @@ def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tu
     a file system without such links it is the checkpoint itself.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No checkpoint was found.
     """
     for _ in range(_TRIES):
         checkpoint = checkpoint_of(target, best=best, runs=runs)
         if checkpoint == target or checkpoint.parent.name != "checkpoints":
             return checkpoint, checkpoint
         run = checkpoint.parent.parent
-        for left in run.glob(f"{_HELD}*"):  # by exports that were killed
+        for left in run.glob(f"{_HELD}*"):  # remains of killed exports
             remove_abandoned(left, partial(shutil.rmtree, ignore_errors=True))
         try:
             made = Path(tempfile.mkdtemp(prefix=_MADE, dir=run))

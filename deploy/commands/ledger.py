@@ -21,7 +21,7 @@ from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.unreadable import UNREADABLE
 
-_PROMPT_CHARS = 200  # of a title
+_PROMPT_CHARS = 200  # shown of a prompt in a title
 EXAMPLES = """examples:
   slipstream ledger                        the newest run
   slipstream ledger runs/demo --items 30   and the 30 oldest items
@@ -135,8 +135,9 @@ def _work_in_flight(view: LedgerView) -> Iterator[Table]:
         table = Table(title="work by process", title_justify="left")
         for heading in ("process", "work", "leases", "trajectories"):
             table.add_column(heading, justify="right" if heading[0] in "lt" else "left")
-        for one in view.holders:
-            table.add_row(one.name, one.work, str(one.leases), str(one.trajectories))
+        for holder in view.holders:
+            row = (holder.name, holder.work, str(holder.leases), str(holder.trajectories))
+            table.add_row(*row)
         yield table
     if not view.oldest:
         return

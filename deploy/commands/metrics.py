@@ -75,7 +75,9 @@ def chosen_names(runs: Sequence[ComparedRun], patterns: Sequence[str]) -> list[s
         if pattern != "*" and not fnmatch.filter(known, pattern):
             runs_named = ", ".join(run.name for run in runs)
             raise ConfigError(f"no figure of {runs_named} is named {pattern!r} (--name)")
-    return [name for name in known if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+    return [
+        name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
 
 
 def newest_figures(run: ComparedRun, names: Sequence[str]) -> dict[str, float]:

@@ -70,7 +70,7 @@ def recorded_file(target: Path) -> Path:
     """Return the trajectory file that a command line names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No trajectory file was found.
     """
     if target.is_file():
         return target

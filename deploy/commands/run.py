@@ -76,8 +76,8 @@ def run(
     """Run every role of a run.
 
     Args:
-        path: of its settings.
-        overrides: of settings.
+        path: Settings file of the run.
+        overrides: Settings that win over the file's.
         dry_run: check, print the processes, and return.
         resume: auto, or the folder to resume from; None begins a new run.
         place: local, ray, or hosts: print the commands for each of deploy.hosts.

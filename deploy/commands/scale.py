@@ -41,12 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
 def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
     """Ask the supervisor of a run for another number of generators, and wait for its answer.
 
-    Those that leave hand their work back first; the staleness bound holds as ever.
+    Generators that leave hand their work back first; the staleness bound holds throughout.
 
     Args:
-        folder: of the run.
+        folder: Folder of the run.
         wanted: generators=N.
-        answer_s: for the supervisor to answer.
+        answer_s: Seconds in which the supervisor must answer.
 
     Raises:
         ConfigError: there is no such run, or it cannot have so many.

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 _MOST_PROMPT = 20_000  # characters
 _MOST_CONTEXT = 2_000  # characters of one piece of context
 _CONTEXT = "yellow"
-_REPLY = re.compile(r"^assistant: ", re.MULTILINE)  # before one in the text of all that was said
+_REPLY = re.compile(r"^assistant: ", re.MULTILINE)  # start of a reply in the full text
 _OTHER = re.compile(r"^(?:user|tool|system|developer|function): ", re.MULTILINE)
 EXAMPLES = """examples:
   slipstream show                          the newest recorded trajectories of the newest run
@@ -204,10 +204,10 @@ def _recorded_turns(row: Row) -> Iterator[RenderableType]:
 
 
 def _replies(row: Row) -> Iterator[RenderableType]:
-    """Yield each turn of an answer in an evaluation, of which there is text alone.
+    """Yield each turn of an answer in an evaluation, which is recorded as text alone.
 
-    What was said between two replies is taken from the whole; one that has not as many replies,
-    because its history was rewritten, comes first.
+    The text between two replies is cut out of the full text. Where the full text has another number
+    of replies, because the history was rewritten, it is shown whole before them.
     """
     between = _between(row["answer"], row["replies"])
     runs = [(run["first_token"], run["version"]) for run in row["version_runs"]]
@@ -270,9 +270,9 @@ def _context(text: Excerpt) -> RenderableType:
 
 
 def _panel(
-    title: str, row: Row, details: list[tuple[str, str]], said: list[RenderableType] | None
+    title: str, row: Row, details: list[tuple[str, str]], turns: list[RenderableType] | None
 ) -> RenderableType:
-    """Return one answer; ``said`` is what it is drawn as if it has several turns."""
+    """Return one answer; ``turns`` are drawn in its place if it has several."""
     lines = Text()
     for name, value in details:
         lines.append(f"{name} ", style="dim")
@@ -284,5 +284,5 @@ def _panel(
         asked.append(f"\n[{prompt.num_cut:,} characters are left out]\n", style="dim")
         asked.append(visible(prompt.tail))
     answer = [Text("answer", style="dim"), Text(visible(row["answer"]), style="bold")]
-    body = [Text("prompt", style="dim"), asked, Text(), *(said or answer), Text(), lines]
+    body = [Text("prompt", style="dim"), asked, Text(), *(turns or answer), Text(), lines]
     return Panel(Group(*body), title=Text(visible(title)), title_align="left")

@@ -22,7 +22,7 @@ from slipstream.deploy.predict.advise.record import record_of
 from slipstream.deploy.predict.laws.learner_step import passes_of
 from slipstream.deploy.predict.simulate.lengths import Fixed, Lengths, LogNormal, cut
 from slipstream.deploy.predict.simulate.of_run import Hardware, Imagined, scenario_of
-from slipstream.deploy.predict.simulate.outcome import Outcome, StepRecord
+from slipstream.deploy.predict.simulate.outcome import SimulatedRun, StepRecord
 from slipstream.deploy.predict.simulate.run_folder import SimulatedFolder
 from slipstream.deploy.predict.simulate.scenario import Faults, Scenario
 from slipstream.deploy.predict.simulate.world import World
@@ -83,7 +83,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     unaccounted: int
     restarted_trajectories: int
     retractions: int  # sequences that a full cache gave up for a while
-    seconds: float  # of the run
+    seconds: float  # virtual time of the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +184,7 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     """Return the settings and the scenario that the options ask for.
 
     Raises:
-        ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
+        ConfigError: A number is out of range, a GPU is unknown, or the settings cannot be used.
     """
     refuse_numbers(arguments, may_be_zero=_MAY_BE_ZERO)
     config, hf = run_and_shape(arguments)
@@ -205,7 +205,7 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
 
 
 def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) -> Imagined:
-    """Return what the options say of a run beside its settings."""
+    """Return what the options add to the settings of a run."""
     sampling, broker = config.generators.sampling, config.broker.broker
     like = None if arguments.like is None else record_of(arguments.like)
     prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
@@ -268,7 +268,7 @@ def _lengths(mean: float, spread: float | None, longest: int) -> Lengths:
     return LogNormal(mean, spread, longest)
 
 
-def prediction_of(outcome: Outcome) -> Prediction:
+def prediction_of(outcome: SimulatedRun) -> Prediction:
     """Return the figures of a simulated run."""
     skip = min(_MOST_WARM, len(outcome.steps) - 1)
     step_s = outcome.mean_step_s(skip)
@@ -276,7 +276,7 @@ def prediction_of(outcome: Outcome) -> Prediction:
     return Prediction(
         step_s=step_s,
         steps_per_hour=3600 / step_s,
-        tokens_per_s=sum(one.num_tokens for one in late) / (step_s * len(late)),
+        tokens_per_s=sum(step.num_tokens for step in late) / (step_s * len(late)),
         learner_waits=outcome.waited_share(skip),
         engines_busy=outcome.engine_busy_s / outcome.engine_seconds,
         mean_staleness=outcome.mean_staleness(skip),

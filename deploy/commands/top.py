@@ -108,7 +108,7 @@ def _drawing(
     return draw(status, recent, console, height=console.height, trouble=trouble, footer=footer)
 
 
-class Keys:
+class TypedKeys:
     """Keys typed, read without waiting for the end of a line."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -129,15 +129,15 @@ class Keys:
 
 
 @contextmanager
-def keys_of(descriptor: int | None) -> Iterator[Keys]:
+def keys_of(descriptor: int | None) -> Iterator[TypedKeys]:
     """Read single keys of a terminal, unseen; it is as before afterwards."""
     if descriptor is None:
-        yield Keys(None)
+        yield TypedKeys(None)
         return
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield Keys(descriptor)
+        yield TypedKeys(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 

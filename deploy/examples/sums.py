@@ -71,7 +71,7 @@ def write_sums(folder: Path) -> None:
     everything = problems()
     for name, part in (("held_out", everything[:HELD_OUT]), ("train", everything[HELD_OUT:])):
         rows = [
-            {"prompt": question(one), "ground_truth": str(sum(one)), "data_source": "sums"}
-            for one in part
+            {"prompt": question(terms), "ground_truth": str(sum(terms)), "data_source": "sums"}
+            for terms in part
         ]
         write_rows(folder / f"{name}.jsonl", rows)

@@ -1,6 +1,6 @@
 """Lets `import torchvision` succeed where its operators were built for another build of torch.
 
-The wheel of a package index is linked to a CUDA torch. Beside a CPU torch its operators do not
+The wheel of a package index is linked to a CUDA torch. With a CPU torch its operators do not
 load, and the import fails, because it gives a meta kernel to operators that were never declared.
 Text models call none of them, but transformers imports torchvision. So they are declared, without
 a kernel, in the environment that `make setup` made.

@@ -42,7 +42,7 @@ _ALWAYS = ("ready_groups", "waiting_for_reward", "dead_letters")
 _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker": 4}
 
 
-class History(Protocol):
+class ScreenHistory(Protocol):
     """Earlier state of the run."""
 
     def busy(self, process: str) -> float | None:
@@ -80,7 +80,7 @@ def lines_of(
     advisories: Sequence[Advisory],
     screen: Screen,
     *,
-    recent: History,
+    recent: ScreenHistory,
     trouble: str = "",
     footer: str = "",
     now_s: float,
@@ -151,7 +151,7 @@ def _head(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
 # ---- blocks ------------------------------------------------------------------
 
 
-def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
+def _learning(status: RunStatus, recent: ScreenHistory, screen: Screen) -> list[Text]:
     figures = {
         "reward": number(last_figure(status, "reward/sampled")),
         "trained reward": number(last_figure(status, "reward/mean")),
@@ -181,7 +181,9 @@ def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     return lines
 
 
-def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Text], list[Text]]:
+def _pools(
+    status: RunStatus, recent: ScreenHistory, screen: Screen
+) -> tuple[list[Text], list[Text]]:
     """Return a line per process, and below them its engine's answers and its time by phase.
 
     Processes in trouble come first in their kind. If all details fit on lines, nothing is below.

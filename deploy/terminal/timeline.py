@@ -39,7 +39,7 @@ Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """Activity with a duration."""
 
     process: str
@@ -88,7 +88,7 @@ class TrailReader:
     """Turns events in their order into spans; keeps no more than the newest."""
 
     def __init__(self, *, max_spans: int) -> None:
-        self.spans: deque[Span] = deque(maxlen=max_spans)
+        self.spans: deque[TimelineSpan] = deque(maxlen=max_spans)
         self.marks: deque[Mark] = deque(maxlen=max_spans)
         self.num_cut = 0
         self._now_s = 0.0
@@ -138,7 +138,7 @@ class TrailReader:
                 start_s = self._free_s if self._free_s is not None else self._now_s
                 args = {"version": version.label, **metrics}
                 name = f"step {version.step - 1}"
-                self._keep(Span(_LEARNER, "step", name, start_s, self._now_s, args))
+                self._keep(TimelineSpan(_LEARNER, "step", name, start_s, self._now_s, args))
                 for span in phase_spans(start_s, self._now_s, metrics):
                     self._keep(span)
                 self._free_s = self._now_s
@@ -170,7 +170,7 @@ class TrailReader:
         self._lanes[lease.process].discard(lease.lane)
         args = {**lease.args, "tokens": lease.tokens, "ended": why}
         name, lane = f"g{lease.group_id}", f"lease {lease.lane:03d}"
-        self._keep(Span(lease.process, lane, name, lease.start_s, self._now_s, args))
+        self._keep(TimelineSpan(lease.process, lane, name, lease.start_s, self._now_s, args))
 
     def _add_trajectory(self, lease: _Lease, header: TrajectoryHeader) -> None:
         """Count a finished sibling; several turns become a span within the lease's span."""
@@ -190,9 +190,9 @@ class TrailReader:
         }
         name = f"g{header.group_id}/{header.sibling}: {turns} turns"
         lane = f"lease {lease.lane:03d}"
-        self._keep(Span(lease.process, lane, name, lease.start_s, self._now_s, args))
+        self._keep(TimelineSpan(lease.process, lane, name, lease.start_s, self._now_s, args))
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, span: TimelineSpan) -> None:
         self.num_cut += len(self.spans) == self.spans.maxlen
         self.spans.append(span)
 
@@ -200,7 +200,9 @@ class TrailReader:
         self.marks.append(Mark(process, name, self._now_s))
 
 
-def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
+def phase_spans(
+    start_s: float, end_s: float, metrics: Mapping[str, float]
+) -> Iterator[TimelineSpan]:
     """Yield the learner's phases between two commits, a lane per phase.
 
     The learner reports its time in each phase, and is always in one phase. Phases that alternate
@@ -215,14 +217,14 @@ def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> I
     for name in order:
         if name in told and start_s < end_s:
             until_s = min(start_s + told[name], end_s)
-            yield Span(_LEARNER, name, name, start_s, until_s)
+            yield TimelineSpan(_LEARNER, name, name, start_s, until_s)
             start_s = until_s
 
 
 # ---- from the summary --------------------------------------------------------
 
 
-def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
+def publish_spans(records: Iterable[PublishRecord]) -> Iterator[TimelineSpan]:
     """Yield each publish with its phases, and the arrivals at each generator.
 
     Overlapping publishes get separate lanes.
@@ -242,16 +244,16 @@ def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
         end_s = start_s + sum(record.phase_seconds[name] for name in phases)
         lane, label = lane_of(_BUS, start_s, end_s), record.version.label
         args: Json = {"bytes": record.num_bytes, "digest": record.digest, "failed": record.failed}
-        yield Span(_BUS, lane, label, start_s, end_s, args)
+        yield TimelineSpan(_BUS, lane, label, start_s, end_s, args)
         for name in phases:
             until_s = min(start_s + record.phase_seconds[name], end_s)
-            yield Span(_BUS, lane, name, start_s, until_s)
+            yield TimelineSpan(_BUS, lane, name, start_s, until_s)
             start_s = until_s
         for member, seconds in sorted(record.adopted_by.items()):
             until_s = record.at_s + seconds
             args = {"transport": record.transports.get(member, "")}
             lane = lane_of(member, record.at_s, until_s)
-            yield Span(member, lane, label, record.at_s, until_s, args)
+            yield TimelineSpan(member, lane, label, record.at_s, until_s, args)
 
 
 # ---- from the history of the page --------------------------------------------
@@ -287,7 +289,7 @@ def history_marks(history: HistoryColumns) -> Iterator[Mark]:
 # ---- the file ----------------------------------------------------------------
 
 
-def trace_events(spans: Sequence[Span], marks: Sequence[Mark]) -> Iterator[Json]:
+def trace_events(spans: Sequence[TimelineSpan], marks: Sequence[Mark]) -> Iterator[Json]:
     """Yield the events of the file; times are microseconds since the first of them."""
     zero_s = min(span.start_s for span in spans)
     processes = {span.process for span in spans} | {mark.process for mark in marks}

@@ -6,7 +6,7 @@ from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.predict.laws.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.predict.laws.learner_step import Work
 from slipstream.deploy.predict.laws.shapes import shape_folder
-from slipstream.deploy.predict.size.proposals import Question
+from slipstream.deploy.predict.size.proposals import SplitQuestion
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 H100 = Cluster(gpu=gpu_named("H100"))
@@ -27,10 +27,10 @@ def shape_of(model: str) -> HfConfig:
     return load_hf_config(shape_folder(model))
 
 
-def question_of(model: str, *, gib: float, **sections: dict[str, Any]) -> Question:
+def question_of(model: str, *, gib: float, **sections: dict[str, Any]) -> SplitQuestion:
     config = config_of(model, **sections)
     run = config.run
-    return Question(
+    return SplitQuestion(
         hf=shape_of(model),
         table=config.table,
         base=config.learner,

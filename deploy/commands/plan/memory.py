@@ -42,7 +42,7 @@ _LETTERS = (
     "of one replica's optimizer; T tokens of a microbatch, L layers of the rank, a passes in "
     "flight, A elements that a layer keeps of a token, h hidden size"
 )
-_PROCESS_BYTES = 700 * 2**20  # of a rank without a model: its libraries
+_PROCESS_BYTES = 700 * 2**20  # libraries of a rank, without a model
 
 
 class MeasuredRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ def print_stages(hf: HfConfig, stages: Sequence[Sequence[MemoryPart]], console: 
 
 
 def print_measured(ranks: Sequence[MeasuredRank], console: Console) -> None:
-    """Print each rank's estimate beside what was measured."""
+    """Print each rank's estimate and its measurement."""
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "stage", "kind"):
         table.add_column(title)
@@ -146,11 +146,13 @@ def measured(
             msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=Measured)
             for rank in range(config.learner.learner.ranks)
         ]
-    return [beside(rank, holdings, stages) for rank, holdings in enumerate(found)]
+    return [with_estimate(rank, holdings, stages) for rank, holdings in enumerate(found)]
 
 
-def beside(rank: int, found: "Measured", stages: Sequence[Sequence[MemoryPart]]) -> MeasuredRank:
-    """Return what a rank measured beside the estimate of its stage."""
+def with_estimate(
+    rank: int, found: "Measured", stages: Sequence[Sequence[MemoryPart]]
+) -> MeasuredRank:
+    """Return the measurement of a rank, joined with the estimate of its stage."""
     parts = {part.what: part.num_bytes for part in stages[found.stage]}
     held = {kind: parts[kind] for kind in KINDS}  # what is measured tensor by tensor
     process = found.rss_before + sum(held.values()) + parts.get(HOST_OPTIMIZER, 0.0)

@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
-from slipstream.deploy.predict.size.answer import Answer, Asked, answer
+from slipstream.deploy.predict.size.answer import PlanRequest, RunPlan, answer
 from slipstream.deploy.predict.size.options import (
     cluster_of,
     mean_tokens,
@@ -18,7 +18,7 @@ from slipstream.deploy.predict.size.options import (
     refuse_numbers,
     run_and_shape,
 )
-from slipstream.deploy.predict.size.pools import Outcome
+from slipstream.deploy.predict.size.pools import SplitForecast
 from slipstream.deploy.predict.size.proposals import Proposal
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.process.command_line import print_json
@@ -44,11 +44,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def asked_of(arguments: argparse.Namespace) -> Asked:
+def asked_of(arguments: argparse.Namespace) -> PlanRequest:
     """Return what the options and the settings ask.
 
     Raises:
-        ConfigError: a number is none, a GPU is unknown, or the settings cannot be used.
+        ConfigError: A number is out of range, a GPU is unknown, or the settings cannot be used.
     """
     refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib", "engine_base_ms"})
     config, hf = run_and_shape(arguments)
@@ -56,7 +56,7 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
     generators = config.generators.generators
     prompt_tokens, response_tokens = mean_tokens(arguments, config.generators.sampling)
     in_file = config.learner.learner.ranks + generators.count * generators.num_ranks
-    return Asked(
+    return PlanRequest(
         config=config,
         hf=hf,
         cluster=cluster_of(arguments, config, reserve_gib=arguments.reserve_gib),
@@ -69,7 +69,7 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
     )
 
 
-def print_answer(asked: Asked, found: Answer, console: Console) -> None:
+def print_answer(asked: PlanRequest, found: RunPlan, console: Console) -> None:
     """Print everything, section by section."""
     run, gpu = asked.config.run, asked.cluster.gpu
     for figure in found.parameters:
@@ -111,7 +111,7 @@ def _grid(*titles: str, left: int = 1) -> Grid:
 
 
 def _print_parts(
-    title: str, parts: Sequence[MemoryPart], asked: Asked | None, console: Console
+    title: str, parts: Sequence[MemoryPart], asked: PlanRequest | None, console: Console
 ) -> None:
     """Print parts of memory with their laws; whether they fit if it is known what is asked."""
     console.print(f"memory of {title}", style="bold")
@@ -129,7 +129,7 @@ def _print_parts(
     console.print()
 
 
-def _print_layouts(asked: Asked, found: Answer, console: Console) -> None:
+def _print_layouts(asked: PlanRequest, found: RunPlan, console: Console) -> None:
     console.print(
         f"layouts of the learner that fit in {asked.cluster.available_bytes / GIB:g} GiB, the "
         f"fewest GPUs first: {found.fewest_gpus} at least",
@@ -161,7 +161,7 @@ def _print_layouts(asked: Asked, found: Answer, console: Console) -> None:
 def _shown(layouts: Sequence[Proposal]) -> list[Proposal]:
     shown: list[Proposal] = []
     for layout in layouts:
-        if sum(one.gpus == layout.gpus for one in shown) < _PER_COUNT:
+        if sum(other.gpus == layout.gpus for other in shown) < _PER_COUNT:
             shown.append(layout)
     return shown
 
@@ -183,7 +183,7 @@ def _print_step(layout: Proposal, console: Console) -> None:
 
 
 def _print_publishes(
-    asked: Asked, best: Outcome, publishes: dict[str, Cost], console: Console
+    asked: PlanRequest, best: SplitForecast, publishes: dict[str, Cost], console: Console
 ) -> None:
     split, cluster = best.split, asked.cluster
     console.print(
@@ -207,7 +207,7 @@ def _print_publishes(
     console.print()
 
 
-def _print_splits(asked: Asked, splits: Sequence[Outcome], console: Console) -> None:
+def _print_splits(asked: PlanRequest, splits: Sequence[SplitForecast], console: Console) -> None:
     console.print(
         f"splits of {asked.gpus} GPUs with run.max_staleness_steps of at most "
         f"{asked.config.run.staleness_bound}, the most steps per hour first",
@@ -218,17 +218,17 @@ def _print_splits(asked: Asked, splits: Sequence[Outcome], console: Console) -> 
         *("longest s", "waits for"),
         left=0,
     )
-    for one in splits[:_MOST_SPLITS]:
+    for forecast in splits[:_MOST_SPLITS]:
         table.add_row(
-            str(one.split.learner.gpus),
-            f"{one.split.engines} x {one.split.engine.ranks}",
-            str(one.split.bound),
-            str(one.in_flight),
-            f"{one.steps_per_hour:,.1f}",
-            f"{one.rates.learner_s:,.1f}",
-            f"{one.rates.generate_s:,.1f}",
-            f"{one.rates.longest_s:,.1f}",
-            one.limit,
+            str(forecast.split.learner.gpus),
+            f"{forecast.split.engines} x {forecast.split.engine.ranks}",
+            str(forecast.split.bound),
+            str(forecast.in_flight),
+            f"{forecast.steps_per_hour:,.1f}",
+            f"{forecast.rates.learner_s:,.1f}",
+            f"{forecast.rates.generate_s:,.1f}",
+            f"{forecast.rates.longest_s:,.1f}",
+            forecast.limit,
         )
     console.print(table)
     console.print(
@@ -242,7 +242,7 @@ def _print_splits(asked: Asked, splits: Sequence[Outcome], console: Console) -> 
     console.print()
 
 
-def settings_lines(best: Outcome) -> list[str]:
+def settings_lines(best: SplitForecast) -> list[str]:
     """Return what to write into the file, or behind a command, for an outcome."""
     learner, split = best.split.learner.settings.learner, best.split
     settings: dict[str, object] = {
@@ -267,7 +267,7 @@ def settings_lines(best: Outcome) -> list[str]:
     return [f"{name} = {value}" for name, value in settings.items()]
 
 
-def as_json(asked: Asked, found: Answer) -> dict[str, Any]:
+def as_json(asked: PlanRequest, found: RunPlan) -> dict[str, Any]:
     """Return everything for programs; bytes and seconds are not rounded."""
     return {
         "gpus": asked.gpus,
@@ -280,17 +280,17 @@ def as_json(asked: Asked, found: Answer) -> dict[str, Any]:
         "publish": found.publishes,
         "splits": [
             {
-                "learner_gpus": one.split.learner.gpus,
-                "engines": one.split.engines,
-                "engine_ranks": one.split.engine.ranks,
-                "max_staleness_steps": one.split.bound,
-                "max_in_flight": one.in_flight,
-                "step_s": one.step_s,
-                "steps_per_hour": one.steps_per_hour,
-                "waits_for": one.limit,
-                "rates": one.rates,
+                "learner_gpus": forecast.split.learner.gpus,
+                "engines": forecast.split.engines,
+                "engine_ranks": forecast.split.engine.ranks,
+                "max_staleness_steps": forecast.split.bound,
+                "max_in_flight": forecast.in_flight,
+                "step_s": forecast.step_s,
+                "steps_per_hour": forecast.steps_per_hour,
+                "waits_for": forecast.limit,
+                "rates": forecast.rates,
             }
-            for one in found.splits
+            for forecast in found.splits
         ],
         "settings": settings_lines(found.splits[0]),
     }

@@ -7,7 +7,7 @@ import msgspec
 
 from slipstream.deploy.predict.advise.fit import Fit, fit, scenario_of_record, warm_steps
 from slipstream.deploy.predict.advise.record import Record
-from slipstream.deploy.predict.simulate.outcome import Outcome
+from slipstream.deploy.predict.simulate.outcome import SimulatedRun
 from slipstream.deploy.predict.simulate.scenario import Scenario
 from slipstream.deploy.predict.simulate.world import simulate
 from slipstream.wire.errors import ConfigError
@@ -92,7 +92,7 @@ def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice
     )
 
 
-def _simulated(scenario: Scenario) -> Outcome:
+def _simulated(scenario: Scenario) -> SimulatedRun:
     try:
         return simulate(scenario)
     except RuntimeError as error:
@@ -130,7 +130,7 @@ def _expected(
     setting: str,
     measured_s: float,
     before_s: list[float],
-    outcomes: list[Outcome],
+    outcomes: list[SimulatedRun],
     warm: int,
 ) -> Expected:
     factors = [

@@ -49,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class PassFlops:
     """Passes of a learner step over its tokens."""
 
     training: int  # forward and backward
@@ -67,7 +67,9 @@ class Passes:
         return self.training * (2 + self.again) + self.forward
 
 
-def passes_of(hf: HfConfig, settings: LearnerSettings, *, frozen: int, has_critic: bool) -> Passes:
+def passes_of(
+    hf: HfConfig, settings: LearnerSettings, *, frozen: int, has_critic: bool
+) -> PassFlops:
     """Return the passes of a step: updates after the first need log-probabilities before it.
 
     Args:
@@ -77,7 +79,7 @@ def passes_of(hf: HfConfig, settings: LearnerSettings, *, frozen: int, has_criti
         has_critic: True if a critic is trained as well.
     """
     proximal = settings.learner.minibatches > 1
-    return Passes(
+    return PassFlops(
         training=1 + has_critic,
         forward=proximal * (1 + has_critic) + frozen,
         again=_again(hf, settings),

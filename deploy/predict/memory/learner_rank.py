@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
-from slipstream.deploy.predict.memory.offloaded import CRITIC, KINDS, POLICY, Held, never_at_once
+from slipstream.deploy.predict.memory.offloaded import (
+    CRITIC,
+    KINDS,
+    POLICY,
+    OffloadedBytes,
+    never_at_once,
+)
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model.division import section_for, stage_layers
 from slipstream.learner.parallel import ParallelSizes
@@ -211,7 +217,7 @@ def _stage(
         MemoryPart("optimizer", state, state_formula),
         *working,
     ]
-    held = [Held(POLICY, part.what, part.num_bytes) for part in parts[:3]]
+    held = [OffloadedBytes(POLICY, part.what, part.num_bytes) for part in parts[:3]]
     if on_gpu:
         relay = 4.0 * settings.weightbus.bucket_bytes if stage == 0 else 0.0
         parts.append(
@@ -228,12 +234,16 @@ def _stage(
             rank_parameters(policy, section_for(policy, learner), stage).count for policy in frozen
         ]
         parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
-        held += [Held(f"frozen {i}", "weights", element * n) for i, n in enumerate(counts)]
+        held += [
+            OffloadedBytes(f"frozen {i}", "weights", element * n) for i, n in enumerate(counts)
+        ]
     if has_critic:
         critic = rank_parameters(hf, learner, stage, is_critic=True)
         state, state_formula = _optimizer(critic, learner, element)
         of_critic = (element * critic.count, 4 * critic.count, state)
-        held += [Held(CRITIC, kind, size) for kind, size in zip(KINDS, of_critic, strict=True)]
+        held += [
+            OffloadedBytes(CRITIC, kind, size) for kind, size in zip(KINDS, of_critic, strict=True)
+        ]
         parts.append(
             MemoryPart(
                 "critic",

@@ -8,7 +8,7 @@ KINDS = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OffloadedBytes:
     """Tensors of one kind of one model."""
 
     owner: str
@@ -17,7 +17,11 @@ class Held:
 
 
 def never_at_once(
-    held: Sequence[Held], offload: Collection[str], *, working: float, beside_policy: str = ""
+    held: Sequence[OffloadedBytes],
+    offload: Collection[str],
+    *,
+    working: float,
+    beside_policy: str = "",
 ) -> float:
     """Return by how much the largest moment is below the sum of everything.
 
@@ -32,11 +36,11 @@ def never_at_once(
     passes = ((owner, ("weights", "gradients")) for owner in sorted(trained))
     updates = ((owner, KINDS) for owner in sorted(trained))
 
-    def on_device(used: Iterable[Held]) -> float:
+    def on_device(used: Iterable[OffloadedBytes]) -> float:
         there = set(used)
         return sum(part.num_bytes for part in held if part in there or part.kind not in offload)
 
-    def of(owner: str, kinds: Collection[str]) -> list[Held]:
+    def of(owner: str, kinds: Collection[str]) -> list[OffloadedBytes]:
         more = beside_policy if owner == POLICY else ""
         return [
             part

@@ -41,7 +41,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """A run that has ended."""
 
     steps: tuple[StepRecord, ...]

@@ -18,7 +18,7 @@ from slipstream.broker.ledger.events import Dropped
 from slipstream.broker.ledger.state import LedgerRules
 from slipstream.deploy.predict.laws.engine_law import EngineLaw
 from slipstream.deploy.predict.simulate.engine import Response, SimulatedEngine
-from slipstream.deploy.predict.simulate.outcome import Outcome, StepRecord
+from slipstream.deploy.predict.simulate.outcome import SimulatedRun, StepRecord
 from slipstream.deploy.predict.simulate.scenario import Change, Scenario
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.trajectory import (
@@ -111,7 +111,7 @@ class World:
         for change in scenario.changes:
             self._at(change.at_s, self._changes, change)
 
-    def run(self, on_step: OnStep = lambda _record: None) -> Outcome:
+    def run(self, on_step: OnStep = lambda _record: None) -> SimulatedRun:
         """Simulate to the end; ``on_step`` is called after each learner step."""
         self._on_step = on_step
         for seat, engine in self._running():
@@ -480,10 +480,10 @@ class World:
                     engine.cancel(event.group_id)
                     self._go_on(under_way.seat, engine)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulatedRun:
         book = self.ledger.book
         engines = self._all_engines()
-        return Outcome(
+        return SimulatedRun(
             steps=tuple(self._records),
             issued=book.state.issued,
             trained=book.state.trained,
@@ -520,6 +520,6 @@ def rules_of(scenario: Scenario) -> LedgerRules:
     )
 
 
-def simulate(scenario: Scenario, on_step: OnStep = lambda _record: None) -> Outcome:
+def simulate(scenario: Scenario, on_step: OnStep = lambda _record: None) -> SimulatedRun:
     """Return the outcome of a run of this scenario."""
     return World(scenario).run(on_step)

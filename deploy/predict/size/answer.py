@@ -13,8 +13,14 @@ from slipstream.deploy.predict.laws.publishes import publish_cost
 from slipstream.deploy.predict.memory.gpu import static_share
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, most_memory
 from slipstream.deploy.predict.size.engines import EngineSize, engine_size, larger_engines
-from slipstream.deploy.predict.size.pools import Demand, Outcome, Split, best_splits, closed_form
-from slipstream.deploy.predict.size.proposals import Proposal, Question, gpu_counts, proposals
+from slipstream.deploy.predict.size.pools import (
+    Demand,
+    Split,
+    SplitForecast,
+    best_splits,
+    closed_form,
+)
+from slipstream.deploy.predict.size.proposals import Proposal, SplitQuestion, gpu_counts, proposals
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
@@ -24,7 +30,7 @@ _MOST_BOUND = 8  # largest staleness bound to try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """Input of the command."""
 
     config: RunConfig
@@ -50,7 +56,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RunPlan:
     """Complete answer."""
 
     parameters: Sequence[Figure]
@@ -60,10 +66,10 @@ class Answer:
     fewest_gpus: int  # fewest GPUs of the learner
     layouts: Sequence[Proposal]
     publishes: dict[str, Cost]  # publishes of the best split
-    splits: Sequence[Outcome]
+    splits: Sequence[SplitForecast]
 
 
-def answer(asked: Asked) -> Answer:
+def answer(asked: PlanRequest) -> RunPlan:
     """Return the answer.
 
     Raises:
@@ -75,7 +81,7 @@ def answer(asked: Asked) -> Answer:
             f"--gpus is {asked.gpus}: one engine takes {engine.ranks} "
             f"(generators.sglang.tp_size), expected one more for the learner at least"
         )
-    question = Question(
+    question = SplitQuestion(
         hf=asked.hf,
         table=asked.config.table,
         base=asked.config.learner,
@@ -97,7 +103,7 @@ def answer(asked: Asked) -> Answer:
     engines = [engine, *larger_engines(asked.hf, asked.config, asked.cluster, engine)]
     splits = _splits(asked, engines, [fitting[0] for fitting in by_count.values() if fitting])
     best = splits[0].split
-    return Answer(
+    return RunPlan(
         parameters=_parameters(asked.hf),
         learner_memory=_memory(asked),
         engine=engine,
@@ -126,7 +132,7 @@ def _parameters(hf: HfConfig) -> list[Figure]:
     ]
 
 
-def _memory(asked: Asked) -> list[MemoryPart]:
+def _memory(asked: PlanRequest) -> list[MemoryPart]:
     """Return the memory of the rank that needs most with the current settings."""
     stages = learner_stages(
         asked.hf,
@@ -138,14 +144,14 @@ def _memory(asked: Asked) -> list[MemoryPart]:
     return [part for part in most_memory(stages) if part.num_bytes]
 
 
-def _engine(asked: Asked) -> tuple[EngineSize, bool]:
+def _engine(asked: PlanRequest) -> tuple[EngineSize, bool]:
     """Return the settings' engine if it holds the model, else the next larger one that does."""
     ranks = asked.config.generators.generators.num_ranks
     size = engine_size(asked.hf, asked.config, asked.cluster, asked.gpus, fewest_gpus=ranks)
     return size, size.ranks == ranks
 
 
-def _publish(asked: Asked, split: Split, *, fanout: int) -> Cost:
+def _publish(asked: PlanRequest, split: Split, *, fanout: int) -> Cost:
     return publish_cost(
         _WEIGHT * asked.hf.num_parameters,
         asked.cluster,
@@ -156,7 +162,9 @@ def _publish(asked: Asked, split: Split, *, fanout: int) -> Cost:
     )
 
 
-def _splits(asked: Asked, engines: Sequence[EngineSize], best: Sequence[Proposal]) -> list[Outcome]:
+def _splits(
+    asked: PlanRequest, engines: Sequence[EngineSize], best: Sequence[Proposal]
+) -> list[SplitForecast]:
     """Return the best outcome for each number of the learner's GPUs, fastest first."""
     run, sampling = asked.config.run, asked.config.generators.sampling
     demand = Demand(

@@ -41,7 +41,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class PoolRates:
     """Rates of both pools with a split, in seconds."""
 
     learner_s: float  # learner step, including the copy of its weights
@@ -52,7 +52,7 @@ class Rates:
     sequences: float  # sequences that an engine generates at a time
 
 
-RatesLaw = Callable[[Split], Rates]
+RatesLaw = Callable[[Split], PoolRates]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def closed_form(
 ) -> RatesLaw:
     """Return the law of rates stated in this file."""
 
-    def rates(split: Split) -> Rates:
+    def rates(split: Split) -> PoolRates:
         cost, engine = publish(split), law(split.engine)
         context = demand.prompt_tokens + demand.response_tokens / 2
         allowed = (split.bound + 1) * demand.sequences / split.engines
@@ -87,7 +87,7 @@ def closed_form(
         share = demand.sequences / split.engines
         prompts = share / demand.group_size * demand.prompt_tokens * engine.prefill_s
         generate = share * demand.response_tokens * token_s / at_a_time + prompts
-        return Rates(
+        return PoolRates(
             learner_s=split.learner.step_s + cost.stall_s,
             generate_s=generate + cost.pause_s,
             longest_s=demand.longest_response * token_s,
@@ -100,11 +100,11 @@ def closed_form(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SplitForecast:
     """Expected outcome of a split."""
 
     split: Split
-    rates: Rates
+    rates: PoolRates
     step_s: float
     in_flight: int  # groups: broker.max_in_flight
 
@@ -132,12 +132,12 @@ class Outcome:
         return max(seconds, key=lambda name: seconds[name])
 
 
-def _longest_s(rates: Rates, bound: int) -> float:
+def _longest_s(rates: PoolRates, bound: int) -> float:
     """Return the seconds of a step in which the longest answer can be trained in time."""
     return (rates.learner_s + rates.longest_s + rates.receive_s) / (bound + 1)
 
 
-def outcome(split: Split, rates: Rates, groups: int) -> Outcome:
+def outcome(split: Split, rates: PoolRates, groups: int) -> SplitForecast:
     """Return the seconds of a step, and the groups in flight that it needs."""
     if split.bound:
         step_s = max(rates.learner_s, rates.generate_s, _longest_s(rates, split.bound))
@@ -146,17 +146,17 @@ def outcome(split: Split, rates: Rates, groups: int) -> Outcome:
     # Little: groups in generation are its share of a step; G more are trained or ready
     needed = math.ceil(groups * (1 + max(rates.mean_s, rates.generate_s) / step_s))
     most = (split.bound + 1) * groups
-    return Outcome(split=split, rates=rates, step_s=step_s, in_flight=min(needed, most))
+    return SplitForecast(split=split, rates=rates, step_s=step_s, in_flight=min(needed, most))
 
 
-def best_splits(splits: Iterable[Split], rates: RatesLaw, groups: int) -> list[Outcome]:
+def best_splits(splits: Iterable[Split], rates: RatesLaw, groups: int) -> list[SplitForecast]:
     """Return the best outcome for each number of the learner's GPUs, fastest first.
 
     Among outcomes about as fast, the smallest bound wins, then the smallest engines. Among
     numbers of GPUs about as fast as the fastest, the first is the one with the most spare time in
     both pools.
     """
-    by_learner: dict[int, list[Outcome]] = {}
+    by_learner: dict[int, list[SplitForecast]] = {}
     for split in splits:
         by_learner.setdefault(split.learner.gpus, []).append(outcome(split, rates(split), groups))
     best = []
@@ -168,7 +168,7 @@ def best_splits(splits: Iterable[Split], rates: RatesLaw, groups: int) -> list[O
     return fastest + sorted(others, key=lambda one: one.step_s)
 
 
-def _about_as_fast(found: Sequence[Outcome]) -> list[Outcome]:
+def _about_as_fast(found: Sequence[SplitForecast]) -> list[SplitForecast]:
     """Return the outcomes that are about as fast as the fastest."""
     fastest = min(outcome.step_s for outcome in found)
     return [outcome for outcome in found if outcome.step_s * _AS_GOOD <= fastest]

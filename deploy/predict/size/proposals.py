@@ -59,7 +59,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SplitQuestion:
     """Training work and its hardware. ``host_bytes`` of 0 is no limit."""
 
     hf: HfConfig
@@ -81,7 +81,7 @@ def gpu_counts(most: int, gpus_per_host: int) -> list[int]:
     return [n for n in [*on_one, *(gpus_per_host * count for count in numbers)] if n <= most]
 
 
-def proposals(question: Question, gpus: int) -> list[Proposal]:
+def proposals(question: SplitQuestion, gpus: int) -> list[Proposal]:
     """Return the layouts that fit on this many GPUs, fastest first."""
     found: list[Proposal] = []
     for context in context_sizes():
@@ -96,7 +96,7 @@ def proposals(question: Question, gpus: int) -> list[Proposal]:
     return sorted(found, key=lambda one: (one.step_s, one.gpu_bytes))
 
 
-def _proposal(question: Question, division: Division) -> Proposal | None:
+def _proposal(question: SplitQuestion, division: Division) -> Proposal | None:
     """Return a division with the first way to save memory that makes it fit, if any."""
     if _certainly_too_large(question, division):
         return None
@@ -115,7 +115,7 @@ def _proposal(question: Question, division: Division) -> Proposal | None:
     return None
 
 
-def _memory(question: Question, settings: LearnerSettings) -> Sequence[MemoryPart]:
+def _memory(question: SplitQuestion, settings: LearnerSettings) -> Sequence[MemoryPart]:
     stages = learner_stages(
         question.hf,
         settings,
@@ -126,7 +126,7 @@ def _memory(question: Question, settings: LearnerSettings) -> Sequence[MemoryPar
     return [part for part in most_memory(stages) if part.num_bytes]
 
 
-def _certainly_too_large(question: Question, division: Division) -> bool:
+def _certainly_too_large(question: SplitQuestion, division: Division) -> bool:
     """Return True if not even evenly divided weights and gradients fit."""
     if question.base.lora.is_on:
         return False

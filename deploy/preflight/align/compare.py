@@ -16,7 +16,7 @@ _ARRAY = np.ndarray[Any, Any]
 _POINT = re.compile(r"layer (\d+) (\w+)")
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class PointDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Difference of two implementations at one point."""
 
     point: str
@@ -24,16 +24,16 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     is_within: bool
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class PairComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of two implementations."""
 
     one: str
     other: str
-    points: tuple[Difference, ...]  # in the order of a token's passage
+    points: tuple[PointDifference, ...]  # in the order of a token's passage
     alone: tuple[str, ...] = ()  # points of only one implementation
 
     @property
-    def first_apart(self) -> Difference | None:
+    def first_apart(self) -> PointDifference | None:
         """First point with a difference above the tolerance."""
         return next((point for point in self.points if not point.is_within), None)
 
@@ -43,7 +43,7 @@ def compare(
     other: tuple[str, Mapping[str, _ARRAY]],
     *,
     tolerance: float,
-) -> Comparison:
+) -> PairComparison:
     """Compare two implementations at their common points.
 
     Args:
@@ -54,11 +54,11 @@ def compare(
     shared = sorted(one[1].keys() & other[1].keys(), key=_place)
     found = [(name, difference(name, one[1][name], other[1][name])) for name in shared]
     points = tuple(
-        Difference(point=name, value=value, is_within=bool(value <= tolerance))
+        PointDifference(point=name, value=value, is_within=bool(value <= tolerance))
         for name, value in found
     )
     alone = tuple(sorted(one[1].keys() ^ other[1].keys(), key=_place))
-    return Comparison(one=one[0], other=other[0], points=points, alone=alone)
+    return PairComparison(one=one[0], other=other[0], points=points, alone=alone)
 
 
 def difference(name: str, one: _ARRAY, other: _ARRAY) -> float:

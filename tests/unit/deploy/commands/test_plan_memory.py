@@ -5,10 +5,10 @@ import pytest
 from rich.console import Console
 
 from slipstream.deploy.commands.plan.memory import (
-    beside,
     print_measured,
     print_stages,
     refuse_too_large,
+    with_estimate,
 )
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.learner.tools.measure import Measured
@@ -54,7 +54,7 @@ def test_what_was_measured_stands_beside_the_estimate_of_its_stage():
         MemoryPart("optimizer", 0, ""),
         MemoryPart("optimizer on the host", 10 * 2**20, ""),
     ]
-    one = beside(3, found, [[], parts])
+    one = with_estimate(3, found, [[], parts])
     assert one.estimated["process (RSS)"] == 100 * 2**20
     console = Console(file=io.StringIO(), width=120)
     print_measured([one], console)

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.deploy.config import run_config
 from slipstream.deploy.predict.laws.gpus import Cluster, gpu_of
-from slipstream.deploy.predict.size.answer import Asked, answer
+from slipstream.deploy.predict.size.answer import PlanRequest, answer
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import to_table
 from tests.support.planned import H100, config_of, shape_of
@@ -14,8 +14,8 @@ from tests.support.planned import H100, config_of, shape_of
 QWEN = "Qwen3-30B-A3B"
 
 
-def asked(gpus: int, **sections: dict[str, object]) -> Asked:
-    return Asked(
+def asked(gpus: int, **sections: dict[str, object]) -> PlanRequest:
+    return PlanRequest(
         config=config_of(QWEN, **sections),
         hf=shape_of(QWEN),
         cluster=H100,

@@ -14,7 +14,7 @@ from slipstream.deploy.predict.simulate.world import simulate
 from slipstream.deploy.predict.size.engines import EngineSize
 from slipstream.deploy.predict.size.pools import (
     Demand,
-    Rates,
+    PoolRates,
     Split,
     best_splits,
     closed_form,
@@ -47,9 +47,9 @@ def split(gpus: int = 8, step_s: float = 40, engines: int = 8, bound: int = 2) -
     return Split(learner=learner(gpus, step_s), engines=engines, engine=ENGINE, bound=bound)
 
 
-def rates(**changed: float) -> Rates:
+def rates(**changed: float) -> PoolRates:
     given = {"learner_s": 40, "generate_s": 30, "longest_s": 35, "mean_s": 10, "receive_s": 1}
-    return Rates(**{**given, "sequences": 32, **changed})
+    return PoolRates(**{**given, "sequences": 32, **changed})
 
 
 def test_with_a_bound_the_slower_pool_is_the_step():
